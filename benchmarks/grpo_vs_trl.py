@@ -51,7 +51,7 @@ def run_coalign(model: Path, precision: str, steps: int, new: int) -> dict:
                     "prompts_per_step": PROMPTS,
                     "samples_per_prompt": SAMPLES,
                     "log_samples": 0,
-                    "tensorboard": False,
+                    "trackers": [],
                     "resume": "never",
                 },
                 "data": {"train": str(data), "prompt_key": "question", "shuffle": False},

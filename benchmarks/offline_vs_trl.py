@@ -53,7 +53,7 @@ def run_coalign(algorithm: str, model: Path, precision: str, steps: int) -> dict
             "steps": steps + 1,
             "prompts_per_step": ROWS[algorithm],
             "log_samples": 0,
-            "tensorboard": False,
+            "trackers": [],
             "resume": "never",
         },
         "data": {"train": str(data), "shuffle": False},

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from pickle import PicklingError
 from random import Random
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import cloudpickle
@@ -350,7 +350,7 @@ class FunctionProcess:
                 if self._calls and loop.time() >= self._find_deadline(work.seconds):
                     return True
             if done := done + under_way - len(self._calls):
-                pace = (loop.time() - since) / done
+                pace = max((loop.time() - since) / done, 1e-6)  # uvloop's clock stands still within a millisecond
                 ahead = max(1, min(2 * ahead, _MOST_AHEAD, int(_AHEAD_SECONDS / pace)))
                 since, done = loop.time(), 0
         return False
@@ -463,8 +463,7 @@ class ProcessConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray uses, is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._received += data

@@ -30,6 +30,8 @@ TOKEN_COLUMNS: Mapping[str, torch.dtype] = {
     "advantages": torch.float32,
     "returns": torch.float32,
     "turn_rewards": torch.float32,  # an environment's reward of a turn, at the turn's last trained token
+    "turn_states": torch.int64,  # the state in which a turn begins, at its first token, as a number other than 0
+    "high_covariance": torch.bool,  # True where the loss `kl_cov` holds the policy back
     "label": torch.float32,  # correctness of a step (0 to 1), at the token where a process reward model scores it
     "candidates": torch.int32,  # [T, K]: token ids whose log-probs a loss compares (a teacher's top K; "+" and "-")
     "teacher_logprobs": torch.float32,  # [T, K]: the teacher's log-probs of the candidates
@@ -49,6 +51,9 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "reference_point": torch.float32,  # KTO's z0, the same for the whole batch
     "baseline": torch.float32,  # subtracted from the reward (ReMax: reward of the greedy response)
 }
+
+
+SOURCE_KEY = "data_source"  # in every row of data: the source that it belongs to, by the row itself or by its file
 
 
 class Status(IntEnum):

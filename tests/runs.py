@@ -63,7 +63,7 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
         "seed": 1,
         "output": str(directory / "run"),
         "runtime": {"steps": 4, "prompts_per_step": 4, "threads": 1, "cluster": "local"}
-        | {"tensorboard": False, "plots": False}
+        | {"trackers": [], "plots": False}
         | runtime,
         "data": {"train": data, "eval": data, "chat_template": "none"},
     }

@@ -113,22 +113,26 @@ class RewardTerm:
     weight: float = 1.0
     normalise: Literal["none", "batch", "group", "running"] = "none"
     clip: float | None = None
+    sources: tuple[str, ...] = ()  # of the rows that have it; none: all rows
 
 
 def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running: Mapping[str, Moments]) -> Tensor:
     """The sum over terms of weight * clip(normalise(value)): f64[N].
 
-    values [terms, N], finite where the term has weight; group i64[N], in any order. A value is normalised to (value -
-    mean) / (std + 1e-6) with the moments of this batch, of its group (2601.05242: before the sum, so that no term
-    outweighs the others), or for a `running` term with those in ``running`` (ValueError if they are empty). The
-    standard deviation is the population's. Values that are all equal become 0.
+    values [terms, N]: NaN for rows that a term is not for, else finite where it has weight; group i64[N], in any order.
+    A value is normalised to (value - mean) / (std + 1e-6) with the moments of this batch, of its group (2601.05242:
+    before the sum, so that no term outweighs the others), or for a `running` term with those in ``running`` (ValueError
+    if they are empty). Rows that the term is not for count in no moments. The standard deviation is the population's.
+    Values that are all equal become 0.
     """
     total = torch.zeros(values.shape[1], dtype=torch.float64)
-    for term, own in zip(terms, values.double(), strict=True):
+    for term, every in zip(terms, values.double(), strict=True):
         if not term.weight:
             continue
+        here = every.isfinite()
+        own = every[here]
         if term.normalise == "group":
-            groups = RewardGroups(own, group)
+            groups = RewardGroups(own, group[here])
             own = groups.deviation / (groups.std(unbiased=False)[groups.member] + EPS)
         elif term.normalise != "none":
             moments = running[term.name] if term.normalise == "running" else Moments.of(own)
@@ -138,5 +142,5 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running:
                     "they are compared with"
                 )
             own = (own - moments.mean) / (moments.std + EPS)
-        total += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
+        total[here] += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
     return total

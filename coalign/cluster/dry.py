@@ -191,7 +191,8 @@ class DryModel:
         data, sources = ref.fetch(), self.cluster.sources([ref])
         batch = _responses(data, samples or self.context.samples_per_prompt)
         if self.context.environment is not None:
-            batch = batch.with_(turn_rewards=torch.zeros(batch.tokens_total), messages=[[] for _ in range(len(batch))])
+            nothing, messages = torch.zeros(batch.tokens_total), [[] for _ in range(len(batch))]
+            batch = batch.with_(turn_rewards=nothing, turn_states=batch["loss_mask"].long(), messages=messages)
         reads = _by_source(sources, [name for name in _columns(data) if name in batch])
         return self.cluster.answer(Call(self.name, "generate"), batch, {}, reads, _columns(batch), {}, data)
 

@@ -128,10 +128,14 @@ Answer = tuple[Meta, Batch | None]
 def find_module_class(config: ModelConfig) -> type[Module]:
     """The Module subclass that a configuration names (`fsdp`, or a dotted path).
 
-    A model with a cache, or a reward model with a chat template, gets the module that wraps it.
+    A model with a cache, or a reward model or teacher with a chat template, gets the module that wraps it.
     """
-    reads_text = config.head == "reward" and config.chat_template
-    name = "cached" if config.cache else "retokenize" if reads_text else config.module
+    name = "cached" if config.cache else config.module
+    if config.chat_template and not config.cache:
+        if config.head == "reward":
+            name = "retokenize"
+        elif config.head == "lm" and config.frozen and config.judge is None:
+            name = "cross_tokenizer"
     return resolve_class(name, "coalign.backends")
 
 

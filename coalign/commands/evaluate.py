@@ -39,7 +39,8 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
         main = config.models[names[0]].model_copy(update=changes)
         config = config.model_copy(update={"models": {**config.models, names[0]: main}})
     config = fetch_models(config)
-    plan = prepare(config).restrict(names)
+    plan = prepare(config)
+    plan = plan.restrict([*names, *(name for name in plan.roles if name not in plan.recipe.models)])
     with start_cluster(config) as cluster:
         engine = build(plan, cluster)
         assert engine.evaluator is not None  # the configuration has evaluation data

@@ -364,7 +364,8 @@ def _exists(path: Path) -> bool:
 def _nowhere(text: str, required: InputPath, folder: Path) -> str:
     tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
     suggestion = next((found for path in tried if (found := suggest_file(path))), "")
-    return f"there is no {required.kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
+    kind = "directory" if required.kind == "model" else required.kind
+    return f"there is no {kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
 
 
 def _place_value(problems: Iterable[ConfigProblem], places: KeyLocations) -> list[ConfigProblem]:

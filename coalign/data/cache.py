@@ -41,6 +41,7 @@ from coalign.data.order import FileSource, SourceScan
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows, WatchedFiles, list_files
 from coalign.files import describe_problem, hash_file, hash_samples
+from coalign.types import SOURCE_KEY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,7 +131,8 @@ def store_examples(folder: Path, scan: SourceScan) -> None:
 
 
 def _encode_rest(example: Example, row: Mapping[str, Any]) -> bytes:
-    added = {k: v for k, v in example.row.items() if k not in MARKS and (k not in row or row[k] != v)}
+    marks = (*MARKS, SOURCE_KEY)  # `mark_origin` adds them again
+    added = {k: v for k, v in example.row.items() if k not in marks and (k not in row or row[k] != v)}
     return json.dumps({"row": added, "columns": example.columns}).encode()
 
 

@@ -15,7 +15,7 @@ from coalign.data.batch import Batch
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, SourceRow
 from coalign.data.templates import Template, get_bos
-from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from coalign.types import SEQUENCE_COLUMNS, SOURCE_KEY, TOKEN_COLUMNS
 
 KEEPS_SPECIAL_TOKENS = "_keep_special_tokens"
 # Keys added to each row: the name of its source, and its number there; to those of a source that may write special
@@ -64,6 +64,7 @@ class RowEncoder(ABC):
 
     def __init__(self, name: str, config: DataConfig, source: SourceConfig, template: Template) -> None:
         self.name = name
+        self.source = source.called
         self.config = config
         self.reader = RowReader(config, source)
         self.max_tokens: int | None = getattr(config, self.longest)
@@ -103,7 +104,15 @@ class RowEncoder(ABC):
         self.counts["markers"] += self.template.guard.found > markers
         self.counts.update(self.count(examples))
         self.counts["cut"] += any(len(e.tokens) < len(w.tokens) for e, w in zip(examples, whole, strict=True))
-        return self.mark_origin(examples, entry.number)
+        self.mark_origin(examples, entry.number)
+        self.counts[f"{SOURCE_KEY}={examples[0].row[SOURCE_KEY]}"] += 1
+        return examples
+
+    @property
+    def sources(self) -> set[str]:
+        """The sources of the rows used so far; before the first one that of the file."""
+        prefix = f"{SOURCE_KEY}="
+        return {key.removeprefix(prefix) for key in self.counts if key.startswith(prefix)} or {self.source}
 
     @property
     def limit(self) -> str:
@@ -141,6 +150,7 @@ class RowEncoder(ABC):
             example.row.pop(KEEPS_SPECIAL_TOKENS, None)
             marks = (self.name, number, True) if self.template.guard.keep else (self.name, number)
             example.row.update(zip(MARKS, marks, strict=False))
+            example.row[SOURCE_KEY] = str(example.row.get(SOURCE_KEY, self.source))
         return examples
 
     def truncate(self, example: Example) -> Example:

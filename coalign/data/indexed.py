@@ -26,6 +26,7 @@ from coalign.data.examples import MARKS, Example
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import WatchedFiles
 from coalign.files import hash_file, hash_samples
+from coalign.types import SOURCE_KEY
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -185,9 +186,10 @@ class IndexedDocuments:
         max_tokens: int | None = None,
         phase: DataPhase | None = None,
         max_samples: int | None = None,
+        source: str = "",
     ) -> None:
-        """``vocabulary`` is its size in tokens. ValueError if no document is usable."""
-        self.name = data.prefix.name
+        """``vocabulary`` is its size in tokens, ``source`` that of its rows. ValueError if no document is usable."""
+        self.name, self._source = data.prefix.name, source
         self._data, self._vocabulary = data, vocabulary
         numbers: Iterable[int] = range(len(data) if max_samples is None else min(len(data), max_samples))
         if phase is not None:
@@ -217,7 +219,7 @@ class IndexedDocuments:
                 f"{self.name}, document {document}: token {largest}, but the tokenizer has {self._vocabulary}; "
                 "was it made with another one?"
             )
-        row: dict[str, Any] = dict(zip(MARKS, (self.name, document), strict=False))
+        row: dict[str, Any] = dict(zip(MARKS, (self.name, document), strict=False)) | {SOURCE_KEY: self._source}
         return [Example(tokens.tolist(), row, [False] + [True] * (len(tokens) - 1), {"index": piece})]
 
     def report(self) -> str:

@@ -7,8 +7,9 @@ whenever all of its rows have been drawn.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,7 @@ from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, Streamed
 from coalign.data.shuffle import DataPhase, draw_uniform
 from coalign.data.sources import open_rows
 from coalign.data.templates import load_template
-from coalign.types import Stats, Total, merge_stats
+from coalign.types import SOURCE_KEY, Stats, Total, merge_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,16 +100,33 @@ class Loader:
         drawn = self._rows_of_a_batch() if rows is None else [self._draw() for _ in range(rows)]
         return build_batch(drawn, range(first, self.drawn))
 
-    def all(self, limit: int | None = None) -> Iterator[Batch]:
-        """Yield all usable rows (at most ``limit``) in batches of ``batch_size``, source by source in file order.
+    @property
+    def is_known(self) -> bool:
+        """Whether all rows have been looked at: not so with a stream."""
+        return all(order.rows is not None for order in self.orders)
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the rows' sources; of a stream those that have been read."""
+        return sorted(set().union(*(encoder.sources for encoder in self._encoders)))
+
+    def all(self, limit: int | None = None) -> Iterator[tuple[str, Batch]]:
+        """Yield all usable rows (at most ``limit`` of a source) in file order: (source, up to ``batch_size`` rows).
 
         The cursor does not move; ``group`` counts from 0.
         """
-        rows = islice(chain.from_iterable(order.once() for order in self.orders), limit)
-        first = 0
-        while part := list(islice(rows, self.batch_size)):
-            yield build_batch(part, range(first, first + len(part)))
-            first += len(part)
+        parts: dict[str, list[tuple[int, list[Example]]]] = {}
+        seen: Counter[str] = Counter()
+        for group, examples in enumerate(chain.from_iterable(order.once() for order in self.orders)):
+            source = examples[0].row[SOURCE_KEY]
+            if limit is not None and seen[source] == limit:
+                continue
+            seen[source] += 1
+            part = parts.setdefault(source, [])
+            part.append((group, examples))
+            if len(part) == self.batch_size:
+                yield source, _build_numbered_batch(parts.pop(source))
+        yield from ((source, _build_numbered_batch(part)) for source, part in parts.items())
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor (a few numbers) and a fingerprint of the data, as JSON values."""
@@ -141,6 +159,10 @@ class Loader:
         which = next(i for i, until in enumerate(self._until) if point < until)
         self.drawn += 1
         return self.orders[which].next()
+
+
+def _build_numbered_batch(rows: Sequence[tuple[int, list[Example]]]) -> Batch:
+    return build_batch([examples for _, examples in rows], [group for group, _ in rows])
 
 
 def build_loader(
@@ -203,7 +225,12 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
             raise ValueError(f"{source.path} holds documents as token ids; this recipe reads rows of text")
         limit, vocabulary = encoder.max_tokens, len(encoder.template.tokenizer)
         data = IndexedDocuments(
-            IndexedTokens(prefix), vocabulary, max_tokens=limit, phase=phase, max_samples=source.max_samples
+            IndexedTokens(prefix),
+            vocabulary,
+            max_tokens=limit,
+            phase=phase,
+            max_samples=source.max_samples,
+            source=source.called,
         )
         return ShuffledOrder(data, shuffled)
     rows = open_rows(source.path, source.max_samples)

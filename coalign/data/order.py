@@ -16,7 +16,7 @@ from coalign.data.examples import MARKS, Example, RowEncoder
 from coalign.data.indexed import IndexedDocuments
 from coalign.data.shuffle import DataPhase, permute
 from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
-from coalign.types import Stat, Stats, Total
+from coalign.types import SOURCE_KEY, Stat, Stats, Total
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class SourceScan:
     def _add(self, example: Example) -> None:
         self.tokens += len(example.tokens)
         self._digest.update(array("i", example.tokens).tobytes())
-        row = {key: value for key, value in example.row.items() if key not in MARKS}
+        row = {key: value for key, value in example.row.items() if key not in (*MARKS, SOURCE_KEY)}
         text = json.dumps([row, example.columns], sort_keys=True, default=lambda value: type(value).__name__)
         self._digest.update(text.encode())
 

@@ -14,7 +14,7 @@ from coalign.config.schema.rollout import CurriculumConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
 from coalign.data.loader import Loader
-from coalign.types import Stat, Stats, Total
+from coalign.types import SOURCE_KEY, Stat, Stats, Total
 
 
 class Curriculum:
@@ -85,5 +85,5 @@ def list_first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
 
 def hash_row(row: Mapping[str, Any]) -> str:
     """Hash the content of a row of data, without its place in the file."""
-    content = {key: value for key, value in row.items() if key not in MARKS}
+    content = {key: value for key, value in row.items() if key not in (*MARKS, SOURCE_KEY)}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ from coalign.engine.buffer import Buffer
 from coalign.engine.environment import Environment
 from coalign.engine.filters import build_group_selection
 from coalign.engine.ledger import Ledger
-from coalign.engine.metrics import watch
+from coalign.engine.metrics import WatchedCalls, watch
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.roles import Rollout
@@ -142,19 +142,26 @@ class Evaluator:
         self.limit = limit
 
     def evaluate(self) -> tuple[Stats, list[BatchRef]]:
-        """Evaluate all prompts; return the metrics, named `eval/…`, and the batches that the flow returned."""
+        """Evaluate all prompts; return the metrics, named `eval/…`, and the batches that the flow returned.
+
+        With several sources each has its own as well, named `eval/<source>/…`.
+        """
         begun = time.perf_counter()
-        with watch(self.cluster) as calls:
-            futures = [
-                self.flow(self.cluster.put(_separate_groups(prompts))) for prompts in self.loader.all(self.limit)
-            ]
+        futures, calls = [], dict[str, list[WatchedCalls]]()
+        for source, prompts in self.loader.all(self.limit):
+            with watch(self.cluster) as own:
+                futures.append(self.flow(self.cluster.put(_separate_groups(prompts))))
+            calls.setdefault(source, []).append(own)
         results = [future.result() for future in futures]
+        parts = {source: merge_stats(each.stats() for each in own) for source, own in calls.items()}
+        named = [(f"eval/{source}/", own) for source, own in parts.items() if len(parts) > 1]
         stats = {
-            f"eval/{name}": metric
-            for name, metric in calls.stats().items()
+            prefix + name: metric
+            for prefix, own in (*named, ("eval/", merge_stats(parts.values())))
+            for name, metric in own.items()
             if not name.startswith(("time/", "memory/", "tokens/", "engine/"))
         }
-        return merge_stats([stats, {"time/eval": Total(time.perf_counter() - begun)}]), results
+        return {**stats, "time/eval": Total(time.perf_counter() - begun)}, results
 
 
 def _separate_groups(prompts: Batch) -> Batch:

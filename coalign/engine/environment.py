@@ -19,7 +19,7 @@ from coalign.engine.buffer import Buffer, BufferedBatch, GroupPool, ReadyGroups
 from coalign.engine.curriculum import pass_rates
 from coalign.engine.filters import GroupSelection, filter_groups, response_lengths
 from coalign.engine.ledger import Ledger
-from coalign.engine.metrics import WatchedCalls, count, describe, group_ages, watch
+from coalign.engine.metrics import WatchedCalls, count, describe, describe_sources, group_ages, watch
 from coalign.types import Metric, Stat, Stats, Total, merge_stats
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Environment:
         position = self.loader.state_dict()
         prompts, drawn = self._draw(rows, step)
         self.ledger.since = step - self.selection.max_age
+        several = len(self.loader.sources) > 1
         batches: dict[str, Future | BatchRef] = {}
         with watch(self.cluster) as calls:
             groups = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
@@ -146,7 +147,9 @@ class Environment:
             if self.selection.lengths:
                 batches["lengths"] = self.cluster.transform(response_lengths, groups)
             if keep := self.selection.filter:
-                groups = self.cluster.transform(filter_groups, groups, keep=keep.func, arguments=keep.keywords)
+                groups = self.cluster.transform(
+                    filter_groups, groups, keep=keep.func, arguments=keep.keywords, by_source=several
+                )
             if self.ledger.carries:
                 batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
         self.ledger.check()
@@ -206,6 +209,8 @@ class Environment:
             batch: BatchRef | Future = self.pool.take(self.selection.groups, version)
             batch = self.selection.replay.mix(batch) if self.selection.replay else batch
             batch = self.cluster.apply(describe, batch, version=version)
+            if len(self.loader.sources) > 1:
+                batch = self.cluster.apply(describe_sources, batch)
         taken = batch.result()
         if not len(taken):  # the pool was not empty
             raise RuntimeError(f"step {version + 1}: replay.fn returned no samples, so there is nothing to train on")

@@ -22,6 +22,7 @@ from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
 from coalign.data.loader import Loader
 from coalign.engine.curriculum import Curriculum, hash_row, list_first_rows
+from coalign.engine.metrics import find_sources
 from coalign.engine.replay import Replay
 from coalign.types import SEQUENCE_COLUMNS, Stats, Total
 
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
     from coalign.launch.plan import Plan
 
 
-def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mapping[str, Any]) -> tuple[Batch, Stats]:
+def filter_groups(
+    batch: Batch, *, keep: Callable[..., Tensor], arguments: Mapping[str, Any], by_source: bool = False
+) -> tuple[Batch, Stats]:
     """Keep the groups for all of whose samples ``keep(columns, **arguments) -> bool[N]`` returns True.
 
-    Metrics: filter/kept and filter/dropped, in groups. ValueError for a column that nobody produced, or a result of
-    another type or shape.
+    Metrics: filter/kept and filter/dropped, in groups; ``by_source`` those of each source, too. ValueError for a column
+    that nobody produced, or a result of another type or shape.
     """
     if not len(batch):
         return batch, {}
@@ -46,6 +49,10 @@ def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mappi
     whole = torch.ones(len(groups), dtype=torch.bool)
     whole[member[~kept]] = False
     stats: Stats = {"filter/kept": Total(float(whole.sum())), "filter/dropped": Total(float((~whole).sum()))}
+    for source, own in find_sources(batch["rows"]).items() if by_source else ():
+        mine = torch.zeros_like(whole).index_fill_(0, member[own], True)
+        stats[f"source/{source}/kept"] = Total(float((whole & mine).sum()))
+        stats[f"source/{source}/dropped"] = Total(float((~whole & mine).sum()))
     return batch.select(whole[member]), stats
 
 
@@ -100,7 +107,7 @@ def add_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tok
             numbers = [row.get(key, otherwise) for row in prompts["rows"]]
             for row, number in zip(prompts["rows"], numbers, strict=True):
                 if not isinstance(number, int) or number < 1:
-                    source, place = (row.get(mark, "?") for mark in MARKS)
+                    source, place = (row.get(mark, "?") for mark in MARKS[:2])
                     raise ValueError(
                         f"rollout.{name}_key: row {place} of {source} has {number!r} under '{key}'; expected a whole "
                         "number > 0"

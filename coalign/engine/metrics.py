@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from coalign.cluster.future import Future
 from coalign.data.batch import Batch
-from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
+from coalign.types import SOURCE_KEY, Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
@@ -92,6 +92,23 @@ def describe(
         stats["reward/std"] = Stat(float(reward.double().std(unbiased=False)))
         stats["reward/max"] = Max(float(reward.max()))
     return stats
+
+
+def describe_sources(rows: list[dict[str, Any]], group: Tensor, reward: Tensor | None = None) -> dict[str, Metric]:
+    """Metrics of each source of a batch that is trained on: samples, groups and mean reward."""
+    stats: dict[str, Metric] = {}
+    for source, own in find_sources(rows).items():
+        stats[f"source/{source}/samples"] = Total(float(own.sum()))
+        stats[f"source/{source}/groups"] = Total(float(len(group[own].unique())))
+        if reward is not None:
+            stats[f"source/{source}/reward"] = Stat.of(reward, own & reward.isfinite())
+    return stats
+
+
+def find_sources(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return for each source which rows are of it, bool[N]."""
+    names = [row.get(SOURCE_KEY, "") for row in rows]
+    return {source: torch.tensor([name == source for name in names]) for source in sorted(set(names))}
 
 
 def find_oldest_versions(batch: Batch, *, default: int) -> Tensor:

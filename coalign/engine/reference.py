@@ -40,7 +40,7 @@ def precompute(engine: Engine, display: Display) -> None:
     if not cached:
         return
     with display.progress(f"log-probs of {', '.join(cached)}", sum(loader.rows for loader in loaders)) as advance:
-        for rows in (rows for loader in loaders for rows in loader.all()):
+        for _, rows in (part for loader in loaders for part in loader.all()):
             ref = engine.cluster.put(rows)
             for scored in [model.forward_step(ref) for model in cached.values()]:
                 scored.result()

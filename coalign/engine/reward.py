@@ -18,7 +18,7 @@ from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfi
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished
 from coalign.rewards.calls import RewardError
-from coalign.types import Stat, Stats, Status, Total
+from coalign.types import SOURCE_KEY, Stat, Stats, Status, Total
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
@@ -51,9 +51,10 @@ class Reward:
         Metrics: `reward/<part>/mean` and `reward/<part>/std`. ``into`` replaces ``reward`` in all names: it is for
         values that samples are compared with (a baseline), which the running moments scale and do not include.
 
-        A row without the value of a part that has weight becomes ERROR, counted in `reward/<part>/failed`. Its reward
-        is NaN, as is that of unfinished rows. Evaluation prompts (negative groups) get the weighted sum of the unscaled
-        values. The call fails with RewardError if no row has a reward.
+        A row without the value of a part that has weight becomes ERROR, counted in `reward/<part>/failed`, and so does
+        one whose source no such part is for, counted in `reward/unrewarded`. Its reward is NaN, as is that of
+        unfinished rows. Evaluation prompts (negative groups) get the weighted sum of the unscaled values. The call
+        fails with RewardError if no row has a reward.
         """
         if into and (separate := [t.name for t in self._terms if t.normalise in ("batch", "group")]):
             raise ValueError(
@@ -105,6 +106,7 @@ def combine_rewards(
     combined = CombinedRewards.of(out, scored, terms)
     if combined.finished.any() and not combined.complete.any():
         lacking = ", ".join(f"{name} {count}" for name, count in combined.count_failed(terms).items() if count)
+        lacking = lacking or "no part with weight is for the sources of these rows (reward[].sources)"
         raise RewardError(
             f"none of {int(combined.finished.sum())} samples has a reward; values that are missing: {lacking}"
             f"{_first_failures(merge_columns([out, *scored]), terms)}"
@@ -138,7 +140,7 @@ def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[Rew
     before = _from_batch(seen, names)
     rows = combined.complete & combined.training
     own = {term.name: values for term, values in zip(terms, combined.values, strict=True)}
-    return _to_batch([before[name] + Moments.of(own[name][rows]) for name in names])
+    return _to_batch([before[name] + Moments.of(own[name][rows & own[name].isfinite()]) for name in names])
 
 
 def combine_with_moments(
@@ -153,6 +155,7 @@ class CombinedRewards:
     """The values of all parts: f32[parts, N], NaN where one is missing. The masks are bool[N]."""
 
     values: Tensor
+    applies: Tensor  # bool[parts, N]: whether the part is for the row's source
     finished: Tensor  # samples at their end
     complete: Tensor  # finished ones that have the value of every part with weight
     training: Tensor  # samples that are not of evaluation
@@ -162,16 +165,24 @@ class CombinedRewards:
         columns = merge_columns([out, *scored])
         finished = is_finished(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
-        values = values.masked_fill(~(values.isfinite() & finished), float("nan"))
+        applies = torch.ones(values.shape, dtype=torch.bool)  # also for a row that is of no data
+        for part, term in enumerate(terms):
+            if term.sources:
+                applies[part] = torch.tensor([row.get(SOURCE_KEY) in (None, *term.sources) for row in columns["rows"]])
+        values = values.masked_fill(~(values.isfinite() & finished & applies), float("nan"))
         weighted = torch.tensor([term.weight != 0 for term in terms])
-        return CombinedRewards(values, finished, finished & values[weighted].isfinite().all(0), out["group"] >= 0)
+        complete = finished & (values.isfinite() | ~applies)[weighted].all(0) & _is_rewarded(applies, terms)
+        return CombinedRewards(values, applies, finished, complete, out["group"] >= 0)
 
     def count_failed(self, terms: Sequence[RewardTerm]) -> dict[str, int]:
         """Count the finished rows without a value, for each term."""
-        return {t.name: int((self.finished & own.isnan()).sum()) for t, own in zip(terms, self.values, strict=True)}
+        lacking = self.finished & self.applies & self.values.isnan()
+        return {term.name: int(own.sum()) for term, own in zip(terms, lacking, strict=True)}
 
     def stats(self, terms: Sequence[RewardTerm], into: str) -> Stats:
         stats: Stats = {f"{into}/{name}/failed": Total(float(n)) for name, n in self.count_failed(terms).items() if n}
+        if unrewarded := int((self.finished & ~_is_rewarded(self.applies, terms)).sum()):
+            stats[f"{into}/unrewarded"] = Total(float(unrewarded))
         for term, own in zip(terms, self.values, strict=True):
             found = own[own.isfinite()]
             if len(found):
@@ -180,9 +191,15 @@ class CombinedRewards:
         return stats
 
 
+def _is_rewarded(applies: Tensor, terms: Sequence[RewardTerm]) -> Tensor:
+    """Whether some part with weight is for the row's source, or for all: bool[N]."""
+    weighted = torch.tensor([term.weight != 0 for term in terms])
+    return applies[weighted].any(0) if any(term.sources for term in terms) else applies.new_ones(applies.shape[1])
+
+
 def build_terms(parts: Sequence[RewardConfig]) -> list[RewardTerm]:
     """Build the terms that say how the parts of a reward are combined."""
-    return [RewardTerm(part.called, part.weight, part.normalise, part.clip) for part in parts]
+    return [RewardTerm(part.called, part.weight, part.normalise, part.clip, tuple(part.sources)) for part in parts]
 
 
 def list_reward_parts(config: RunConfig) -> list[RewardConfig]:
@@ -208,7 +225,8 @@ def describe_reward(parts: Sequence[RewardConfig], models: Mapping[str, ModelCon
         scale = f", normalised by {part.normalise}" if part.normalise != "none" else ""
         bound = f", within ±{part.clip:g}" if part.clip else ""
         logged = "" if part.weight else ", logged"
-        lines.append(f"  {part.weight:+g} × {part.called}: {source}{scale}{bound}{logged}")
+        rows = f", for rows of {', '.join(part.sources)}" if part.sources else ""
+        lines.append(f"  {part.weight:+g} × {part.called}: {source}{scale}{bound}{rows}{logged}")
     return "\n".join(["reward", *lines]) if lines else ""
 
 

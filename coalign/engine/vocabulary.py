@@ -34,7 +34,8 @@ def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str
     raise ValueError(
         f"models.{names[1]}.load: its tokenizer is another one than that of models.{names[0]} "
         f"({len(there)} and {len(here)} tokens, {len(differing)} entries differ, first {token!r} = {number}); "
-        "log-probs of tokens can only be compared over one vocabulary"
+        "log-probs of tokens can only be compared over one vocabulary (`on_policy_distillation` compares spans of "
+        f"text where models.{names[1]}.chat_template is set: `auto`)"
     )
 
 

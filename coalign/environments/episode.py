@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from coalign.data.examples import KEEPS_SPECIAL_TOKENS
@@ -116,6 +118,7 @@ class EpisodeLog:
     rollout_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    turn_states: list[int] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float] = (), versions: Sequence[int] = ()) -> None:
         """Add the policy's tokens with their log-probs and versions; without those, tokens that nobody sampled."""
@@ -125,6 +128,7 @@ class EpisodeLog:
         self.rollout_logprobs += logprobs if chosen else [0.0] * count
         self.versions += versions if chosen else [-1] * count
         self.turn_rewards += [0.0] * count
+        self.turn_states += [0] * count
 
 
 class Episode:
@@ -165,6 +169,7 @@ class Episode:
         self._new_messages: list[Message] = []  # since the last turn, not in the log yet
         self._new_tokens: list[int] = []  # likewise
         self._answer: list[int] | None = None  # tokens of the last turn
+        self._anchor: str | None = None  # the state before the next turn, where the environment names it
         self._left = max_new_tokens
         self._policy, self._rendering = policy, rendering
         self._generating = self._over = False
@@ -250,12 +255,16 @@ class Episode:
             self.log.add(fresh)
             self.prompt_length = self.prompt_length or len(fresh)
             limit = left if max_new_tokens is None else min(left, max_new_tokens)
+            said = self._new_messages or self._new_tokens if self._answer is not None else None
+            state = json.dumps(said or self.messages, sort_keys=True, default=str)
             turn = await self._respond(limit, (stop,) if isinstance(stop, str) else stop)
+            if turn.tokens:
+                self.log.turn_states[-len(turn.tokens)] = _number_state(state if self._anchor is None else self._anchor)
         elif self._answer is None:
             raise ValueError(f"the prompt has {len(fresh)} tokens, and {self._policy.capacity} fit")
         if turn.status == Status.TRUNCATED and len(turn.tokens) == max(left, 0) < before:
             self.counts["out_of_room"] += 1
-        self._new_messages, self._new_tokens = [], []
+        self._new_messages, self._new_tokens, self._anchor = [], [], None
         self.status, self._answer = turn.status, turn.tokens
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
@@ -268,6 +277,13 @@ class Episode:
             raise RuntimeError("Episode.reward comes after a turn of the policy")
         last = len(self.log.loss_mask) - 1 - self.log.loss_mask[::-1].index(True)
         self.log.turn_rewards[last] += float(value)
+
+    def anchor(self, state: str) -> None:
+        """Name the state in which the next turn begins, for recipes that compare turns of one state (`gigpo`).
+
+        Without it the state is what the policy reads before the turn: the prompt, or what was said since its last turn.
+        """
+        self._anchor = state
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a count of this episode; the metric `episode/<name>` is its mean over episodes."""
@@ -341,3 +357,8 @@ class Episode:
         self._left -= len(tokens)
         decode = self._policy.decode
         return Turn(decode(tokens, special=False), decode(tokens, special=True), tokens, answer.status)
+
+
+def _number_state(state: str) -> int:
+    """A 63-bit number other than 0, the same in every process."""
+    return int.from_bytes(blake2b(state.encode(), digest_size=8).digest(), "little") >> 1 or 1

@@ -13,7 +13,7 @@ from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_name
 from coalign.hub import find_directory
 from coalign.launch.plan import Plan
-from coalign.launch.validate import check_it_learns, check_rope
+from coalign.launch.validate import check_it_learns, check_reward_sources, check_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ def build(plan: Plan, cluster: Cluster) -> Engine:
     """The engine of ``plan`` with its models and data, ready to ``learn`` (or to be evaluated)."""
     check_rope(plan.models.values(), plan.config, plan.recipe.source)
     data = load_data(plan)
+    check_reward_sources(plan.rewards, data.train, data.eval)
     for model in plan.learning:
         check_it_learns(model.name, model.config, data.steps)
     return plan.recipe(plan, cluster, data)

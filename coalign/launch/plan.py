@@ -36,12 +36,12 @@ from coalign.launch.validate import (
     check_functions_are_imported,
     check_guards,
     check_it_learns,
-    check_recording,
     check_repetition_penalty,
     check_reward_lengths,
     check_sections,
     check_token_limits,
     check_tools,
+    check_trackers,
     check_transport,
     find_token_limit,
 )
@@ -86,6 +86,7 @@ class Plan:
     turn_weight: float = 0.0
     loss: Objective | None = None
     advantage: Callable[..., Any] | None = None
+    covariance: Callable[..., Any] | None = None
     truncated: Callable[..., Any] | None = None
     pairs: Callable[..., Any] | None = None
     kl: Callable[[], FixedKL | AdaptiveKL] | None = None
@@ -149,18 +150,20 @@ def prepare(config: RunConfig) -> Plan:
             f"{recipe.__name__}.source: '{recipe.source}' is no kind of data{suggest(recipe.source, KINDS)}"
         )
     with locate_problems(config):
-        check_names(config, [*recipe.models, *(reward.model for reward in config.reward if reward.model)])
-        check_functions_are_imported(config)
         loss = Objective.of(config.loss, "loss") if config.loss else None
+        judges = (reward.model for reward in config.reward if reward.model)
+        check_names(config, [*recipe.models, *recipe.roles(config, loss), *judges])
+        check_functions_are_imported(config)
         recipe.check(config, loss)
         check_sections(config, recipe)
-        check_recording(config)
+        check_trackers(config)
         environment = find_environment(config.rollout)
         check_environment(environment, config)
         check_tools(environment, config)
         check_limits(config)
         functions = {
             "advantage": _bind(config.advantage, "coalign.algorithms.advantages", "advantage"),
+            "covariance": _bind(config.covariance, "coalign.algorithms.covariance", "covariance"),
             "truncated": _bind(config.truncated, "coalign.algorithms.shaping", "truncated"),
             "pairs": _bind(config.pairs, "coalign.algorithms.comparisons", "pairs"),
             "kl": _bind(config.kl, "coalign.algorithms.kl", "kl"),

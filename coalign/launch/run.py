@@ -34,6 +34,7 @@ from coalign.launch.layout import describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from coalign.report.plots import plot_run
+from coalign.report.trackers import start_trackers
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def _learn(
         checkpoints.move_later_aside(engine.step)
         log.info("continuing from %s", found)
     folder.begin(dump(config), engine.step)
+    record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
@@ -116,7 +118,9 @@ def _learn(
         if engine.whole is not None and record.newest < engine.step:
             record.write(engine.step, engine.late)
         save.save_after_error(engine, error)
+        record.close(failed=True)
         raise
+    record.close(failed=False)
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
     if runtime.plots:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.base import choose_cluster, plan_slots
+from coalign.config.errors import suggest
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.templates import read_template, reads_tools
@@ -21,6 +22,7 @@ from coalign.roles import Rollout, Trainable
 
 if TYPE_CHECKING:
     from coalign.backends.objective import Objective
+    from coalign.data.loader import Loader
     from coalign.engine.engine import Engine
     from coalign.environments.loop import EnvironmentFunction
     from coalign.launch.plan import PlannedModel
@@ -91,12 +93,14 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _texts(item, f"{key}[{index}]")
 
 
-def check_recording(config: RunConfig) -> None:
-    """Raise ImportError if `runtime.wandb` is set and wandb is not installed."""
-    if (project := config.runtime.wandb) and find_spec("wandb") is None:
-        raise ImportError(
-            f"runtime.wandb is '{project}', and wandb is not installed: pip install 'coalign[wandb]', or leave it out"
-        )
+def check_trackers(config: RunConfig) -> None:
+    """Raise ImportError for a tracker whose client is not installed."""
+    for tracker in config.runtime.trackers:
+        if find_spec(tracker.name) is None:
+            raise ImportError(
+                f"runtime.trackers has '{tracker.name}', which is not installed: "
+                f"pip install 'coalign[{tracker.name}]', or leave it out"
+            )
 
 
 def check_environment(environment: EnvironmentFunction | None, config: RunConfig) -> None:
@@ -141,6 +145,25 @@ def check_reward_lengths(rewards: Sequence[RewardConfig], longest: int, where: s
         fn, arguments = resolve_reward(part, f"reward.{index}")
         if hasattr(fn, "check_longest") and (problem := fn.check_longest(longest, **arguments)):
             raise ValueError(f"reward[{index}]: {problem}, and a response has at most {longest} tokens ({where})")
+
+
+def check_reward_sources(rewards: Sequence[RewardConfig], train: Loader, held_out: Loader | None) -> None:
+    """Refuse parts of the reward for sources that no row is of, and sources of training rows that get no reward.
+
+    Of a stream, whose rows are not known yet, nothing is refused.
+    """
+    if not any(part.sources for part in rewards) or not train.is_known:
+        return
+    known = {*train.sources, *(held_out.sources if held_out else ())}
+    for index, part in enumerate(rewards):
+        for name in part.sources:
+            if name not in known:
+                raise ValueError(f"reward[{index}].sources: no row is of the source '{name}'{suggest(name, known)}")
+    for name in train.sources:
+        if not any(part.weight and (not part.sources or name in part.sources) for part in rewards):
+            raise ValueError(
+                f"reward: no part with weight is for rows of '{name}' (data.train); add one, or leave it out"
+            )
 
 
 def check_guards(objective: Objective, config: RunConfig) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from coalign.config.schema import RunConfig
+from coalign.data.batch import Batch
 from coalign.engine.reward import list_reward_parts
 from coalign.engine.vocabulary import check_same_vocabulary
 from coalign.recipes.offline import Offline
 from coalign.recipes.online import Online
 from coalign.roles import Rollout, Scorer, Trainable
-from coalign.types import Stat
+from coalign.types import Stat, Stats
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
@@ -38,6 +44,11 @@ class Distill(Offline):
     @classmethod
     def check(cls, config, loss):
         if {"trainer", "teacher"} <= set(config.models):
+            if config.models["teacher"].chat_template:
+                raise ValueError(
+                    f"models.teacher.chat_template: `{config.algorithm}` compares distributions over one vocabulary; a "
+                    "teacher with another tokenizer is for `on_policy_distillation`"
+                )
             check_same_vocabulary(config.models["trainer"], config.models["teacher"], ("trainer", "teacher"))
 
     def env_flow(self, batch):
@@ -47,11 +58,16 @@ class Distill(Offline):
 class OnPolicyDistillation(Online):
     """On-policy distillation: the student learns from the teacher's log-probs of its own responses (2306.13649).
 
-    Policy, teacher and trainer; student and teacher share a tokenizer. A reward, if there is one, is for evaluation.
+    Policy, teacher and trainer. A reward, if there is one, is for evaluation. Student and teacher share a tokenizer,
+    unless `models.teacher.chat_template` is set (`auto`): the teacher then reads the student's text, and spans of text
+    are compared (coalign.backends.scorers.cross_tokenizer).
 
     The loss decides what the teacher computes. `policy_gradient`: the log-prob of each token that the student sampled,
     which becomes its advantage (`reverse_kl`). `distillation` (GKD with on-policy data only): the log-probs of the
     teacher's `models.teacher.candidates` likeliest tokens.
+
+    Further models `teacher_<name>` are teachers, too: each for the rows whose key `teacher` is `<name>`, as in
+    2601.02780 (experts of several domains in one student). `teacher` has the rows without that key.
     """
 
     teacher: DistModel[Scorer]
@@ -76,38 +92,110 @@ class OnPolicyDistillation(Online):
 
     @classmethod
     def roles(cls, config, loss):
-        return {name: role for name, role in cls.models.items() if name != "reward" or list_reward_parts(config)}
+        roles = {name: role for name, role in cls.models.items() if name != "reward" or list_reward_parts(config)}
+        return roles | dict.fromkeys(list_teachers(config), Scorer)
 
     @classmethod
     def check(cls, config, loss):
         if not {"policy", "teacher"} <= set(config.models):
             return
-        student, teacher = config.models["policy"], config.models["teacher"]
-        check_same_vocabulary(student, teacher, ("policy", "teacher"))
-        if student.sampling.temperature != teacher.sampling.temperature:
-            raise ValueError(
-                f"models.teacher.sampling.temperature is {teacher.sampling.temperature}, that of models.policy "
-                f"{student.sampling.temperature}: the student would learn to be at its temperature what the teacher is "
-                "at another; set them alike"
-            )
+        student = config.models["policy"]
+        distributions = loss is not None and "candidate_logprobs" in loss.needs
+        for name in list_teachers(config):
+            teacher = config.models[name]
+            if not teacher.chat_template:
+                check_same_vocabulary(student, teacher, ("policy", name))
+            elif loss is not None and distributions:
+                raise ValueError(
+                    f"loss.fn: `{loss.name}` compares distributions over one vocabulary, and "
+                    f"models.{name}.chat_template has the teacher read text with its own; use `policy_gradient`"
+                )
+            if student.sampling.temperature != teacher.sampling.temperature:
+                raise ValueError(
+                    f"models.{name}.sampling.temperature is {teacher.sampling.temperature}, that of models.policy "
+                    f"{student.sampling.temperature}: the student would learn to be at its temperature what the "
+                    "teacher is at another; set them alike"
+                )
+            if not teacher.frozen:
+                raise ValueError(f"models.{name}.frozen is false, and a teacher does not learn; write `like: teacher`")
+            if distributions and teacher.candidates != config.models["teacher"].candidates:
+                raise ValueError(
+                    f"models.{name}.candidates is {teacher.candidates}, that of models.teacher "
+                    f"{config.models['teacher'].candidates}: all teachers tell equally many; set them alike"
+                )
+
+    def ask_teachers(self, out, method):
+        """What the teachers say of the samples: each of its own rows."""
+        names = list_teachers(self.config)
+        if len(names) == 1:
+            return getattr(self.teacher, method)(out)
+        parts = [
+            getattr(getattr(self, name), method)(self.transform(select_for_teacher, out, name=name, names=names))
+            for name in names
+        ]
+        return self.transform(merge_teachers, out, *parts, names=names)
 
     def env_flow(self, prompts):
         out = self.generate(prompts)
-        tell = self.teacher.top_logprobs if self.wants_distribution else self.teacher.forward_step
-        return self.join(out, tell(out))
+        return self.join(out, self.ask_teachers(out, "top_logprobs" if self.wants_distribution else "forward_step"))
 
     def train_flow(self, batch):
         batch = self.shape_rewards(batch)
         if not self.wants_distribution:
-            batch = self.apply(self.advantage, batch)
+            batch = self.add_advantages(batch)
         return self.trainer.train_step(batch, **self.ptx())
 
     def eval_flow(self, prompts):
         out = self.policy.generate(prompts, samples=1)  # as it is trained: a divergence is one of distributions
-        measured = self.apply(teacher_kl, out, self.teacher.forward_step(out))
+        measured = self.apply(teacher_kl, out, self.ask_teachers(out, "forward_step"))
         return super().eval_flow(prompts) if self.reward else measured
 
 
 def teacher_kl(rollout_logprobs, ref_logprobs, loss_mask):
     """KL(student ‖ teacher) in nats per token, estimated on the student's own samples."""
     return {"teacher_kl": Stat.of(rollout_logprobs - ref_logprobs, loss_mask)}
+
+
+def list_teachers(config: RunConfig) -> list[str]:
+    """The models that teach: `teacher`, then each `teacher_<name>` of the configuration."""
+    return ["teacher", *(name for name in config.models if name.startswith("teacher_"))]
+
+
+def assign_teachers(batch: Batch, names: Sequence[str]) -> Tensor:
+    """i64[N]: which of the models ``names`` teaches each sequence, by the key `teacher` of its row.
+
+    ValueError for a row that names another one.
+    """
+    assigned = []
+    for row in batch["rows"]:
+        name = "teacher" if (key := row.get("teacher")) is None else f"teacher_{key}"
+        if name not in names:
+            known = ", ".join(repr(other.removeprefix("teacher_")) for other in names[1:])
+            raise ValueError(
+                f"a row has the teacher {key!r}, and there is no models.{name}; expected {known}, or no key"
+            )
+        assigned.append(names.index(name))
+    return torch.tensor(assigned, dtype=torch.int64)
+
+
+def select_for_teacher(batch: Batch, *, name: str, names: Sequence[str]) -> Batch:
+    """The sequences of a teacher; the first one if there are none, since not every model takes an empty batch."""
+    rows = (assign_teachers(batch, names) == names.index(name)).nonzero().flatten()
+    return batch.select(rows if len(rows) else [0] * min(1, len(batch)))
+
+
+def merge_teachers(batch: Batch, *parts: Batch, names: Sequence[str]) -> tuple[Batch, Stats]:
+    """The columns of all sequences, each from its teacher; `teacher_kl/<name>` of each teacher's tokens."""
+    assigned, mask, stats = assign_teachers(batch, names), batch["loss_mask"], Stats()
+    columns: dict[str, Any] = {
+        name: column.new_zeros(batch.tokens_total, *column.shape[1:]) for name, column in parts[0].token.items()
+    }
+    for number, (teacher, part) in enumerate(zip(names, parts, strict=True)):
+        own = (assigned == number)[batch.segment]
+        for name, column in columns.items():
+            if own.any():
+                column[own] = part[name]
+        if "ref_logprobs" in columns:
+            log_ratio = batch["rollout_logprobs"] - columns["ref_logprobs"]
+            stats[f"teacher_kl/{teacher.removeprefix('teacher_')}"] = Stat.of(log_ratio, own & mask)
+    return Batch(batch.lengths, columns), stats

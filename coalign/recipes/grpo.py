@@ -1,7 +1,8 @@
 """GRPO and its relatives: the samples of a prompt are compared with each other."""
 
+from coalign.algorithms.shaping import shape_reward
 from coalign.engine.reference import drop_unread_reference
-from coalign.recipes.online import Online, require_several_samples
+from coalign.recipes.online import Online, refuse_kl_in_reward, require_several_samples
 
 
 class GRPO(Online):
@@ -25,11 +26,7 @@ class GRPO(Online):
     @classmethod
     def check(cls, config, loss):
         require_several_samples(config)
-        if config.kl:
-            raise ValueError(
-                f"kl: in `{config.algorithm}` the divergence from the reference is part of the loss; set loss.kl_coef "
-                "and leave kl out"
-            )
+        refuse_kl_in_reward(config)
 
 
 class DrGRPO(GRPO):
@@ -82,3 +79,81 @@ class CISPO(GRPO):
     """
 
     defaults = {**GRPO.defaults, "loss": {"fn": "cispo", "aggregation": "token_mean"}}
+
+
+class SAPO(GRPO):
+    """SAPO (2511.20347): a soft gate of each token's ratio in place of the clip."""
+
+    defaults = {**GRPO.defaults, "loss": {"fn": "sapo", "aggregation": "sequence_mean_token_mean"}}
+
+
+class GMPO(GRPO):
+    """Geometric-Mean Policy Optimization (2507.20673): one ratio per response, the geometric mean of clipped ratios."""
+
+    defaults = {**GRPO.defaults, "loss": {"fn": "gmpo", "aggregation": "sequence_mean_token_mean"}}
+
+
+class ClipCov(GRPO):
+    """Clip-Cov (2505.22617): a few tokens that would lower the entropy most get no gradient."""
+
+    defaults = {**GRPO.defaults, "covariance": {"fn": "clip_cov"}}
+
+
+class KLCov(GRPO):
+    """KL-Cov (2505.22617): a penalty holds the tokens back that would lower the entropy most; there is no clip."""
+
+    defaults = {**GRPO.defaults, "covariance": {"fn": "kl_cov"}, "loss": {"fn": "kl_cov", "aggregation": "token_mean"}}
+
+
+class GPG(GRPO):
+    """Group Policy Gradient (2504.02546): REINFORCE with group baselines, without ratio, clip or reference.
+
+    Groups without a gradient are taken out of the mean. The paper also asks for more prompts when few groups are left:
+    that is `filter: varied`.
+    """
+
+    defaults = {
+        **GRPO.defaults,
+        "advantage": {"fn": "gpg"},
+        "loss": {"fn": "reinforce", "aggregation": "token_mean"},
+    }
+
+
+class OPO(GRPO):
+    """OPO (2505.23585): a baseline of least variance, and one update per batch, exactly on policy.
+
+    Neither divergence nor entropy is part of the loss.
+    """
+
+    defaults = {
+        **GRPO.defaults,
+        "advantage": {"fn": "opo"},
+        "loss": {"fn": "policy_gradient", "aggregation": "sequence_mean_token_sum"},
+    }
+
+
+class GiGPO(GRPO):
+    """Group-in-Group Policy Optimization (2505.10978): also turns are compared, with others from the same state.
+
+    For environments (`rollout`): the state before a turn is what the policy reads then, or what the environment calls
+    it (Episode.anchor). Rewards that an environment gives to turns count where they were given.
+    """
+
+    defaults = {
+        **GRPO.defaults,
+        "rollout": {"fn": "game"},
+        "reward": [{"fn": "episode"}],
+        "advantage": {"fn": "gigpo"},
+    }
+
+    @classmethod
+    def check(cls, config, loss):
+        super().check(config, loss)
+        if config.rollout.fn == "single_turn":
+            raise ValueError(
+                f"rollout.fn is 'single_turn': `{config.algorithm}` compares the turns of episodes; name an environment"
+                " (`tool_use`, `game`, …), or use `grpo`"
+            )
+
+    def shape_rewards(self, batch):
+        return self.apply(shape_reward, super().shape_rewards(batch), kl_coef=0.0, turn_weight=self.plan.turn_weight)

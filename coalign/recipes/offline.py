@@ -28,7 +28,7 @@ class Offline(Engine):
 
     models = {"trainer": Trainable, "reference": Scorer}
     evaluates = ("trainer", "reference")
-    unread = ("reward", "truncated", "advantage", "pairs", "kl")
+    unread = ("reward", "truncated", "advantage", "covariance", "pairs", "kl")
 
     @classmethod
     def roles(cls, config: RunConfig, loss: Objective | None) -> Mapping[str, type]:

@@ -52,7 +52,12 @@ class Online(Engine):
         return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
 
     def train_flow(self, batch: BatchRef) -> Any:
-        return self.trainer.train_step(self.apply(self.advantage, self.shape_rewards(batch)), **self.ptx())
+        return self.trainer.train_step(self.add_advantages(self.shape_rewards(batch)), **self.ptx())
+
+    def add_advantages(self, batch: BatchRef | Future) -> Future:
+        """The batch with advantages, and with what the section `covariance` makes of them."""
+        batch = self.apply(self.advantage, batch)
+        return self.apply(self.plan.covariance, batch) if self.plan.covariance else batch
 
     def shape_rewards(self, batch: BatchRef | Future) -> Any:
         """The batch as advantages are taken of it."""
@@ -116,4 +121,13 @@ def require_several_samples(config: RunConfig) -> None:
         raise ValueError(
             f"runtime.samples_per_prompt is 1: `{config.algorithm}` compares the samples of one prompt, and with one "
             "sample every advantage is 0; use 2 or more (8 is usual), or `ppo`, `reinforce_pp` or `remax`"
+        )
+
+
+def refuse_kl_in_reward(config: RunConfig) -> None:
+    """Raise ValueError for the section `kl`, where the divergence from the reference is part of the loss."""
+    if config.kl:
+        raise ValueError(
+            f"kl: in `{config.algorithm}` the divergence from the reference is part of the loss; set loss.kl_coef and "
+            "leave kl out"
         )

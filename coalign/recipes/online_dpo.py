@@ -14,7 +14,7 @@ class OnlineDPO(Online):
     """
 
     scores = ("reward",)  # the reference reads only what is compared
-    unread = ("advantage", "kl")
+    unread = ("advantage", "covariance", "kl")
     defaults = {
         **Online.defaults,
         "runtime": {"samples_per_prompt": 4},

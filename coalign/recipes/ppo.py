@@ -42,7 +42,7 @@ class PPO(KLInReward):
     }
 
     def train_flow(self, batch):
-        shaped = self.apply(self.advantage, self.shape_rewards(batch))
+        shaped = self.add_advantages(self.shape_rewards(batch))
         return self.trainer.train_step(shaped, **self.ptx()), self.value.train_step(shaped)
 
 

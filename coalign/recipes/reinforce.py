@@ -1,10 +1,10 @@
-"""REINFORCE with a baseline: REINFORCE++, RLOO and ReMax."""
+"""REINFORCE with a baseline: REINFORCE++, RLOO, ReMax and TOPR."""
 
 import torch
 
 from coalign.data.batch import Batch
 from coalign.recipes.grpo import GRPO
-from coalign.recipes.online import KLInReward, KLOfResponse, require_several_samples
+from coalign.recipes.online import KLInReward, KLOfResponse, refuse_kl_in_reward, require_several_samples
 from coalign.types import Status
 
 
@@ -79,6 +79,24 @@ class ReMax(KLOfResponse):
         greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
         return self.transform(with_baseline, scored, greedy)
+
+
+class TOPR(GRPO):
+    """Tapered Off-Policy REINFORCE (2503.14286): for batches of many updates, replay and old samples.
+
+    Right answers are learned as in supervised training, wrong ones unlearned as far as the policy still gives them. The
+    baseline is a constant (½: for rewards 0 and 1); `advantage: group` takes the mean of the group.
+    """
+
+    defaults = {
+        **GRPO.defaults,
+        "advantage": {"fn": "fixed_baseline", "baseline": 0.5},
+        "loss": {"fn": "topr", "aggregation": "sequence_mean_token_sum"},
+    }
+
+    @classmethod
+    def check(cls, config, loss):
+        refuse_kl_in_reward(config)  # one sample of a prompt is enough
 
 
 def prompts_of(samples: Batch) -> Batch:

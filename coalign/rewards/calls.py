@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from coalign.function_process import FunctionPool, ProcessDied, close_pools, is_coroutine_function
 from coalign.services import PATIENCE, ServiceError, draw_pause
 from coalign.threads import CallResult, CallTimeout, EventLoopThread, ThreadPool, TooManyHung
-from coalign.types import Sample
+from coalign.types import SOURCE_KEY, Sample
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ class RewardFunction:
     ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call.
     ``patience``: seconds for which calls are repeated while a service fails. An async function's attribute ``at_once``,
     if it has one, is how many of its calls may run concurrently; the attribute ``is_service`` says that a timeout is
-    the failure of a service. ``pool``: the processes that it runs in, if it does not run here.
+    the failure of a service. ``pool``: the processes that it runs in, if it does not run here. ``sources``: those of
+    the rows that it scores; none: all.
     """
 
     name: str
@@ -71,6 +72,7 @@ class RewardFunction:
     retries: int = 2
     patience: float = PATIENCE
     pool: FunctionPool | None = None
+    sources: Sequence[str] = ()
     takes: str = field(init=False)
     is_async: bool = field(init=False)
     at_once: int | None = field(init=False)
@@ -96,6 +98,10 @@ class RewardFunction:
     def call(self, argument: Any) -> Any:
         """Call the function once; an async one returns an awaitable."""
         return self.fn(argument, **self.arguments)
+
+    def is_for(self, sample: Sample) -> bool:
+        """Whether the function scores samples of this source, or of none."""
+        return not self.sources or sample.meta.get(SOURCE_KEY) in (None, *self.sources)
 
     def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Split the samples into those of each call, in order."""
@@ -124,7 +130,7 @@ class RewardCaller:
                 self._loop.submit(start()).result()
 
     def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
-        """For each function the outcome of every sample, in order.
+        """For each function the outcomes of the samples that it scores (`RewardFunction.is_for`), in order.
 
         While a service fails (ServiceError) its calls are repeated, for the function's ``patience``, and counted in
         ``service_failures``. Raises RewardError if too many threads hang, or if an async function blocks the loop.
@@ -150,7 +156,9 @@ class RewardCaller:
     async def _score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
         try:
             async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(self._call_with_retries(function, samples)) for function in functions]
+                tasks = [
+                    running.create_task(self._call_with_retries(f, [*filter(f.is_for, samples)])) for f in functions
+                ]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         return [task.result() for task in tasks]

@@ -1,6 +1,7 @@
 """The losses of a policy: what each is by hand, and what holds for all of them."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from coalign.algorithms.aggregate import LossTotals, aggregation_weights, count_trained_sequences
-from coalign.algorithms.losses import cispo, gspo, policy_gradient
+from coalign.algorithms.losses import cispo, gmpo, gspo, kl_cov, policy_gradient, reinforce, sapo, topr
 from coalign.algorithms.losses.terms import Surrogate, add_policy_terms, policy_loss
 from coalign.algorithms.traits import check_aggregation, required_inputs
 from coalign.config.errors import ConfigError
@@ -24,12 +25,29 @@ FAMILY = {
     "gspo": gspo,
     "gspo-token": partial(gspo, form="token"),
     "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "reinforce": reinforce,
+    "kl_cov": kl_cov,
+    "topr": topr,
 }
+CLIPPED = ("policy_gradient", "gspo", "gspo-token", "cispo", "gmpo")
+OWN_WEIGHT = ("topr",)  # their ratio is to the sampler: `is_level` is refused
 
 
 def given(segment, sequences=None, **columns):
     tensors = {name: torch.as_tensor(c, **EXACT) for name, c in columns.items()}
-    return LossInput(segment=T(segment, dtype=torch.int64), sequences=sequences or max(segment) + 1, **tensors)
+    return LossInput(
+        segment=T(segment, dtype=torch.int64),
+        sequences=sequences or max(segment) + 1,
+        columns=marked(len(segment)),
+        **tensors,
+    )
+
+
+def marked(tokens):
+    """The column that `kl_cov` reads: every second token."""
+    return {"high_covariance": torch.arange(tokens) % 2 == 1}
 
 
 def drawn(lengths, *, seed=0, per_sequence=True, noise=0.3):
@@ -48,6 +66,7 @@ def drawn(lengths, *, seed=0, per_sequence=True, noise=0.3):
         rollout=old + noise * draw(),
         ref=old + draw(),
         advantages=draw(len(lengths))[segment] if per_sequence else draw(),
+        columns=marked(total),
     )
 
 
@@ -169,21 +188,123 @@ class TestCispo:
         assert cispo(x).value.tolist() == pytest.approx([math.exp(-9), 5.0])
 
 
+class TestSapo:
+    def test_worked_by_hand(self):
+        # τ = 1 where A > 0, 2 elsewhere. ρ = 2: 4σ(1) · 3 = 8.772703; ρ = 1/2: 4/2 σ(-1) = 0.537883, times A = -1.
+        x = given([0, 1], logprobs=[-1.0, -1.0], old=[-1 - math.log(2), -1 + math.log(2)], advantages=[3.0, -1.0])
+        x.logprobs.requires_grad_()
+        out = sapo(x, tau_pos=1.0, tau_neg=2.0)
+        assert out.value.tolist() == pytest.approx([-8.772703, 0.537883], abs=1e-6)
+        # The gradient is -ρA times 4σ(1 - σ): 0.7864477 in both, for σ(1) σ(-1) = 0.196612.
+        out.value.sum().backward()
+        assert x.logprobs.grad.tolist() == pytest.approx([-2 * 3 * 0.7864477, 0.5 * 0.7864477], abs=1e-6)
+        assert out.stats["gate"].value == pytest.approx(0.7864477, abs=1e-6)
+
+    def test_temperatures_are_above_0(self):
+        with pytest.raises(
+            ValueError, match=r"loss\.tau_pos is 1\.0 and loss\.tau_neg is 0\.0: both temperatures must"
+        ):
+            sapo(drawn([1]), tau_neg=0.0)
+
+
+class TestGmpo:
+    def test_worked_by_hand(self):
+        # Sequence 0, A = 2: log-ratios 0.3 (held at 0.1), -0.4 (passes), mean -0.15. Sequence 1, A = -1: 0.3 passes,
+        # -0.4 is held at -0.2, mean 0.05. Sequence 2, A = 0: nothing.
+        old = [-1.0] * 5
+        x = given([0, 0, 1, 1, 2], logprobs=[-0.7, -1.4, -0.7, -1.4, -3.0], old=old, advantages=[2, 2, -1, -1, 0])
+        x.logprobs.requires_grad_()
+        out = gmpo(x, clip_low=0.2, clip_high=0.1)
+        a, b = math.exp(-0.15), math.exp(0.05)
+        assert out.value.tolist() == pytest.approx([-2 * a, -2 * a, b, b, 0.0])
+        assert out.stats["clip_fraction"].value == pytest.approx(2 / 5)
+        # A held token has no gradient, the other one -A s / 2 for each of the two places of the value.
+        out.value.sum().backward()
+        assert x.logprobs.grad.tolist() == pytest.approx([0, -2 * a, b, 0, 0])
+
+    def test_the_product_of_the_paper(self):
+        """(Π min(ρ A, clip(ρ) A) / A)^(1/L) A, without logarithms."""
+        x = drawn([5, 3, 1])
+        ratio = (x.logprobs - x.old).exp()
+        kept = torch.minimum(ratio * x.advantages, ratio.clamp(math.exp(-0.2), math.exp(0.3)) * x.advantages)
+        means = [(kept / x.advantages)[x.segment == i].prod() ** (1 / n) for i, n in enumerate((5, 3, 1))]
+        expected = -torch.stack(means)[x.segment] * x.advantages
+        torch.testing.assert_close(gmpo(x, clip_low=0.2, clip_high=0.3).value, expected)
+
+    def test_what_it_is_not_defined_for_is_refused(self):
+        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': in `gmpo` a response has one ratio"):
+            gmpo(drawn([2]), is_level="token")
+        with pytest.raises(ValueError, match="`token_mean`, which `gmpo` is not defined for"):
+            check_aggregation(gmpo, "gmpo", "token_mean")
+
+
+class TestKLCov:
+    def test_worked_by_hand(self):
+        # Ratios 2 and 1/2; only the second token is marked: 0.5 · |log ½| is added, and nothing is clipped.
+        x = given([0, 0], logprobs=[-1.0, -1.0], old=[-1 - math.log(2), -1 + math.log(2)], advantages=[3.0, -1.0])
+        x.logprobs.requires_grad_()
+        out = kl_cov(x, cov_coef=0.5)
+        assert out.value.tolist() == pytest.approx([-6.0, 0.5 + 0.5 * math.log(2)])
+        out.value.sum().backward()
+        assert x.logprobs.grad.tolist() == pytest.approx([-6.0, 0.5 - 0.5])
+        assert out.stats["cov_fraction"].value == 0.5
+        assert out.stats["cov_distance"].value == pytest.approx(math.log(2))
+
+    def test_without_marks_it_says_what_is_missing(self):
+        with pytest.raises(ValueError, match="needs the column `high_covariance`, but the batch has only"):
+            kl_cov(replace(drawn([2]), columns={}))
+
+
+class TestTopr:
+    def test_worked_by_hand(self):
+        # Of whole responses. 0 was right: weight 1 at any ratio. 1: e^(-0.5 + 0.2) = e^-0.3. 2: e^0.4, held at 1.
+        x = given(
+            [0, 0, 1, 1, 2],
+            logprobs=[-1.0, -2.0, -1.5, -0.8, -0.6],
+            old=[0.0] * 5,  # not read but for statistics
+            rollout=[-3.0, -1.0, -1.0, -1.0, -1.0],
+            advantages=[0.5, 0.5, -0.5, -0.5, -2.0],
+        )
+        x.logprobs.requires_grad_()
+        out = topr(x)
+        w = math.exp(-0.3)
+        assert out.value.tolist() == pytest.approx([0.5, 1.0, -0.75 * w, -0.4 * w, -1.2])
+        out.value.sum().backward()
+        assert x.logprobs.grad.tolist() == pytest.approx([-0.5, -0.5, 0.5 * w, 0.5 * w, 2.0])  # -w A
+        assert out.stats["taper"].value == pytest.approx((2 * w + 1) / 3)
+        assert topr(x, ratio_limit=0.1).value[2:].tolist() == pytest.approx([-0.075, -0.04, -0.12])
+
+    def test_a_mistake_that_is_unlearned_has_no_gradient_left(self):
+        x = given([0], logprobs=[-50.0], old=[-1.0], rollout=[-1.0], advantages=[-1.0])
+        x.logprobs.requires_grad_()
+        topr(x).value.sum().backward()
+        assert 0 < x.logprobs.grad.item() < 1e-8
+        on_policy = replace(x, rollout=x.logprobs.detach())
+        assert topr(on_policy).value.tolist() == reinforce(on_policy).value.tolist() == [-50.0]
+
+    def test_bad_settings_are_named(self):
+        with pytest.raises(ValueError, match=r"loss\.ratio_limit is 0\.0: it bounds the weight of a mistake"):
+            topr(drawn([1]), ratio_limit=0.0)
+        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': `topr` has the sampler in its own ratio"):
+            topr(drawn([1]), is_level="token")
+
+
 @pytest.mark.parametrize("name", FAMILY)
 class TestAll:
     def test_on_policy_they_are_reinforce(self, name):
         x = drawn([3, 0, 1, 6])
-        x = LossInput(
-            segment=x.segment, sequences=4, logprobs=x.logprobs, old=x.logprobs.detach(), advantages=x.advantages
-        )
+        x = replace(x, old=x.logprobs.detach(), rollout=x.logprobs.detach(), entropy=None, ref=None)
         _, gradient, stats = aggregated(x, FAMILY[name], "sequence_mean_token_mean")
         lengths = T([3.0] * 3 + [1.0] + [6.0] * 6, **EXACT)
         torch.testing.assert_close(gradient, -x.advantages / lengths / 3)
-        assert stats["ratio"].value == 1.0 and stats["clip_fraction"].value == 0.0
+        assert stats["ratio"].value == 1.0
+        assert name not in CLIPPED or stats["clip_fraction"].value == 0.0
 
     @pytest.mark.parametrize("aggregation", OVER_SEQUENCES)
     @pytest.mark.parametrize("level", ["none", "sequence", "product"])
     def test_cuts_and_order_change_nothing(self, name, aggregation, level):
+        if name in OWN_WEIGHT and level != "none":
+            pytest.skip("refused")
         lengths = [4, 0, 1, 7, 2, 5]
         x = drawn(lengths)
         loss = partial(
@@ -205,16 +326,19 @@ class TestAll:
             columns = {f: getattr(x, f).detach()[where] for f in FIELDS}
             columns["logprobs"].requires_grad_()
             segment = torch.repeat_interleave(torch.arange(len(rows)), T([lengths[row] for row in rows]))
-            part = LossInput(segment=segment, sequences=len(rows), **columns)
+            own = {"high_covariance": x.columns["high_covariance"][where]}
+            part = LossInput(segment=segment, sequences=len(rows), columns=own, **columns)
             share, got[where], found = aggregated(part, loss, aggregation, totals)
             values.append(share)
             seen.append(found)
         torch.testing.assert_close(sum(values), value)
         torch.testing.assert_close(got, gradient)
         merged = {k: v.value for k, v in merge_stats(seen).items()}
-        assert merged == pytest.approx({k: v.value for k, v in stats.items()})
+        assert merged == pytest.approx({k: v.value for k, v in stats.items()}, nan_ok=True)
 
     def test_weights_multiply_the_surrogate_and_nothing_else(self, name):
+        if name in OWN_WEIGHT:
+            pytest.skip("refused")
         x = drawn([2, 3])
         level = {"is_level": "sequence", "is_high": 9.0}
         penalties = {"kl_coef": 0.1, "entropy_coef": 0.01}
@@ -228,15 +352,10 @@ class TestAll:
 
     def test_the_first_update_is_weighted_too(self, name):
         """Without a column of old log-probs the anchor is the policy itself: the ratio is 1, the weight is not."""
+        if name in OWN_WEIGHT:
+            pytest.skip("refused")
         x = drawn([2, 1])
-        x = LossInput(
-            segment=x.segment,
-            sequences=2,
-            logprobs=x.logprobs,
-            old=x.logprobs.detach(),
-            rollout=x.rollout,
-            advantages=x.advantages,
-        )
+        x = replace(x, old=x.logprobs.detach(), entropy=None, ref=None)
         loss = partial(FAMILY[name], is_level="product", is_high=1e9)
         _, gradient, stats = aggregated(x, loss, "sequence_mean_token_sum")
         w = (x.logprobs.detach() - x.rollout).exp()
@@ -270,8 +389,9 @@ class TestAll:
             rollout=T([0.0, -1000.0, -1000.0, 0.0]),
             ref=T([-1000.0, 0.0, 0.0, -1.0]),
             advantages=T([1.0, -1.0, -1.0, 1.0]),
+            columns=marked(4),
         )
-        for level in ("none", "sequence", "product"):
+        for level in ("none",) if name in OWN_WEIGHT else ("none", "sequence", "product"):
             out = FAMILY[name](x, kl_coef=0.1, kl_corrected=True, is_level=level, drift_limit=0.1)
             (gradient,) = torch.autograd.grad(out.value.sum(), x.logprobs)
             assert out.value.isfinite().all() and gradient.isfinite().all()
@@ -279,35 +399,41 @@ class TestAll:
 
     def test_no_tokens(self, name):
         x = given([], 2, **{field: [] for field in FIELDS})
-        assert FAMILY[name](x, is_level="sequence", kl_coef=0.1).value.shape == (0,)
+        level = "none" if name in OWN_WEIGHT else "sequence"
+        assert FAMILY[name](x, is_level=level, kl_coef=0.1).value.shape == (0,)
 
     def test_missing_columns_are_named(self, name):
         x = given([0], logprobs=[0.0], old=[0.0], advantages=[0.0])
-        with pytest.raises(ValueError, match=r"needs `rollout` because loss\.is_level is set"):
+        with pytest.raises(ValueError, match=r"needs `rollout`|`topr` has the sampler in its own ratio; leave it out"):
             FAMILY[name](x, is_level="sequence")
         with pytest.raises(ValueError, match=r"needs `entropy` because loss\.entropy_coef is set"):
-            FAMILY[name](x, entropy_coef=0.1)
+            FAMILY[name](replace(x, rollout=x.old), entropy_coef=0.1)
 
     def test_clip_ranges_lie_around_one(self, name):
+        if name not in CLIPPED:
+            return
         with pytest.raises(ValueError, match=r"loss\.clip_low is -0\.1 .* neither may be below 0"):
             FAMILY[name](drawn([1]), clip_low=-0.1)
 
 
-@pytest.mark.parametrize("loss", [policy_gradient, gspo, cispo])
+@pytest.mark.parametrize("loss", [policy_gradient, gspo, cispo, sapo, gmpo, kl_cov, reinforce, topr])
 def test_they_ask_for_what_they_read(loss):
     assert required_inputs(loss, {}) == ()
     assert required_inputs(loss, {"measure_entropy": True, "kl_coef": 0.1}) == ("entropy", "ref")
     assert required_inputs(loss, {"entropy_coef": 0.1}) == ("entropy",)
 
 
-@pytest.mark.parametrize("loss", [policy_gradient, gspo])  # the others stop a part of the gradient: see closed forms
+@pytest.mark.parametrize(
+    "loss", [policy_gradient, gspo, sapo, gmpo, kl_cov, reinforce]
+)  # the others stop a part of the gradient: see closed forms
 def test_gradient_against_finite_differences(loss):
     x = drawn([3, 0, 2], seed=5, noise=0.02)
     fixed = {field: getattr(x, field) for field in ("old", "rollout", "ref", "advantages")}
 
     def run(logprobs, entropy):
-        part = LossInput(segment=x.segment, sequences=3, logprobs=logprobs, entropy=entropy, **fixed)
-        return loss(part, kl_coef=0.1, entropy_coef=0.01, is_level="sequence", clip_high=0.01).value
+        part = LossInput(segment=x.segment, sequences=3, logprobs=logprobs, entropy=entropy, columns=x.columns, **fixed)
+        clip = {"clip_high": 0.01} if "clip_high" in signature(loss).parameters else {}
+        return loss(part, kl_coef=0.1, entropy_coef=0.01, is_level="sequence", **clip).value
 
     assert torch.autograd.gradcheck(run, (x.logprobs, x.entropy))
 

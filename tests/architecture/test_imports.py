@@ -57,7 +57,7 @@ ALLOWED = {
         "interpreter_watch",
     },
     "weights": {"types", "config", "cluster", "files"},
-    "report": {"types", "files"},
+    "report": {"types", "config", "files", "threads"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "hub", "memory", "threads"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster"},
@@ -85,6 +85,11 @@ HEAVY = {
     "torchao": "backends/hf/layers.py",
     "peft": "backends/lora.py",
     "sentencepiece": "vocab/tokenizer.py",
+    "tensorboard": "report/trackers.py",
+    "wandb": "report/trackers.py",
+    "mlflow": "report/trackers.py",
+    "swanlab": "report/trackers.py",
+    "trackio": "report/trackers.py",
 }
 
 

@@ -24,6 +24,11 @@ LOSSES = {
     "gspo-weighed": GSPO | WEIGHED | {"clip_high": 0.5},
     "luspo": GSPO | {"aggregation": "sequence_mean_token_sum"},
     "cispo": {"fn": "cispo", "is_level": "token"},
+    "sapo": {"fn": "sapo", "aggregation": "sequence_mean_token_mean"},
+    "gmpo": {"fn": "gmpo", "aggregation": "sequence_mean_token_mean", "clip_low": 0.1, "clip_high": 0.1},
+    "topr": {"fn": "topr", "aggregation": "sequence_mean_token_sum"},
+    "reinforce": {"fn": "reinforce"},
+    "kl_cov": {"fn": "kl_cov", "is_level": "token"},
     "decoupled": {"fn": "policy_gradient", "is_level": "product", "is_high": 4.0, "aggregation": "constant"},
 }
 
@@ -58,7 +63,8 @@ def batch(path) -> Batch:
     drawn = rollout((5, 9, 12), 4)
     now = module(path, LOSSES["cispo"]).forward_step(drawn)["ref_logprobs"]
     noise = torch.randn(2, drawn.tokens_total, generator=torch.Generator().manual_seed(1))
-    return drawn.with_(rollout_logprobs=now + 0.3 * noise[0], old_logprobs=now + 0.1 * noise[1])
+    near = {"rollout_logprobs": now + 0.3 * noise[0], "old_logprobs": now + 0.1 * noise[1]}
+    return drawn.with_(**near, high_covariance=noise[0] > 0.5)
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -40,7 +40,7 @@ stages:
   - train:
       algorithm: sft
       runtime:
-        {{steps: 3, prompts_per_step: 2, save_every: 1, threads: 1, plots: false, tensorboard: false, cluster: local}}
+        {{steps: 3, prompts_per_step: 2, save_every: 1, threads: 1, plots: false, trackers: [], cluster: local}}
       data: {{train: "${{stages.select.output}}", chat_template: none}}
       models: {{trainer: {{load: "${{model}}", optimizer: {{lr: 3.0e-3}}}}}}
 """
@@ -258,7 +258,7 @@ SMALL = [
     "stages.generate.sampling.max_new_tokens=8",
     "stages.score=tests.digits:digits",
     "stages.select.truncated=keep",
-    "stages.train.runtime={steps: 2, prompts_per_step: 2, threads: 1, plots: false, tensorboard: false}",
+    "stages.train.runtime={steps: 2, prompts_per_step: 2, threads: 1, plots: false, trackers: []}",
     "stages.train.data.chat_template=none",
 ]
 

@@ -413,7 +413,7 @@ def test_what_cannot_be_served(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="port: is 70000; expected a number of at most 65535"):
         load_section(ServeConfig, {"reward": {"fn": "math"}}, ["port=70000"])
     with pytest.raises(ConfigError, match=r"reward_model.*no/such"):
-        load_section(ServeConfig, {"reward_model": "no/such"})
+        load_section(ServeConfig, {"reward_model": "./no/such"})
     quiet = Display(quiet=True)
     with pytest.raises(ValueError, match="reward 'rank' compares the responses to a prompt"):
         serve(ServeConfig(reward={"fn": HERE + "rank"}), quiet)

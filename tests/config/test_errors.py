@@ -114,9 +114,9 @@ def test_missing_data_names_both_directories(complaint, here, write):
 
 
 def test_missing_model_is_told_once_though_others_are_like_it(complaint, here):
-    text = "algorithm: grpo\nmodels:\n  policy:\n    load: Qwen/Qwen3-8B\n"
+    text = "algorithm: grpo\nmodels:\n  policy:\n    load: ./Qwen/Qwen3-8B\n"
     assert complaint(text) == (
-        f"run.yaml:4: models.policy.load: there is no directory 'Qwen/Qwen3-8B' (looked for {here}/Qwen/Qwen3-8B)"
+        f"run.yaml:4: models.policy.load: there is no directory './Qwen/Qwen3-8B' (looked for {here}/Qwen/Qwen3-8B)"
     )
 
 

@@ -114,7 +114,7 @@ def test_the_value_of_a_secret_is_in_no_file(run, monkeypatch):
     [
         "{algorithm: grpo, seed: 'x ${env:MY_API_KEY}'}",
         "{algorithm: grpo, models: {policy: {dtype: '${env:MY_API_KEY}'}}}",
-        "{algorithm: grpo, models: {policy: {load: 'a/${env:MY_API_KEY}'}}}",
+        "{algorithm: grpo, models: {policy: {load: './a/${env:MY_API_KEY}'}}}",
         "{algorithm: grpo, runtime: {colocation: [['${env:MY_API_KEY}']]}}",
         "{algorithm: grpo, reward: [{fn: math, name: 'x${env:MY_API_KEY}'}, {fn: math, name: 'x${env:MY_API_KEY}'}]}",
         "{algorithm: '${env:MY_API_KEY}x'}",

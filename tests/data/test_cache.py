@@ -66,7 +66,7 @@ def test_cached_draws_are_those_without_a_cache(tmp_path, kind, monkeypatch):
         batch = plain.next()
         same(batch, built.next())
         same(batch, opened.next())
-    for a, b in zip(plain.all(), opened.all(), strict=True):
+    for (_, a), (_, b) in zip(plain.all(), opened.all(), strict=True):
         same(a, b)
 
 
@@ -107,7 +107,7 @@ def test_what_changes_the_tokens_changes_the_entry_and_nothing_else_does(tmp_pat
     write(tmp_path / "a.jsonl", [*rows[:-1], {**rows[-1], "answer": "z" * 8}])
     made = loader(path, cache=cache)
     assert len(entries(cache)) == seen + 1
-    assert "z" * 8 in [row["answer"] for batch in made.all() for row in batch["rows"]]
+    assert "z" * 8 in [row["answer"] for _, batch in made.all() for row in batch["rows"]]
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_the_same_batches_as_from_the_text(tmp_path, keep):
     plan = BuildPlan((str(tmp_path / "a.jsonl"),), str(tmp_path / "model"), keep_special_tokens=keep)
     counts = build(plan, tmp_path / "a", processes=1)
     text = {"path": str(tmp_path / "a.jsonl"), "keep_special_tokens": keep}
-    ours, theirs = (next(loader(source).all()) for source in (str(tmp_path / "a.idx"), text))
+    ours, theirs = (next(loader(source).all())[1] for source in (str(tmp_path / "a.idx"), text))
     assert counts["markers"] == (not keep)
     assert texts(ours) == texts(theirs)
     assert ours["tokens"].equal(theirs["tokens"]) and ours["loss_mask"].equal(theirs["loss_mask"])
@@ -293,7 +293,7 @@ def test_a_row_without_the_key(tmp_path):
     with pytest.raises(ValueError, match=r"bad\.jsonl:2: no key 'text'; the row has content"):
         build(BuildPlan(inputs, str(tmp_path / "model")), tmp_path / "a", processes=1)
     counts = build(BuildPlan(inputs, str(tmp_path / "model"), on_missing_key="drop"), tmp_path / "b", processes=1)
-    assert counts == {"rows": 2, "used": 1, "missing": 1, "tokens": 2}
+    assert counts == {"rows": 2, "used": 1, "missing": 1, "tokens": 2, "data_source=bad": 1}
 
 
 def test_nothing_to_write(tmp_path):

@@ -74,7 +74,7 @@ def test_a_prompt_batch(tmp_path):
     )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1? (2)"}]
     added = {"prompt": "1+1? (2)", "messages": messages, "answer": "2", "_source": "a.jsonl", "_row": 0}
-    assert batch["rows"][0] == rows[0] | added
+    assert batch["rows"][0] == rows[0] | added | {"data_source": "a"}
     assert made.next()["group"].tolist() == [2, 3]
 
 
@@ -312,12 +312,42 @@ def test_resuming_a_token_budget_anywhere(tmp_path):
 
 
 def test_all_goes_through_in_order_and_leaves_the_cursor(tmp_path):
+    """Batches hold rows of one source each, and the limit is for each source."""
     made = loader(numbered(tmp_path / "a.jsonl", 5), numbered(tmp_path / "b.jsonl", 4, 100), split="eval")
-    batches = list(made.all())
-    assert [r["n"] for b in batches for r in b["rows"]] == [0, 1, 2, 3, 4, 100, 101, 102, 103]
-    assert [len(b) for b in batches] == [4, 4, 1]
-    assert [g for b in batches for g in b["group"].tolist()] == list(range(9))
-    assert [len(b) for b in made.all(limit=6)] == [4, 2] and made.drawn == 0
+    found = [(source, [row["n"] for row in b["rows"]], b["group"].tolist()) for source, b in made.all()]
+    assert found == [
+        ("a", [0, 1, 2, 3], [0, 1, 2, 3]),
+        ("b", [100, 101, 102, 103], [5, 6, 7, 8]),
+        ("a", [4], [4]),
+    ]
+    assert [(source, len(b)) for source, b in made.all(limit=3)] == [("a", 3), ("b", 3)] and made.drawn == 0
+
+
+def test_a_row_names_its_source_itself_or_has_its_files(tmp_path):
+    mixed = write(tmp_path / "mixed.jsonl", [{"prompt": "a", "data_source": "openai/gsm8k"}, {"prompt": "b"}])
+    other = write(
+        tmp_path / "c.jsonl", [{"prompt": "c", "meta": {"from": "math"}}, {"prompt": "d", "meta": {"from": 7}}]
+    )
+    sources = [
+        SourceConfig(path=mixed, name="rest"),
+        SourceConfig(path=other, keys={"data_source": "meta.from"}),
+    ]
+    for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):  # without, filled, read
+        config = DataConfig(train=sources, shuffle=False, cache=cache)
+        made = build_loader(config, TOKENIZER, kind="prompts", split="train", batch_size=4, seed=0)
+        assert made.sources == ["7", "math", "openai/gsm8k", "rest"] and made.is_known
+    assert {row["prompt"]: row["data_source"] for _, b in made.all() for row in b["rows"]} == {
+        "a": "openai/gsm8k",
+        "b": "rest",
+        "c": "math",
+        "d": "7",
+    }
+
+
+def test_names_of_sources():
+    named = {"x/gsm8k.jsonl": "gsm8k", "x/math/*.jsonl": "math", "x/saved": "saved"}
+    assert {path: SourceConfig(path=path).called for path in named} == named
+    assert SourceConfig(path="a.jsonl", name="mine").called == "mine"
 
 
 def test_source_keys_override_the_runs(tmp_path):
@@ -336,5 +366,5 @@ def test_no_file_is_named():
 def test_gsm8k():
     made = loader(str(TEST), split="eval", prompt_key="question", max_prompt_tokens=700)
     assert made.report() == "gsm8k_test.jsonl: 1319 rows: 1316 used, 3 over 700 tokens"
-    assert sum(len(b) for b in made.all()) == 1316
+    assert sum(len(b) for _, b in made.all()) == 1316
     assert made.next()["rows"][0]["answer"].splitlines()[-1].startswith("####")

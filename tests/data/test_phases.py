@@ -33,7 +33,7 @@ def loader(*paths, phase, weights=WEIGHTS, seed=0, **config):
 
 
 def rows(loader):
-    return sorted(row["n"] for batch in loader.all() for row in batch["rows"])
+    return sorted(row["n"] for _, batch in loader.all() for row in batch["rows"])
 
 
 @given(st.dictionaries(st.sampled_from("abcde"), st.integers(0, 7), min_size=1), st.integers(0, 300))

@@ -27,7 +27,7 @@ def test_a_pair():
     assert made["prompt_length"].tolist() == [len(TOKENIZER.encode(ASKED))] * 4
     dtypes = {"preference": torch.float32, "margin": torch.float32, "index": torch.int32, "group": torch.int64}
     assert {name: made[name].dtype for name in dtypes} == dtypes
-    assert made["rows"][3] == {**PAIR, "margin": 0.5, "_source": "a.jsonl", "_row": 1}
+    assert made["rows"][3] == {**PAIR, "margin": 0.5, "_source": "a.jsonl", "_row": 1, "data_source": "a"}
 
 
 FIRST = [user("hi"), assistant("yes?")]

@@ -125,7 +125,7 @@ def test_a_stream_draws_what_a_scan_finds(tmp_path_factory, lines, window, phase
         with pytest.raises(ValueError, match=r"no usable rows|holds no rows"):
             loader(str(path), window=window, **config).next()
         return
-    numbers = [row["n"] for batch in scanned.all() for row in batch["rows"]]
+    numbers = [row["n"] for _, batch in scanned.all() for row in batch["rows"]]
     made = loader(str(path), window=window, **config)
     epochs = [sorted(drawn(made, len(numbers))) for _ in range(3)]
     assert epochs == [numbers] * 3

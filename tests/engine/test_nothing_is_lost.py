@@ -138,7 +138,7 @@ def test_a_run_outlasts_a_folder_that_cannot_be_written(tmp_path, monkeypatch, c
     """For one step, metrics, samples, TensorBoard, log and timelines go nowhere; then they catch up."""
     from coalign.engine.hooks.recorder import MetricsRecorder
 
-    config = settings(tmp_path, "grpo", eval_at_start=False, tensorboard=True, timeline_every=1)
+    config = settings(tmp_path, "grpo", eval_at_start=False, trackers=["tensorboard"], timeline_every=1)
     real_open, write = open, MetricsRecorder.after_step
 
     def no_space(path, mode="r", *rest, **keywords):

@@ -31,7 +31,7 @@ def grpo(directory: Path, name: str, policy: dict[str, Any], trainer: dict[str, 
         "seed": 1,
         "output": str(directory / name),
         "runtime": {"steps": STEPS, "prompts_per_step": 4, "samples_per_prompt": 4, "threads": 1, "cluster": "ray"}
-        | {"tensorboard": False, "plots": False, "log_samples": 16},
+        | {"trackers": [], "plots": False, "log_samples": 16},
         "data": {"train": str(TRAIN), "prompt_key": "question", "chat_template": "none", "max_prompt_tokens": 400},
         "reward": {"fn": "tests.digits:digits"},
         "loss": {"fn": "policy_gradient", "kl_coef": 0.01},

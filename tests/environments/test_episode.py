@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -52,6 +54,43 @@ def test_the_log_of_two_turns():
     # A conversation that the template renders at once has the same tokens.
     whole = TOKENIZER.apply_chat_template(one.messages, tokenize=False)
     assert TOKENIZER.decode(one.log.tokens) + "\n" == whole
+
+
+def states(one):
+    """The states of the turns, and where they stand among the policy's tokens."""
+    return [(i, state) for i, state in enumerate(one.log.turn_states) if state]
+
+
+async def asks_back(one, *, question="Sure?"):
+    await one.generate()
+    one.say({"role": "user", "content": question})
+    await one.generate()
+
+
+def test_the_state_before_a_turn_is_what_the_policy_reads_then():
+    first, same = played(asks_back, episode("5", "Yes")), played(asks_back, episode("6, I think", "No"))
+    cut = played(asks_back, episode([encode("5")[0]], "Yes"))  # the template adds the end of the turn that it lacks
+    other = played(partial(asks_back, question="Why?"), episode("5", "Yes"))
+    begins = [i for i, chosen in enumerate(first.log.loss_mask) if chosen and not first.log.loss_mask[i - 1]]
+    assert [i for i, _ in states(first)] == begins
+    numbers = [[state for _, state in states(one)] for one in (first, same, cut, other)]
+    assert numbers[0] == numbers[1] == numbers[2] and numbers[0][0] != numbers[0][1]
+    assert numbers[3][0] == numbers[0][0] and numbers[3][1] != numbers[0][1]
+
+
+async def moves(one, *, before):
+    await one.generate()
+    one.say({"role": "user", "content": f"I take 1, after {before} moves."})
+    one.anchor("5 sticks")
+    await one.generate()
+    one.say({"role": "user", "content": "And now?"})
+    await one.generate()
+
+
+def test_an_environment_may_name_the_state_itself():
+    one, two = (played(partial(moves, before=n), episode("1", "2", "3")) for n in (1, 2))
+    assert states(one) == states(two)
+    assert len({state for _, state in states(one)}) == 3  # the name holds for one turn
 
 
 def test_tokens_that_were_sampled_are_never_made_from_text_again():

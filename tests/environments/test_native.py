@@ -123,7 +123,7 @@ async def chats(episode, *, turns: int = 3, delay: float = 0.0):
         episode.say({"role": "user", "content": f"{turn}, {episode.random.random()}"})
 
 
-TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "turn_rewards")
+TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "turn_rewards", "turn_states")
 
 
 def test_company_and_delays_change_nothing(directory):

@@ -29,6 +29,14 @@ WATCHED = {
     "gspo": ("loss/grad_norm", "loss/clip_fraction", "reward/mean"),
     "gspo_token": ("loss/grad_norm", "loss/clip_fraction", "reward/mean"),
     "cispo": ("loss/grad_norm", "loss/clip_fraction", "reward/mean"),
+    "sapo": ("loss/grad_norm", "loss/gate", "reward/mean"),
+    "gmpo": ("loss/grad_norm", "loss/clip_fraction", "reward/mean"),
+    "clip_cov": ("loss/grad_norm", "covariance/mean", "covariance/chosen"),
+    "kl_cov": ("loss/grad_norm", "loss/cov_distance", "covariance/mean"),
+    "gpg": ("loss/grad_norm", "advantages/abs", "advantages/alpha"),
+    "opo": ("loss/grad_norm", "advantages/abs", "reward/mean"),
+    "topr": ("loss/grad_norm", "loss/taper", "reward/mean"),
+    "gigpo": ("loss/grad_norm", "advantages/abs", "turns/group"),
     "rloo": ("loss/grad_norm", "advantages/abs", "kl"),
     "reinforce_pp": ("loss/grad_norm", "returns/mean", "kl"),
     "reinforce_pp_baseline": ("loss/grad_norm", "loss/kl_ref", "advantages/abs"),
@@ -40,7 +48,10 @@ WATCHED = {
 }
 
 VARIANTS = ("grpo_kl", "dpo_lora", "gspo_token", "ppo_tricks", "on_policy_distillation_gkd")
-FAMILY = ("dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
+FAMILY = (
+    *("dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "gpg", "topr"),
+    *("rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"),
+)
 ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # so that responses differ in length
 
 
@@ -60,6 +71,16 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
         # The reward has the KL in it, which is rounding alone before the first update. In a group whose rewards are
         # all equal that is the whole gradient, and Adam would make full steps of it, others on every processor.
         config["models"]["trainer"]["optimizer"] |= {"eps": 1e-5}
+    if algorithm == "gmpo":
+        config["loss"] = {"fn": "gmpo", "clip_low": 0.01, "clip_high": 0.01}
+    if algorithm == "clip_cov":
+        config["covariance"] = {"fn": "clip_cov", "share": 0.05, "low": 0.2}
+    if algorithm == "kl_cov":
+        config["covariance"] = {"fn": "kl_cov", "share": 0.1}
+    if algorithm == "gigpo":
+        config["rollout"] = {"fn": "tests.golden.curves:two_tries"}
+        config["reward"] = {"fn": "episode"}
+        config["models"]["trainer"]["updates_per_batch"] = 2
     if algorithm == "cispo":
         config["loss"] = {"fn": "cispo", "clip_high": 0.02}
     if variant == "token":
@@ -85,6 +106,16 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
             "judge": {"fn": "pairwise", "template": "{prompt}{first}{second}"},
         }
     return config
+
+
+async def two_tries(episode: Any) -> None:
+    """Two turns that earn a half for a digit each; the second one begins in another state after a digit."""
+    for _ in range(2):
+        turn = await episode.generate(max_new_tokens=4)
+        right = any(map(str.isdigit, turn.text))
+        episode.reward(0.5 * right)
+        episode.anchor(f"after a digit: {right}")
+        episode.write(" ")
 
 
 def curve(name: str, directory: Path, trainer: dict[str, Any] | None = None) -> dict[str, list[float]]:

@@ -25,6 +25,7 @@ from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "group", "index", "prompt_length", "status")
+OF_EPISODES = ("turn_rewards", "turn_states")
 MARGIN = 1e-4  # of probability: a draw that is nearer to another token may fall to that one on another processor
 LOGPROB = 2e-3  # how far log-probs of the same tokens may differ after some steps of training
 
@@ -42,7 +43,7 @@ class Rollouts:
         columns = {
             f"{i}/{name}": column
             for i, batch in enumerate(self.calls)
-            for name, column in {"lengths": batch.lengths, **{name: batch[name] for name in COLUMNS}}.items()
+            for name, column in {"lengths": batch.lengths, **{name: batch[name] for name in _columns(batch)}}.items()
         }
         save_file(columns, path)
 
@@ -52,7 +53,9 @@ class Rollouts:
         count = len({name.partition("/")[0] for name in columns})
         return cls(
             [
-                Batch(columns[f"{i}/lengths"]).with_(**{name: columns[f"{i}/{name}"] for name in COLUMNS})
+                Batch(columns[f"{i}/lengths"]).with_(
+                    **{name: columns[key] for name in COLUMNS + OF_EPISODES if (key := f"{i}/{name}") in columns}
+                )
                 for i in range(count)
             ]
         )
@@ -101,12 +104,19 @@ def _after_generating(change: Any) -> Iterator[None]:
     def changed(self: RolloutModule, parts: int, prompts: Batch, **options: Any) -> Iterator[Any]:
         overrides = {name: value for name, value in options.items() if name in SamplingConfig.model_fields}
         sampling = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
-        for batch in generate(self, parts, prompts, **options):
-            yield change(self, batch, sampling)
+        for answer in generate(self, parts, prompts, **options):
+            if isinstance(answer, tuple):  # with the statistics of episodes
+                yield change(self, answer[0], sampling), answer[1]
+            else:
+                yield change(self, answer, sampling)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RolloutModule, "generate_in_parts", changed)
         yield
+
+
+def _columns(batch: Batch) -> list[str]:
+    return [name for name in COLUMNS + OF_EPISODES if name in batch]
 
 
 def _compare(module: RolloutModule, kept: Batch, drawn: Batch, sampling: SamplingConfig, rollouts: Rollouts) -> None:

@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 
 
 def write_gguf(path, *, architecture="llama", quantised=True):
-    """A llama of one layer whose matrices are quantised to 8 bits; returns {GGUF's name: what its numbers stand for}."""
+    """Write a llama of one layer with matrices of 8 bits; returns {name: what its numbers stand for}."""
     generator = np.random.default_rng(0)
     hidden, vocabulary, intermediate = 64, 260, 96
     writer = gguf.GGUFWriter(path, architecture)

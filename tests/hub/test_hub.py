@@ -210,7 +210,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path):
     again = run_in_process(hub, tmp_path, "train", str(path), "runtime.steps=2", HF_HUB_OFFLINE="1")
     assert again.returncode == 0, again.stdout
     assert json.loads((tmp_path / "run" / "hub.json").read_text()) == kept
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 

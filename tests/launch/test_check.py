@@ -9,6 +9,7 @@ import pytest
 
 from coalign import cli, load_config
 from coalign.config.functions import resolve_class
+from coalign.config.schema import TrackerConfig
 from coalign.launch import validate
 from coalign.launch.check import check
 from coalign.report.display import Display
@@ -141,11 +142,13 @@ def test_check_finds_no_problem_where_there_is_none(tmp_path, capsys, family):
     assert capsys.readouterr().out.count("no problem found") == 2
 
 
-def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):
+def test_a_tracker_that_is_missing_is_named(tmp_path, monkeypatch):
     config = configured(tmp_path, "trainer", {})
-    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"wandb": "sums"})})
+    config = config.model_copy(
+        update={"runtime": config.runtime.model_copy(update={"trackers": [TrackerConfig(name="mlflow")]})}
+    )
     monkeypatch.setattr(validate, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"runtime\.wandb is 'sums', .*pip install 'coalign\[wandb\]'"):
+    with pytest.raises(ImportError, match=r"runtime\.trackers has 'mlflow', .*pip install 'coalign\[mlflow\]'"):
         check(config, Display())
 
 

@@ -24,7 +24,7 @@ from tests.runs import ROOT, metrics, other_model, settings
 from tests.tiny import tiny_model_dir
 
 FLOWS = ("committee", "second_try")
-SHORT = ["runtime.steps=2", "runtime.prompts_per_step=4", "runtime.tensorboard=false", "runtime.plots=false"]
+SHORT = ["runtime.steps=2", "runtime.prompts_per_step=4", "runtime.trackers=[]", "runtime.plots=false"]
 
 
 @pytest.fixture

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 
 from coalign import load_config
+from coalign.commands.evaluate import evaluate
+from coalign.data.batch import Batch
 from coalign.launch.check import trace
 from coalign.launch.plan import prepare
+from coalign.recipes.distillation import assign_teachers, merge_teachers, select_for_teacher
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 from tests.tiny import tiny_tokenizer
 
@@ -97,3 +104,86 @@ def test_another_temperature_is_refused(tmp_path):
         run(config)
     config["models"]["teacher"]["sampling"] = {"temperature": 0.7}
     assert run(config) == 0
+
+
+# ---- several teachers
+
+
+def with_teachers(directory, taught, rows):
+    """`teacher` has other weights than `teacher_sums`; ``rows``: the teacher of each row of data, in turn."""
+    config = configuration(directory, steps=2, prompts_per_step=4)
+    path = Path(config["data"]["train"])
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    named = [line | ({"teacher": rows[i % len(rows)]} if rows[i % len(rows)] else {}) for i, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in named))
+    config["models"]["teacher_sums"] = {"like": "teacher", "load": str(taught)}
+    return config
+
+
+@pytest.mark.parametrize("loss", ["policy_gradient", pytest.param(GKD, id="gkd")])
+def test_each_row_has_its_own_teacher(tmp_path, taught, loss):
+    (tmp_path / "one").mkdir()
+    config = with_teachers(tmp_path / "one", taught, ["sums", None]) | {"loss": loss}
+    assert {"teacher.forward_step", "teacher_sums.forward_step"} & {*calls(config)} or loss == GKD
+    run(config)
+    both = metrics(config)[-1]
+    if loss == "policy_gradient":
+        assert both["teacher_kl/sums"] != both["teacher_kl/teacher"]
+    # All rows with one teacher: the run with that teacher alone, and nothing of the other one.
+    (tmp_path / "all").mkdir()
+    everything = with_teachers(tmp_path / "all", taught, ["sums"]) | {"loss": loss}
+    run(everything)
+    (tmp_path / "alone").mkdir()
+    alone = configuration(tmp_path / "alone", steps=2, prompts_per_step=4) | {"loss": loss}
+    alone["models"]["teacher"]["load"] = str(taught)
+    run(alone)
+    assert weights_hash(everything, 2) == weights_hash(alone, 2) != weights_hash(config, 2)
+
+
+def test_the_teachers_of_rows_worked_by_hand():
+    lengths = torch.tensor([2, 1, 2])
+    columns = {"loss_mask": torch.tensor([False, True, True, True, True]), "rollout_logprobs": torch.zeros(5)}
+    batch = Batch(lengths, columns, {"rows": [{"teacher": "b"}, {}, {"teacher": "b"}]})
+    names = ["teacher", "teacher_a", "teacher_b"]
+    assert assign_teachers(batch, names).tolist() == [2, 0, 2]
+    parts = [select_for_teacher(batch, name=name, names=names) for name in names]
+    assert [part.lengths.tolist() for part in parts] == [[1], [2], [2, 2]]  # teacher_a has nothing to do
+    said = [Batch(p.lengths, {"ref_logprobs": torch.full((p.tokens_total,), -1.0 - i)}) for i, p in enumerate(parts)]
+    merged, stats = merge_teachers(batch, *said, names=names)
+    assert merged["ref_logprobs"].tolist() == [-3.0, -3.0, -1.0, -3.0, -3.0]
+    assert {name: (stat.sum, stat.count) for name, stat in stats.items()} == {
+        "teacher_kl/teacher": (1.0, 1.0),
+        "teacher_kl/a": (0.0, 0.0),
+        "teacher_kl/b": (9.0, 3.0),
+    }
+    with pytest.raises(
+        ValueError, match=r"a row has the teacher 'c', and there is no models\.teacher_c; expected 'a', 'b'"
+    ):
+        assign_teachers(batch.with_(rows=[{"teacher": "c"}] * 3), names)
+
+
+def test_bad_teachers_are_named(tmp_path):
+    config = configuration(tmp_path)
+    teacher = config["models"]["teacher"]
+    for changes, message in (
+        ({"frozen": False}, r"models\.teacher_a\.frozen is false, and a teacher does not learn"),
+        (
+            {"sampling": {"temperature": 0.5}},
+            r"models\.teacher_a\.sampling\.temperature is 0\.5, that of models\.policy",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(
+                load_config(config | {"models": config["models"] | {"teacher_a": {"frozen": True} | teacher | changes}})
+            )
+    other = {"models": config["models"] | {"teacher_a": {"frozen": True} | teacher | {"candidates": 3}}, "loss": GKD}
+    with pytest.raises(ValueError, match=r"models\.teacher_a\.candidates is 3, that of models\.teacher 8"):
+        prepare(load_config(config | other))
+    with pytest.raises(ValueError, match=r"`on_policy_distillation` has no such model; did you mean 'teacher'"):
+        prepare(load_config(config | {"models": config["models"] | {"teachr": teacher}}))
+
+
+def test_they_are_there_in_evaluation(tmp_path, taught):
+    config = with_teachers(tmp_path, taught, ["sums", None])
+    found = evaluate(load_config(config), None)
+    assert found["eval/teacher_kl"] > 0 and {"eval/teacher_kl/sums", "eval/teacher_kl/teacher"} <= found.keys()

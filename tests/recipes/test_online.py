@@ -20,7 +20,8 @@ from coalign.report.display import Display
 from coalign.types import Stat, Status, Total
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
-IN_LOSS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp_baseline")
+COMPARING = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
+IN_LOSS = (*COMPARING, "gpg", "opo", "gigpo", "topr", "reinforce_pp_baseline")
 IN_REWARD = {
     "ppo": "shape_reward",
     "reinforce_pp": "shape_reward",
@@ -28,9 +29,10 @@ IN_REWARD = {
     "remax": "sequence_kl_reward",
 }
 ADVANTAGES = {
-    **dict.fromkeys(("grpo", "dr_grpo", "dapo", "gspo", "cispo"), "group"),
+    **dict.fromkeys(COMPARING, "group"),
+    "topr": "fixed_baseline",
     "ppo": "gae",
-    **{name: name for name in ("reinforce_pp_baseline", "reinforce_pp", "rloo", "remax")},
+    **{name: name for name in ("reinforce_pp_baseline", "reinforce_pp", "rloo", "remax", "gpg", "opo", "gigpo")},
 }
 ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # random bytes then end some responses and not others
 
@@ -56,7 +58,8 @@ def test_check_draws_the_flow(tmp_path, algorithm, capsys):
     shown = drawn(settings(tmp_path, algorithm), capsys)
     assert "policy.generate" in shown and ADVANTAGES[algorithm] in shown and "no problem found" in shown
     for function in ("shape_reward", "sequence_kl_reward"):
-        assert (function in shown) == (IN_REWARD.get(algorithm) == function)
+        expected = "shape_reward" if algorithm == "gigpo" else IN_REWARD.get(algorithm)
+        assert (function in shown) == (expected == function)
 
 
 @pytest.mark.parametrize("algorithm", (*IN_LOSS, *IN_REWARD))
@@ -94,11 +97,22 @@ def test_without_a_divergence_no_reference_is_asked(tmp_path, algorithm, capsys)
     assert "reference" not in shown and "no problem found" in shown
 
 
-@pytest.mark.parametrize("algorithm", (*IN_LOSS, "rloo"))
+@pytest.mark.parametrize("algorithm", [name for name in (*IN_LOSS, "rloo") if name != "topr"])
 def test_a_group_of_one_is_refused(tmp_path, algorithm):
     config = settings(tmp_path, algorithm, samples_per_prompt=1)
     with pytest.raises(ValueError, match=rf"samples_per_prompt is 1: `{algorithm}` compares.*use 2 or more"):
         prepare(configured(config))
+
+
+def test_turns_are_compared_only_where_there_are_turns(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout\.fn is 'single_turn': `gigpo` compares the turns of episodes"):
+        prepare(configured(settings(tmp_path, "gigpo"), "rollout.fn=single_turn"))
+
+
+@pytest.mark.parametrize("algorithm", ["online_dpo", "dpo"])
+def test_what_has_no_advantages_has_no_covariance(tmp_path, algorithm):
+    with pytest.raises(ValueError, match=rf"covariance: `{algorithm}` .*; leave it out"):
+        prepare(configured(settings(tmp_path, algorithm), "covariance.fn=clip_cov"))
 
 
 def test_the_constant_of_dr_grpo_is_the_longest_response(tmp_path):

@@ -5,7 +5,7 @@ arguments are configuration. A loss declares by attributes what a value belongs 
 that exist only on request (``needs``): see coalign.algorithms.traits.
 """
 
-from coalign.algorithms.losses.policy import cispo, gspo, policy_gradient, value
+from coalign.algorithms.losses.policy import cispo, gmpo, gspo, kl_cov, policy_gradient, reinforce, sapo, topr, value
 from coalign.algorithms.losses.preference import (
     aot,
     aot_unpaired,
@@ -41,16 +41,21 @@ __all__ = [
     "distillation",
     "dpo",
     "exo_pair",
+    "gmpo",
     "gspo",
     "hinge",
     "ipo",
+    "kl_cov",
     "kto",
     "nca_pair",
     "orpo",
     "policy_gradient",
     "process_reward",
+    "reinforce",
+    "sapo",
     "sft",
     "simpo",
     "sppo_hard",
+    "topr",
     "value",
 ]

@@ -1,4 +1,8 @@
-"""Losses of policies (clipped policy gradient, GSPO, CISPO) and of value models."""
+"""Losses of policies (PPO's clipped surrogate, its relatives, REINFORCE) and of value models.
+
+Each of a policy is a surrogate [T] in `policy_loss`, which adds divergence, entropy and the weights of
+coalign.algorithms.importance. Where a peer computes another thing than the paper, the docstring says so.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,17 @@ from typing import Literal
 
 import torch
 
-from coalign.algorithms.importance import Level
+from coalign.algorithms.importance import Level, importance_ratios
 from coalign.algorithms.losses.terms import (
     Surrogate,
     bounded_exp,
+    check_clips,
     clip_range,
     clipped_surrogate,
     policy_loss,
     sequence_mean,
 )
-from coalign.algorithms.traits import require_input
+from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput, Stat, Stats
 
 
@@ -111,6 +116,109 @@ def cispo(
     ratio = bounded_exp(logprobs.detach() - old)
     weight = ratio.clamp(*clip_range(clip_low, clip_high))
     return -weight * advantages * logprobs, ratio, {"clip_fraction": Stat.of(weight != ratio)}
+
+
+@policy_loss
+def sapo(x: LossInput, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate:
+    """SAPO (2511.20347): the ratio goes through a soft gate, where PPO clips it.
+
+    -(4/τ) σ(τ(ρ - 1)) A per token, with ρ = π/π_old and τ = ``tau_pos`` where A > 0, else ``tau_neg``. The gradient is
+    that of -ρA times the gate 4σ(1 - σ): 1 at ρ = 1, falling smoothly to both sides, and faster for a larger τ. So the
+    value at ρ = 1 is -2A/τ, as in the paper, verl and TRL; only its gradient has a meaning.
+
+    The paper's mean is `sequence_mean_token_mean`. Reads and raises as policy_gradient does, and ValueError for a
+    temperature that is not above 0; the other settings are those of terms.add_policy_terms.
+    """
+    if tau_pos <= 0 or tau_neg <= 0:
+        raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg is {tau_neg}: both temperatures must exceed 0")
+    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    ratio = bounded_exp(logprobs - old)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio)
+    opened = (tau * (ratio - 1)).sigmoid()
+    return -4 / tau * opened * advantages, ratio, {"gate": Stat.of(4 * opened * (1 - opened))}
+
+
+@policy_loss
+def gmpo(x: LossInput, *, clip_low: float = 0.4, clip_high: float = 0.4, is_level: Level) -> Surrogate:
+    """GMPO (2507.20673): the geometric mean over a response of its clipped token ratios, at each of its tokens.
+
+    -A exp(mean of c_t), with c_t = min(log ρ_t, clip_high) where A > 0 and max(log ρ_t, -clip_low) where A < 0. So the
+    clip range is one of logarithms: 0.4 is the paper's (e^-0.4, e^0.4). Unlike GSPO's, the clip is per token, and a
+    clipped token loses its gradient alone. A is the mean of the sequence's advantages.
+
+    verl clips in the same way. The pseudo-code of the paper clips sgn(A) log ρ, which differs from its formula, and
+    from this one, if the two ends of the range differ. Aggregations and `is_level` are those of gspo's form `sequence`.
+
+    Reads and raises as policy_gradient does; the other settings are those of terms.add_policy_terms.
+    """
+    check_clips(clip_low, clip_high)
+    if is_level == "token":
+        raise ValueError("loss.is_level is 'token': in `gmpo` a response has one ratio; take `sequence` or `product`")
+    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    advantages = sequence_mean(x, advantages)
+    log_ratio = logprobs - old
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    ratio = bounded_exp(sequence_mean(x, clipped))
+    return -ratio * advantages, ratio, {"clip_fraction": Stat.of((clipped != log_ratio) & (advantages != 0))}
+
+
+gmpo.aggregations = gspo.aggregations
+
+
+@policy_loss
+def kl_cov(x: LossInput, *, cov_coef: float = 1.0) -> Surrogate:
+    """KL-Cov (2505.22617): the ratio without a clip, and a penalty on the tokens that lower the entropy most.
+
+    -ρA + cov_coef · |log ρ| where the column `high_covariance` is True, -ρA elsewhere. The section
+    `covariance: {fn: kl_cov}` marks these tokens over the whole roll-out. |log ρ| is what the authors' code and verl
+    take for the paper's KL(π_old ‖ π); its gradient is 0 in the first update of a batch, where ρ = 1.
+
+    Reads and raises as policy_gradient does, and ValueError without that column; the other settings are those of
+    terms.add_policy_terms.
+    """
+    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    marked = require_column(x, "high_covariance")
+    log_ratio = logprobs - old
+    ratio, distance = bounded_exp(log_ratio), log_ratio.abs()
+    penalty = torch.where(marked, cov_coef * distance, 0.0)
+    stats: Stats = {"cov_fraction": Stat.of(marked), "cov_distance": Stat.of(distance, marked)}
+    return penalty - ratio * advantages, ratio, stats
+
+
+@policy_loss
+def reinforce(x: LossInput) -> Surrogate:
+    """REINFORCE: -A log π per token, without a ratio; the loss of GPG (2504.02546).
+
+    On policy its gradient is that of policy_gradient. Later updates of a batch are not corrected for.
+
+    Reads logprobs and advantages; the other settings are those of terms.add_policy_terms.
+    """
+    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    return -advantages * logprobs, bounded_exp(logprobs.detach() - old), {}
+
+
+@policy_loss
+def topr(x: LossInput, *, ratio_limit: float = 1.0, is_level: Level) -> Surrogate:
+    """TOPR (2503.14286): REINFORCE that lets go of mistakes which the policy no longer makes.
+
+    -w A log π per token. w is 1 where A >= 0, as in supervised learning, and sg(min(π/μ, ratio_limit)) of the whole
+    response where A < 0, with μ the policy that sampled (`rollout`). So it needs no clip and no reference, however old
+    the samples are. The ratio is the product over the response, as in the paper; verl takes the geometric mean, ROLL
+    the ratio of each token. The paper's sum over tokens is the aggregation `sequence_mean_token_sum`.
+
+    Reads logprobs, rollout, advantages. ValueError for a limit that is not above 0, and with `is_level`, which would
+    correct for the sampler twice; the other settings are those of terms.add_policy_terms.
+    """
+    if ratio_limit <= 0:
+        raise ValueError(f"loss.ratio_limit is {ratio_limit}: it bounds the weight of a mistake and must exceed 0")
+    if is_level != "none":
+        raise ValueError(f"loss.is_level is '{is_level}': `topr` has the sampler in its own ratio; leave it out")
+    logprobs, rollout, advantages = (require_input(x, name) for name in ("logprobs", "rollout", "advantages"))
+    ratios = importance_ratios(logprobs.detach(), rollout, x.segment, x.sequences, level="product")
+    ratio = ratios[x.segment].to(logprobs)
+    weight = torch.where(advantages < 0, ratio.clamp(max=ratio_limit), 1.0)
+    stats: Stats = {"taper": Stat.of(weight, advantages < 0)}
+    return -weight * advantages * logprobs, ratio, stats
 
 
 def value(x: LossInput, *, clip: float | None = None) -> LossOutput:

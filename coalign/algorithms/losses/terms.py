@@ -26,9 +26,14 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 def clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
     """(1 - clip_low, 1 + clip_high). ValueError for a negative setting: the ratio 1 must lie between."""
+    check_clips(clip_low, clip_high)
+    return 1.0 - clip_low, 1.0 + clip_high
+
+
+def check_clips(clip_low: float, clip_high: float) -> None:
+    """Raise ValueError for a negative setting."""
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"loss.clip_low is {clip_low} and loss.clip_high is {clip_high}: neither may be below 0")
-    return 1.0 - clip_low, 1.0 + clip_high
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Stats]:

@@ -47,6 +47,8 @@ class CachedModule(Module):
         """Raises ValueError for a model that is trained or has another head than `lm`."""
         if not config.frozen or config.head != "lm":
             raise ValueError(f"models.{name}.cache: only a frozen model with head `lm` can be cached")
+        if config.chat_template:
+            raise ValueError(f"models.{name}.cache: not for a model that reads text with a tokenizer of its own")
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)

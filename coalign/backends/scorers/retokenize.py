@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from coalign.backends.base import Module
 from coalign.backends.pretrained import read_config, read_context_length, read_run_tokenizer, read_tokenizer
@@ -101,6 +102,14 @@ class ConversationReader:
         """The tokens, and how many come before the assistant's first. BadRow if the template refuses the messages."""
         tokens, mask = self._template.conversation(messages, tools)
         return tokens, mask.index(True)
+
+    def read_mask(self, messages: Sequence[Message], tools: Tools | None = None) -> list[bool]:
+        """Which of the tokens of ``read`` are the assistant's words and the ends of its turns."""
+        return self._template.conversation(messages, tools)[1]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._template.tokenizer
 
     def is_spelled(self, messages: Sequence[Message]) -> bool:
         """Whether the messages spell a special token of the model's tokenizer."""

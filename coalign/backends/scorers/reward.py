@@ -59,10 +59,11 @@ class RewardModule(Module):
     def forward_step(self, batch: Batch) -> dict[str, Any]:
         """Score the finished samples of ``batch`` with every function.
 
-        Returns columns ``reward/<function>`` f32[N], NaN where the function failed for good or the sample is
-        unfinished, and ``reward/<function>/failure``, a string for each row that says what went wrong. Stats: the
-        counts ``reward/failed/<reason>`` and ``reward/<function>/service_failures`` (samples whose call was repeated,
-        for each time), and the means of what a function returns besides. The caller decides whether too many failed.
+        Returns columns ``reward/<function>`` f32[N], NaN where the function failed for good, is not for the sample's
+        source, or the sample is unfinished, and ``reward/<function>/failure``, a string for each row that says what
+        went wrong. Stats: the counts ``reward/failed/<reason>`` and ``reward/<function>/service_failures`` (samples
+        whose call was repeated, for each time), and the means of what a function returns besides. The caller decides
+        whether too many failed.
         """
         assert self.caller is not None
         rows = is_finished(cast(Tensor, batch["status"]))
@@ -71,10 +72,12 @@ class RewardModule(Module):
         columns: dict[str, Any] = {}
         for function, scored in zip(self.functions, outcomes, strict=True):
             column = columns[f"reward/{function.name}"] = torch.full((len(batch),), float("nan"))
-            column[rows] = torch.tensor([_value(outcome) for outcome in scored])
+            mine = rows.clone()
+            mine[rows] = torch.tensor([function.is_for(sample) for sample in samples], dtype=torch.bool)
+            column[mine] = torch.tensor([_value(outcome) for outcome in scored])
             texts = iter(str(outcome) if isinstance(outcome, RewardFailure) else "" for outcome in scored)
-            columns[f"reward/{function.name}/failure"] = [next(texts) if row else "" for row in rows.tolist()]
-            self._report(function, samples, scored)
+            columns[f"reward/{function.name}/failure"] = [next(texts) if row else "" for row in mine.tolist()]
+            self._report(function, [*filter(function.is_for, samples)], scored)
         failures, self.caller.service_failures = self.caller.service_failures, Counter()
         waits: Stats = {
             f"reward/{name}/service_failures": Total(float(count)) for name, count in failures.items() if count
@@ -117,6 +120,7 @@ def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
         retries=config.retries,
         patience=config.patience,
         pool=build_pool(cast(str, config.fn), fn, arguments, config.process_memory_mb),
+        sources=config.sources,
     )
 
 

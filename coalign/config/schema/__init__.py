@@ -37,7 +37,14 @@ from coalign.config.schema.rollout import (
     TransformersConfig,
 )
 from coalign.config.schema.run import PtxConfig, RunConfig
-from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, ProfileConfig, RuntimeConfig, SyncConfig
+from coalign.config.schema.runtime import (
+    EarlyStopConfig,
+    EvalSamplingConfig,
+    ProfileConfig,
+    RuntimeConfig,
+    SyncConfig,
+    TrackerConfig,
+)
 
 __all__ = [
     "FUNCTIONS",
@@ -77,5 +84,6 @@ __all__ = [
     "SourceConfig",
     "StageConfig",
     "SyncConfig",
+    "TrackerConfig",
     "TransformersConfig",
 ]

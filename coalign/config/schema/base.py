@@ -119,6 +119,8 @@ class RewardConfig(Function):
     """Name of its column, `reward/<name>`; None: the function's or the model's name."""
     weight: float = 1.0
     """Factor in the total reward; 0: it is only logged."""
+    sources: OneOrMore[str] = []
+    """Only rows of these sources get this part (`data_source` of a row, or the name of its file); none: all rows."""
     normalise: Literal["none", "batch", "group", "running"] = "none"
     """Scale to mean 0 and variance 1 before weighting: over the `batch`, over each prompt's samples (`group`), or over
     all values of the run so far (`running`). Evaluation uses the raw values."""

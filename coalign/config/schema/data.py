@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import string
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
@@ -19,6 +21,9 @@ class SourceConfig(Section):
     path: Drawn[Annotated[str, InputPath("file")]]
     """JSONL, JSON, parquet or text; a directory written by `datasets.save_to_disk`; or a pattern (`dir/*.jsonl`). For
     documents also the PREFIX.idx of an indexed dataset (`coalign indexed build`)."""
+    name: str | None = None
+    """Name of its rows in metrics and in `reward[].sources`, unless a row has its own under the key `data_source`.
+    None: the file's name without its ending. Several may share one."""
     weight: Drawn[NonNegativeFloat] = 1.0
     """Probability of drawing from this source, relative to the others'."""
     prompt_key: str | None = None
@@ -31,12 +36,18 @@ class SourceConfig(Section):
     """Let rows write special tokens: `<|im_end|>` in a text is then that token. By default only the chat template can,
     and in a row it stays text. For texts that are rendered already, with `chat_template: none`."""
 
+    @property
+    def called(self) -> str:
+        """Its name, or that of the file (for a pattern like `gsm8k/*.jsonl` the folder's)."""
+        path = PurePath(self.path)
+        return self.name or (path.parent.name if glob.has_magic(path.name) else path.stem)
+
 
 class DataConfig(Section):
     train: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
     eval: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["eval.jsonl"])] = []
-    """Likewise, for evaluation."""
+    """Likewise, for evaluation. Metrics of several sources are also reported for each, as `eval/<source>/…`."""
     mixing: Drawn[Literal["weight", "size", "tokens"]] = "weight"
     """The probability of drawing from a source is proportional to its `weight`; with `size`, to weight x rows; with
     `tokens`, its share of all tokens is proportional to its weight."""

@@ -137,8 +137,8 @@ class ModelConfig(Section):
     """The directory or the hub's name of a tokenizer, if it is not in `load`."""
     chat_template: str | None = None
     """For a model that only scores: render the conversation with this template and tokenise it with the model's own
-    tokenizer. `auto` (its tokenizer's template), `none`, a Jinja template or a file that holds one. None: `auto` if its
-    tokenizer differs from the policy's, else it reads the policy's tokens."""
+    tokenizer. `auto` (its tokenizer's template), `none`, a Jinja template or a file that holds one. None: a reward
+    model takes `auto` if its tokenizer differs from the policy's, else the policy's tokens, as a teacher does."""
     judge: Annotated[Function | None, Field(examples=[{"fn": "pairwise"}])] = None
     """For a language model that scores responses (module `judge` or `preference`): a class of
     coalign.rewards.judge_questions, which asks about responses and converts answers to scores."""

@@ -57,6 +57,9 @@ class RunConfig(Section):
     """Treatment of truncated responses before advantages are computed: a function of columns, such as `mask_truncated`
     (not trained on) or `scale_truncated` (their reward times `factor`)."""
     advantage: Function | None = None
+    covariance: Annotated[Function | None, Field(examples=[{"fn": "clip_cov"}])] = None
+    """Holds back tokens whose log-prob and advantage rise together, which keeps the entropy up: `clip_cov`, or `kl_cov`
+    with the loss of that name."""
     pairs: Annotated[Function | None, Field(examples=[{"fn": "best_worst"}])] = None
     """Selects the responses of a group to compare, in recipes that learn from comparisons of the policy's samples."""
     loss: LossConfig | None = None

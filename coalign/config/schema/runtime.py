@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import OneOrMore, Probability, ResultNeutral, Section
@@ -79,6 +79,27 @@ class EarlyStopConfig(Section):
     """Smaller changes do not count as improvement."""
 
 
+class TrackerConfig(Section):
+    """An experiment tracker. Its keys and passwords are read from the environment, as its client's manual says."""
+
+    shorthand = "name"
+
+    name: Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
+    """All but `tensorboard` need the extra of that name: `pip install 'coalign[mlflow]'`."""
+    project: str = "coalign"
+    """Not for `tensorboard`, whose files are in the run folder. For `mlflow` the experiment."""
+    run: str | None = None
+    """Name of the run; None: that of the run folder."""
+    url: str | None = None
+    """The server, for `trackio` a server or a Space; None: what the client takes by default."""
+    offline: bool = False
+    """Send nothing: `wandb`, `mlflow` and `swanlab` write into the run folder, `trackio` into its own."""
+
+    def check(self) -> None:
+        if self.offline and self.url:
+            raise Conflict(("url",), f"is {self.url!r}, and `offline` sends nothing; leave one of them out")
+
+
 class RuntimeConfig(Section):
     cluster: ResultNeutral[Literal["local", "ray", "auto"]] = "auto"
     """`auto`: Ray if an address is given or a model needs several processes; otherwise this process."""
@@ -130,7 +151,7 @@ class RuntimeConfig(Section):
     eval_every: NonNegativeInt = 0
     eval_at_start: bool = True
     eval_prompts: PositiveInt | None = None
-    """None: the whole evaluation set."""
+    """Of each evaluation source; None: all."""
     eval_samples: PositiveInt = 1
     """n for mean@n and pass@k."""
     eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
@@ -138,9 +159,10 @@ class RuntimeConfig(Section):
     """Samples per step to write to samples.jsonl."""
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
-    tensorboard: ResultNeutral[bool] = True
-    wandb: ResultNeutral[str | None] = None
-    """Project name; needs the extra [wandb]."""
+    trackers: ResultNeutral[Annotated[OneOrMore[TrackerConfig], Field(examples=[["tensorboard"]])]] = [
+        TrackerConfig(name="tensorboard")
+    ]
+    """Where metrics and samples go besides the run folder: names, or {name, project, …}; `[]`: nowhere."""
     call_timeout: ResultNeutral[PositiveFloat | None] = None
     """Seconds that a call of a model may take before the run stops; the error names the call. Loading may take an hour.
     None: an hour, or ten times the longest call of the same method so far."""
@@ -150,7 +172,19 @@ class RuntimeConfig(Section):
     """Steps between timelines of calls and waits (`timeline/step_N.json`); 0: none."""
     profile: ResultNeutral[Annotated[ProfileConfig | None, Field(examples=[{"steps": [3]}])]] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_new_keys(cls, value: Any) -> Any:
+        for key in ("tensorboard", "wandb"):
+            if isinstance(value, dict) and key in value:
+                raise Conflict((key,), f"unknown key; trackers are listed in `runtime.trackers`, e.g. `[{key}]`")
+        return value
+
     def check(self) -> None:
+        names = [tracker.name for tracker in self.trackers]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise Conflict(("trackers", index), f"'{name}' is listed twice")
         if self.eval_samples > 1 and self.eval_sampling.temperature == 0.0:
             raise Conflict(
                 ("eval_samples",),

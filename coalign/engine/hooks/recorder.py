@@ -1,21 +1,14 @@
-"""Writes a run's metrics and samples: metrics.jsonl, samples.jsonl, TensorBoard, wandb and the step line."""
+"""Writes a run's metrics and samples: metrics.jsonl, samples.jsonl, the trackers and the step line."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import socket
-import time
-from collections.abc import Mapping
-from pathlib import Path
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
-from coalign.config.secrets import hide_secrets
 from coalign.data.templates import read_samples
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
-from coalign.files import RecordFile, Sink
 from coalign.types import Stats
 
 if TYPE_CHECKING:
@@ -23,6 +16,7 @@ if TYPE_CHECKING:
     from coalign.config.schema import RunConfig
     from coalign.engine.engine import Engine
     from coalign.report.display import Display
+    from coalign.report.trackers import TrackerFeed
 
 
 class MetricsRecorder(Hook):
@@ -33,25 +27,15 @@ class MetricsRecorder(Hook):
         self.display = display
         self.samples = config.runtime.log_samples
         self.newest = 0  # the step recorded last
-        self._wandb = self._board = None
-        self._wandb_sink = Sink("the metrics in wandb")
-        if config.runtime.wandb:
-            import wandb  # pyright: ignore[reportMissingImports]  # an optional package
-
-            settings = hide_secrets(config.model_dump())
-            self._wandb = wandb.init(project=config.runtime.wandb, name=hide_secrets(config.output), config=settings)
-        if config.runtime.tensorboard:
-            self._board = TensorBoardFile(folder.path / "tensorboard")
+        self.trackers: list[TrackerFeed] = []
 
     def write(self, step: int, stats: Stats) -> None:
         """Write the metrics of one step everywhere."""
         numbers = flatten_stats(stats)
         self.folder.metrics.append({"step": step, **dict(sorted(numbers.items()))})
-        if self._board:
-            self._board.add(step, numbers)
-        if self._wandb:
-            with self._wandb_sink.survive(Exception):
-                self._wandb.log(numbers, step=step)
+        if self.newest >= step > 0:  # after a rollback
+            self._send("rewind", step - 1)
+        self._send("log", numbers, step)
         self.display.step(step, numbers)
         self.newest = step
 
@@ -63,8 +47,9 @@ class MetricsRecorder(Hook):
         """Write the first few rows of a batch as text. Only prompts have samples."""
         if not self.samples or engine.source != "prompts":
             return
+        rows = []
         for sample in read_samples(batch.fetch(rows=self.samples), engine.tokenizer):
-            self.folder.samples.append(
+            rows.append(
                 {
                     "step": engine.step,
                     "phase": phase,
@@ -80,35 +65,25 @@ class MetricsRecorder(Hook):
                     **({} if sample.turn_rewards is None else {"messages": _to_json(sample.messages)}),
                 }
             )
+            self.folder.samples.append(rows[-1])
+        if rows:
+            self._send("log_samples", f"samples/{phase}", [_to_cells(row) for row in rows], engine.step)
 
-    def end(self, engine: Engine) -> None:
-        if self._wandb:
-            with self._wandb_sink.survive(Exception):
-                self._wandb.finish()
+    def close(self, failed: bool) -> None:
+        """End the run at its trackers."""
+        for tracker in self.trackers:
+            tracker.close(failed)
 
-
-class TensorBoardFile:
-    """An event file of TensorBoard. It is written here, because torch's writer ends at the first error of the disk."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        now = time.time()
-        self._file = RecordFile(folder / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}")
-        self._append(wall_time=now, file_version="brain.Event:2")
-
-    def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add one point to each curve."""
-        values = [{"tag": name, "simple_value": number} for name, number in numbers.items()]
-        self._append(wall_time=time.time(), step=step, summary={"value": values})
-
-    def _append(self, **fields: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  # no stubs
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        record = io.BytesIO()
-        RecordWriter(record).write(Event(**fields).SerializeToString())
-        self._file.append(record.getvalue())
+    def _send(self, method: str, *arguments: Any) -> None:
+        for tracker in self.trackers:
+            tracker.send(methodcaller(method, *arguments))
 
 
 def _to_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
+
+
+def _to_cells(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a table shows of a sample: texts and numbers."""
+    cells = {key: value for key, value in row.items() if key not in ("phase", "versions", "messages")}
+    return {k: json.dumps(v, ensure_ascii=False) if isinstance(v, dict) else v for k, v in cells.items()}

@@ -97,8 +97,9 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def move_records_aside(self) -> None:
-        """Rename the checkpoints and logs of an earlier run, for a run that does not resume from them."""
-        for path in (self.checkpoints, self.metrics.path, self.samples.path):
+        """Rename the checkpoints and records of an earlier run, for a run that does not resume from them."""
+        trackers = (self.path / "trackers.json", self.path / "tensorboard")
+        for path in (self.checkpoints, self.metrics.path, self.samples.path, *trackers):
             if path.exists():
                 log.warning("%s is of an earlier run; it is now %s", path, move_aside(path))
 
