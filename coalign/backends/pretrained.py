@@ -38,16 +38,13 @@ MIXERS = {"full_attention", "sliding_attention"}
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
-    """The architecture in ``config.load``. Raises what `get_directory` raises, and NotImplementedError for layers that
-    mix tokens by other means than attention: in a packed row the sequences would see each other."""
+    """The architecture in ``config.load``. Raises what `get_directory` raises."""
     directory = get_directory(config)
     if not (directory / "config.json").is_file():
         raise ValueError(f"models.*.load: '{directory}' is not a Hugging Face model directory (no config.json there)")
     hf = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     text = hf.get_text_config()
     text.use_cache = False
-    if other := set(getattr(text, "layer_types", None) or ()) - MIXERS:
-        raise NotImplementedError(f"{config.load}: layers of type {sorted(other)} cannot compute packed sequences")
     if config.head != "lm":
         hf.num_labels = 1
     return hf
@@ -203,6 +200,10 @@ def build_model(make: Callable[..., Any], refusal: Exception, *arguments: Any, *
 
 
 def _check_interface(model: PreTrainedModel) -> None:
+    """Raise NotImplementedError for a model that cannot compute packed rows, as where layers mix tokens by other means
+    than attention: the sequences would see each other."""
+    if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - MIXERS:
+        raise NotImplementedError(f"layers of type {sorted(other)} cannot compute packed sequences")
     if not model._supports_attention_backend:
         raise NotImplementedError(OWN_ATTENTION.format(type(model).__name__))
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.module import RolloutModule
 from coalign.commands.judges import ResponseJudge, ResponseToScore, check_device, open_judge
 from coalign.commands.resumable import JsonRecord, RecordStream, ResumableOutput, fingerprint_settings
 from coalign.commands.score import report_unscored, summarise_scores, verdict_entries
+from coalign.config.functions import resolve_class
 from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader, build_loader
@@ -37,11 +38,12 @@ def generate(
     Raises ValueError for a directory that is no model, and for invalid prompts.
     """
     check_device(config.device)
-    model = ModelConfig(
-        module="native", load=config.model, dtype=config.dtype, sampling=config.sampling, native=config.native
-    )
+    settings = config.model_dump(include={"module", "dtype", "sampling", "native", "transformers"})
+    model = ModelConfig(load=config.model, **settings)
     fetch_model(model)
-    module = NativeModule(model, Context(seed=config.seed, device=config.device))
+    module: RolloutModule = resolve_class(config.module, "coalign.backends")(
+        model, Context(seed=config.seed, device=config.device)
+    )
     module.setup()
     loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
     count = config.prompts or loader.rows
@@ -87,7 +89,7 @@ def _draw_prompts(loader: Loader, first: int, count: int, size: int, done: int) 
         yield Batch.concat([loader.next() for _ in range(min(size, count - start))])
 
 
-def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Callable[[int], None]) -> list[JsonRecord]:
+def _respond(module: RolloutModule, prompts: Batch, samples: int, advance: Callable[[int], None]) -> list[JsonRecord]:
     """Return the responses to some prompts, ordered by prompt, then index."""
     finished = 0
 

@@ -22,12 +22,6 @@ from coalign.roles import Rollout, Trainable
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes a number of a moving average (ema)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a 32-bit one per 256 scales
-GPT2_NAMES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "intermediate_size",
-}
 LAYER = re.compile(r"\.\d+\.")  # in the names of the tensors of a numbered layer
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
@@ -76,19 +70,20 @@ def read_shapes(directory: Path) -> Shapes:
 
 def estimate_memory(model: ModelConfig, role: type, config: RunConfig) -> MemoryEstimate:
     """Estimate the memory of one model, which must name a directory, in its role."""
+    from coalign.backends.pretrained import read_config  # imports transformers
+
     assert model.load is not None
     directory = find_directory(model.load)
-    shape = json.loads((directory / "config.json").read_text())
-    shape = shape.get("text_config", shape)
-    shape |= {ours: shape[theirs] for theirs, ours in GPT2_NAMES.items() if shape.get(theirs) is not None}
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    shape = read_config(model).get_text_config()
+    hidden, layers = shape.hidden_size, shape.num_hidden_layers
     is_there = model.init == "load" and any(directory.glob("*.safetensors"))
     shapes = read_shapes(directory) if is_there else _build_shapes(model)
     parameters = _size(shapes)
     stored, computed = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
     if role is Rollout:
-        heads = shape.get("num_key_value_heads", shape["num_attention_heads"])
-        head_size = shape.get("head_dim") or hidden // shape["num_attention_heads"]
+        all_heads = getattr(shape, "num_attention_heads", 0)  # none: states, whose size does not grow with tokens
+        heads = getattr(shape, "num_key_value_heads", None) or all_heads
+        head_size = getattr(shape, "head_dim", None) or (hidden // all_heads if all_heads else 0)
         longest = config.data.max_prompt_tokens + model.sampling.max_new_tokens
         wanted = config.runtime.prompts_per_step * config.runtime.samples_per_prompt
         tokens = model.native.kv_tokens or min(model.native.max_sequences, wanted) * longest
@@ -98,7 +93,7 @@ def estimate_memory(model: ModelConfig, role: type, config: RunConfig) -> Memory
     tokens = model.max_tokens_per_micro or 0
     if role is not Trainable or model.frozen:
         return MemoryEstimate(parameters, parameters * stored, activations=4 * tokens * hidden * computed)
-    intermediate = shape.get("intermediate_size", 4 * hidden)
+    intermediate = getattr(shape, "intermediate_size", None) or getattr(shape, "n_inner", None) or 4 * hidden
     # Numbers kept per token and layer: the layer's input, the matrix products' results, or everything.
     match model.activation_checkpointing:
         case "full":

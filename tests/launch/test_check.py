@@ -109,9 +109,14 @@ def test_check_refuses_settings_as_setup_does(tmp_path, model, changes, message)
         ("trainer", "fsdp", EXPERTS | {"output_router_logits": True}, "sets `output_router_logits: true`.* to false"),
         ("trainer", "fsdp", {"family": "nemotron"}, "NemotronAttention cannot compute packed sequences"),
         ("trainer", "fsdp", {"family": "gptj"}, "`gptj` does not call transformers' attention interface"),
-        ("policy", "native", {"family": "falcon"}, "cannot run the model type `falcon`: .*; use `module: vllm`"),
-        ("policy", "native", {"family": "gptj"}, "cannot run the model type `gptj`: .*; use `module: vllm`"),
-        ("policy", "native", {"family": "nemotron"}, "cannot run NemotronAttention: .*; use `module: vllm`"),
+        (
+            "policy",
+            "native",
+            {"family": "falcon"},
+            "cannot run the model type `falcon`: .*; use `module: transformers`",
+        ),
+        ("policy", "native", {"family": "gptj"}, "cannot run the model type `gptj`: .*; use `module: transformers`"),
+        ("policy", "native", {"family": "nemotron"}, "cannot run NemotronAttention: .*; use `module: transformers`"),
         ("trainer", "megatron", {"family": "nemotron"}, "no family of Megatron models is known"),
     ],
 )

@@ -99,6 +99,7 @@ class SubmittedRequest:
     at_limit: Status
     on_done: OnDone
     cut: bool = False  # at the next step its samples are returned as they are
+    started: int = 0  # samples that are being computed, or done
 
     @classmethod
     def plan(
@@ -127,6 +128,16 @@ class SubmittedRequest:
         if request.pause is not None and request.pause < limit:
             return cls(request, request.pause, Status.PARTIAL, on_done)
         return cls(request, limit, Status.TRUNCATED, on_done)
+
+    @property
+    def sample(self) -> tuple[int, int]:
+        """Group and index of the first sample."""
+        return self.request.group, self.request.first
+
+    @property
+    def waiting(self) -> int:
+        """Samples that have not been started."""
+        return self.request.samples - self.started
 
     @property
     def longest(self) -> int:

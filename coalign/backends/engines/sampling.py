@@ -6,6 +6,8 @@ the batch, the replica or the order of arrival.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,6 +56,13 @@ def sample(
     probs = logits.softmax(-1)
     tokens = draw(truncate(probs, sampling), uniform)
     return tokens, _log(probs.gather(1, tokens[:, None])[:, 0])
+
+
+def check_finite(logprobs: Tensor, groups: Sequence[int], version: int) -> None:
+    """Raise FloatingPointError, with the ``groups`` of the rows, if any of the log-probs f32[B] is not finite."""
+    if not bool(logprobs.isfinite().all()):
+        bad = sorted({groups[row] for row in (~logprobs.isfinite()).nonzero().flatten().tolist()})
+        raise FloatingPointError(f"logits are not finite (weights version {version}, groups {bad})")
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

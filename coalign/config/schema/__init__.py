@@ -34,6 +34,7 @@ from coalign.config.schema.rollout import (
     ReplayConfig,
     RolloutConfig,
     SamplingConfig,
+    TransformersConfig,
 )
 from coalign.config.schema.run import PtxConfig, RunConfig
 from coalign.config.schema.runtime import (
@@ -84,4 +85,5 @@ __all__ = [
     "StageConfig",
     "SyncConfig",
     "TrackerConfig",
+    "TransformersConfig",
 ]

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from coalign.config.errors import Conflict
 from coalign.config.functions import is_code_refused
 from coalign.config.schema.base import Function, InputPath, LossConfig, OneOrMore, Probability, ResultNeutral, Section
-from coalign.config.schema.rollout import NativeConfig, SamplingConfig
+from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
 
 # Kinds of parallelism; each backend supports some of them.
 PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "dp_replicate")
@@ -225,6 +225,7 @@ class ModelConfig(Section):
     """This model's own loss; None: the run's."""
     sampling: SamplingConfig = SamplingConfig()
     native: NativeConfig = NativeConfig()
+    transformers: TransformersConfig = TransformersConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     megatron: MegatronCoreConfig = MegatronCoreConfig()
     vllm: dict[str, Any] = {}

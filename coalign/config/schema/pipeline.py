@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import InputPath, OneOrMore, ResultNeutral, RewardConfig, Section, check_rewards
 from coalign.config.schema.data import DataConfig
-from coalign.config.schema.rollout import NativeConfig, SamplingConfig
+from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
 from coalign.config.schema.run import RunConfig
 
 
@@ -56,7 +56,10 @@ class GenerateConfig(JudgeConfig):
     """`best`: only the response with the highest score of each prompt."""
     sampling: SamplingConfig = SamplingConfig()
     seed: NonNegativeInt = 0
+    module: Literal["native", "transformers"] = "native"
+    """The engine; `transformers` for architectures that `native` refuses."""
     native: ResultNeutral[NativeConfig] = NativeConfig()
+    transformers: ResultNeutral[TransformersConfig] = TransformersConfig()
 
     def check(self) -> None:
         super().check()

@@ -37,6 +37,18 @@ class NativeConfig(Section):
     """Prompt tokens computed in one forward pass."""
 
 
+class TransformersConfig(Section):
+    """The engine on transformers' own cache."""
+
+    max_sequences: PositiveInt = 64
+    """Sequences decoded at the same time."""
+    prefill_tokens: PositiveInt = 4096
+    """Prompt tokens computed in one forward pass, padding included."""
+    batching: Literal["padded", "equal", "whole"] | None = None
+    """Which sequences are computed together: all, padded on the left; those of equal length; those of equal length,
+    from the first token at every step. None: chosen from the architecture, and tested when weights are loaded."""
+
+
 class RolloutConfig(Function):
     """The environment that produces samples: a function of coalign.environments, or a dotted path; and its limits."""
 

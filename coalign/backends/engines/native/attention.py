@@ -25,7 +25,7 @@ STRIDE = 16  # decode attends over a whole number of such column blocks
 _ROWS_AT_ONCE = 64
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
-REFUSAL = "the native engine cannot run {}: {}; use `module: vllm`"
+REFUSAL = "the native engine cannot run {}: {}; use `module: transformers` or `vllm`"
 
 
 class KVCache:

@@ -31,7 +31,7 @@ from coalign.backends.engines.native.attention import (
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.native.slots import KEY, POSITION, TOKEN, ActiveSequence, QueuedRequest, SequenceSlots
 from coalign.backends.engines.request import Decoder, OnDone, Request
-from coalign.backends.engines.sampling import sample, stream_key, uniforms
+from coalign.backends.engines.sampling import check_finite, sample, stream_key, uniforms
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.types import Status
 
@@ -223,10 +223,7 @@ class NativeSession(GenerationSession):
         state[POSITION] += 1
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
-        if not bool(logprobs.isfinite().all()):
-            bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
-            groups = sorted({sequences[i].submitted.request.group for i in bad})
-            raise FloatingPointError(f"logits are not finite (weights version {self.engine.version}, groups {groups})")
+        check_finite(logprobs, [each.submitted.request.group for each in sequences], self.engine.version)
         self.tokens_chosen += len(sequences)
         ended = []
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -287,8 +284,7 @@ class NativeEngine(InferenceEngine):
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        kinds = {tensor.dtype for _, tensor in self.model.weights() if tensor.is_floating_point()}
-        return kinds.pop() if len(kinds) == 1 else None
+        return self.model.weights_dtype
 
     @contextmanager
     def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[NativeSession]:

@@ -1,8 +1,5 @@
 """The model that the native engine computes with: a transformers causal LM and the weights loaded into it.
 
-It is built on the meta device and owns no memory until ``NativeModel.load`` adopts the tensors of another model (zero
-copy) or copies them.
-
 Two probes run once for every model. ``check_against_transformers`` compares its logits with a plain forward: an
 architecture may use attention in a way that its declarations do not tell, and its tokens would be plausible and wrong.
 ``is_invariant`` tests whether a sequence gets the same bits in any batch. Where it does not, tokens are right, but
@@ -12,18 +9,17 @@ another order or number of replicas may draw others.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends.attention import check_attention
+from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, compare_logits
 from coalign.backends.engines.native import kernels
 from coalign.backends.engines.native.attention import (
     NAME,
@@ -37,12 +33,12 @@ from coalign.backends.engines.native.attention import (
     ShapeOnlyAttention,
 )
 from coalign.backends.engines.native.kernels import PackedLinear, replace_linears
-from coalign.backends.pretrained import MIXERS, build_model, read_context_length
+from coalign.backends.pretrained import MIXERS
 
 NO_INTERFACE = "it does not use transformers' attention interface"
 
 
-class NativeModel:
+class NativeModel(MetaModel):
     """A causal LM on ``device`` in ``dtype`` that the native engine can run.
 
     Raises ValueError for a model that keeps state other than keys and values, or does not use transformers' attention
@@ -52,76 +48,17 @@ class NativeModel:
     def __init__(
         self, config: PreTrainedConfig, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False
     ) -> None:
-        self.dtype = dtype
-        self.device = torch.device(device)
-        options = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
         refusal = ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE))
-        with torch.device("meta"):
-            model = build_model(AutoModelForCausalLM.from_config, refusal, copy.deepcopy(config), **options)
-        self.module: PreTrainedModel = model.eval()
+        super().__init__(
+            config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attention=NAME
+        )
+        self.linears = replace_linears(self.module)
+
+    def check(self) -> None:
         _refuse_foreign_state(self.module)
         probe = {"input_ids": torch.zeros(1, ROWS, dtype=torch.int64, device="meta")}
         probe["position_ids"] = torch.arange(ROWS, device="meta")[None]
         check_attention(self.module, lambda: self.module(**probe, use_cache=False, kv=ShapeOnlyAttention()))
-        self.module.requires_grad_(False)
-        _materialise_buffers(self.module, self.device)
-        self.linears = replace_linears(self.module)
-        self._aliases = _find_aliases(self.module)
-        self._adopted: set[str] = set()  # names whose storage belongs to another model
-
-    @property
-    def vocabulary(self) -> int:
-        return cast(Tensor, self.module.get_input_embeddings().weight).shape[0]
-
-    @property
-    def context(self) -> int | None:
-        """Tokens of the longest sequence that the architecture can read."""
-        return read_context_length(self.module.config)
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
-        """Take parameters and persistent buffers by Hugging Face names: the first time all, later those that changed.
-
-        Of tied weights one is enough. ``adopt`` uses the given tensors as storage where dtype and device allow.
-        Otherwise they are copied into own storage, which is allocated the first time. Raises ValueError for missing,
-        unexpected or misshapen weights.
-        """
-        unexpected = []
-        for name, tensor in weights:
-            if name not in self._aliases:
-                unexpected.append(name)
-                continue
-            self._take(name, tensor.detach(), adopt)
-        missing = sorted({names[0] for names in self._aliases.values() if self._get(names[0]).is_meta})
-        if missing or unexpected:
-            kind = type(self.module).__name__
-            raise ValueError(f"the weights do not fit {kind}: missing {missing}, unexpected {sorted(unexpected)}")
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what ``load`` takes: (name, live tensor), tied ones once."""
-        for name in dict.fromkeys(names[0] for names in self._aliases.values()):
-            yield name, self._get(name)
-
-    def _take(self, name: str, tensor: Tensor, adopt: bool) -> None:
-        aliases = self._aliases[name]
-        current = self._get(name)
-        if tensor.shape != current.shape:
-            raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(current.shape)}")
-        if adopt and tensor.dtype == current.dtype and tensor.device == self.device:
-            self._adopted.add(aliases[0])
-        elif current.is_meta or aliases[0] in self._adopted:
-            self._adopted.discard(aliases[0])
-            tensor = tensor.to(self.device, current.dtype, copy=True)
-        else:
-            current.copy_(tensor)
-            return
-        tensor = nn.Parameter(tensor, requires_grad=False) if isinstance(current, nn.Parameter) else tensor
-        for alias in aliases:
-            path, _, leaf = alias.rpartition(".")
-            setattr(self.module.get_submodule(path), leaf, tensor)
-
-    def _get(self, name: str) -> Tensor:
-        path, _, leaf = name.rpartition(".")
-        return getattr(self.module.get_submodule(path), leaf)
 
     @contextlib.contextmanager
     def packed(self) -> Iterator[None]:
@@ -181,36 +118,6 @@ def _refuse_foreign_state(module: PreTrainedModel) -> None:
         raise ValueError(REFUSAL.format(kind, NO_INTERFACE))
 
 
-def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
-    """Compute non-persistent buffers (rotary frequencies, embedding scales), which no checkpoint holds."""
-    rebuilt = []
-    for name, child in module.named_modules():
-        for key in child._non_persistent_buffers_set:
-            buffer = child._buffers[key]
-            if buffer is not None:
-                fill = float("nan") if buffer.is_floating_point() else 0
-                child._buffers[key] = torch.full_like(buffer, fill, device=device)
-                rebuilt.append((f"{name}.{key}", child, key))
-        # The initialiser writes what the constructor computes on other devices than meta.
-        if child._non_persistent_buffers_set:
-            module._init_weights(child)
-    if lost := [name for name, child, key in rebuilt if child._buffers[key].isnan().any()]:
-        raise ValueError(
-            f"cannot rebuild the buffers {lost} of {type(module).__name__}: its _init_weights does not set them"
-        )
-
-
-def _find_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """Map every name of a weight to all of its names (tied weights share a tensor), its main name first."""
-    named = [*module.named_parameters(remove_duplicate=False)]
-    named += [(n, b) for n, b in module.named_buffers(remove_duplicate=False) if b.is_meta]
-    groups: dict[int, list[str]] = {}
-    for name, tensor in named:
-        groups.setdefault(id(tensor), []).append(name)
-    return {name: names for names in groups.values() for name in names}
-
-
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative to the logits' spread; wrong tokens give about 1
 _STEPS = 4  # tokens decoded after the prefill
 
 
@@ -224,9 +131,8 @@ def check_against_transformers(model: NativeModel) -> None:
     model.module.set_attn_implementation("eager")
     expected = model.module(input_ids=tokens[None], use_cache=False).logits[0, ROWS - 1 :].float()
     model.module.set_attn_implementation(NAME)
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    error = ((_compute_stepwise(model, tokens) - expected).norm(dim=-1) / spread).median().item()
-    if error > _TOLERANCE[model.dtype]:  # false for NaN: weights that are not numbers are reported by generation
+    error = compare_logits(_compute_stepwise(model, tokens), expected)
+    if error > TOLERANCE[model.dtype]:  # false for NaN: weights that are not numbers are reported by generation
         kind = type(model.module).__name__
         raise ValueError(
             f"the native engine cannot run {kind}: its logits would differ from those of a plain forward by "

@@ -18,23 +18,12 @@ TOKEN, POSITION, KEY = range(3)
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest(SubmittedRequest):
-    """A request of which ``started`` samples have been given a slot."""
+    """A request whose started samples have slots."""
 
-    started: int = 0
     # Results of the prefill with the weights of ``version``, kept while samples wait for a slot.
     version: int | None = None
     logits: Tensor | None = None  # f32[1, V] after the prompt
     prefix: list[Tensor] | None = None  # keys and values
-
-    @property
-    def sample(self) -> tuple[int, int]:
-        """Group and index of the first sample."""
-        return self.request.group, self.request.first
-
-    @property
-    def waiting(self) -> int:
-        """Samples without a slot."""
-        return self.request.samples - self.started
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,157 @@
+"""The model that an engine in this process computes with: a transformers causal LM and the weights loaded into it.
+
+It is built on the meta device and owns no memory until ``MetaModel.load`` adopts the tensors of another model (zero
+copy) or copies them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from coalign.backends.pretrained import build_model, read_context_length
+
+# Of the logits' difference, relative to their spread; wrong tokens give about 1.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+
+class MetaModel:
+    """A causal LM on ``device`` in ``dtype``.
+
+    attention: of transformers' implementations; None: the one that transformers chooses. Raises what ``check`` raises,
+    ``refusal`` for a class that does not know the implementation, and ValueError without a causal LM for ``config``.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        refusal: Exception,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        trust_remote_code: bool = False,
+        attention: str | None = None,
+    ) -> None:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
+            raise ValueError(f"models.*.load: transformers has no causal LM for the model type `{config.model_type}`")
+        self.dtype = dtype
+        self.device = torch.device(device)
+        options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+        with torch.device("meta"):
+            model = build_model(AutoModelForCausalLM.from_config, refusal, copy.deepcopy(config), **options)
+        self.module: PreTrainedModel = model.eval()
+        self.check()
+        self.module.requires_grad_(False)
+        _materialise_buffers(self.module, self.device)
+        self._aliases = _find_aliases(self.module)
+        self._adopted: set[str] = set()  # names whose storage belongs to another model
+
+    def check(self) -> None:
+        """Raise ValueError or NotImplementedError for an architecture that the engine cannot run; all is on meta."""
+
+    @property
+    def vocabulary(self) -> int:
+        return cast(Tensor, self.module.get_input_embeddings().weight).shape[0]
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest sequence that the architecture can read."""
+        return read_context_length(self.module.config)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
+        """Take parameters and persistent buffers by Hugging Face names: the first time all, later those that changed.
+
+        Of tied weights one is enough. ``adopt`` uses the given tensors as storage where dtype and device allow.
+        Otherwise they are copied into own storage, which is allocated the first time. Raises ValueError for missing,
+        unexpected or misshapen weights.
+        """
+        unexpected = []
+        for name, tensor in weights:
+            if name not in self._aliases:
+                unexpected.append(name)
+                continue
+            self._take(name, tensor.detach(), adopt)
+        missing = sorted({names[0] for names in self._aliases.values() if self._get(names[0]).is_meta})
+        if missing or unexpected:
+            kind = type(self.module).__name__
+            raise ValueError(f"the weights do not fit {kind}: missing {missing}, unexpected {sorted(unexpected)}")
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what ``load`` takes: (name, live tensor), tied ones once."""
+        for name in dict.fromkeys(names[0] for names in self._aliases.values()):
+            yield name, self._get(name)
+
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        """The dtype of all weights, if there is one."""
+        kinds = {tensor.dtype for _, tensor in self.weights() if tensor.is_floating_point()}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def _take(self, name: str, tensor: Tensor, adopt: bool) -> None:
+        aliases = self._aliases[name]
+        current = self._get(name)
+        if tensor.shape != current.shape:
+            raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(current.shape)}")
+        if adopt and tensor.dtype == current.dtype and tensor.device == self.device:
+            self._adopted.add(aliases[0])
+        elif current.is_meta or aliases[0] in self._adopted:
+            self._adopted.discard(aliases[0])
+            tensor = tensor.to(self.device, current.dtype, copy=True)
+        else:
+            current.copy_(tensor)
+            return
+        tensor = nn.Parameter(tensor, requires_grad=False) if isinstance(current, nn.Parameter) else tensor
+        for alias in aliases:
+            path, _, leaf = alias.rpartition(".")
+            setattr(self.module.get_submodule(path), leaf, tensor)
+
+    def _get(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        return getattr(self.module.get_submodule(path), leaf)
+
+
+def compare_logits(found: Tensor, expected: Tensor) -> float:
+    """Return the median distance of logits [N, V], relative to the spread of those expected; see TOLERANCE."""
+    expected = expected.float()
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    return ((found.float() - expected).norm(dim=-1) / spread).median().item()
+
+
+def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
+    """Compute non-persistent buffers (rotary frequencies, embedding scales), which no checkpoint holds."""
+    rebuilt = []
+    for name, child in module.named_modules():
+        for key in child._non_persistent_buffers_set:
+            buffer = child._buffers[key]
+            if buffer is not None:
+                fill = float("nan") if buffer.is_floating_point() else 0
+                child._buffers[key] = torch.full_like(buffer, fill, device=device)
+                rebuilt.append((f"{name}.{key}", child, key))
+        # The initialiser writes what the constructor computes on other devices than meta.
+        if child._non_persistent_buffers_set:
+            module._init_weights(child)
+    lost = lambda: [name for name, child, key in rebuilt if child._buffers[key].isnan().any()]  # noqa: E731
+    for owner in {path.rpartition(".")[0] for path in lost()}:  # some are written by the initialiser of a module above
+        while owner:
+            owner = owner.rpartition(".")[0]
+            module._init_weights(module.get_submodule(owner))
+    if still := lost():
+        raise ValueError(
+            f"cannot rebuild the buffers {still} of {type(module).__name__}: its _init_weights does not set them"
+        )
+
+
+def _find_aliases(module: nn.Module) -> dict[str, list[str]]:
+    """Map every name of a weight to all of its names (tied weights share a tensor), its main name first."""
+    named = [*module.named_parameters(remove_duplicate=False)]
+    named += [(n, b) for n, b in module.named_buffers(remove_duplicate=False) if b.is_meta]
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: names for names in groups.values() for name in names}
