@@ -124,6 +124,7 @@ class Prompts:
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
+        self.sources = ["prompts"]
         self._drawn = 0
         self._tokens = torch.zeros(2 * batch_size * PROMPT, dtype=torch.int32)
 

@@ -207,7 +207,7 @@ def settings_of_a_run(tmp_path, **data):
         "output": str(tmp_path / "run"),
         "data": data,
         "models": {"trainer": {"load": str(tiny_model_dir(tmp_path / "model"))}},
-        "runtime": {"steps": 2, "prompts_per_step": 2, "tensorboard": False, "plots": False, "cluster": "local"},
+        "runtime": {"steps": 2, "prompts_per_step": 2, "trackers": [], "plots": False, "cluster": "local"},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     return tmp_path / "run.yaml"

@@ -154,7 +154,7 @@ def settings_of_a_run(tmp_path, name, *, steps=1):
         "output": "run",
         "data": {"train": "rows.jsonl"},
         "models": {"trainer": {"load": name}},
-        "runtime": {"steps": steps, "prompts_per_step": 2, "tensorboard": False, "plots": False, "cluster": "local"},
+        "runtime": {"steps": steps, "prompts_per_step": 2, "trackers": [], "plots": False, "cluster": "local"},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     return tmp_path / "run.yaml"

@@ -54,7 +54,7 @@ class DataConfig(Section):
     train: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
     eval: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["eval.jsonl"])] = []
-    """Likewise, for evaluation. Metrics of several sources are also reported for each, as `eval/<source>/…`."""
+    """Likewise, for evaluation. Metrics of several sources are also reported for each, as `eval/SOURCE/…`."""
     mixing: Drawn[Literal["weight", "size", "tokens"]] = "weight"
     """The probability of drawing from a source is proportional to its `weight`; with `size`, to weight x rows; with
     `tokens`, its share of all tokens is proportional to its weight."""
