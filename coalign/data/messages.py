@@ -332,6 +332,12 @@ def check_length(text: str) -> str:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Tokenise a text, with the tokenizer's BOS and EOS only if ``special``. BadRow (long) over MAX_CHARACTERS."""
+    """Tokenise a text, with the tokenizer's BOS and EOS only if ``special``.
+
+    BadRow (long) over MAX_CHARACTERS; BadRow for half of a surrogate pair, which is no character.
+    """
     check_length(text)
-    return cast(list[int], tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    try:
+        return cast(list[int], tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    except TypeError as error:
+        raise BadRow("a text holds half of a surrogate pair, which is no character") from error

@@ -12,6 +12,7 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.examples import KEEPS_SPECIAL_TOKENS
 from coalign.data.loader import build_loader
 from coalign.data.messages import ContentGuard
+from coalign.data.sources import BadRow
 from coalign.data.templates import load_template
 from tests.data.reading import assistant, reader, use, user
 from tests.data.test_templates import GENERATION, words
@@ -172,3 +173,8 @@ def test_only_rows_of_a_source_that_may_write_tokens_say_so(tmp_path, keep):
         config = DataConfig(train=[source], cache=cache)
         loader = build_loader(config, tiny_tokenizer(), kind="prompts", split="train", batch_size=1, seed=0)
         assert (KEEPS_SPECIAL_TOKENS in loader.next()["rows"][0]) == keep
+
+
+def test_half_of_a_surrogate_pair_is_a_bad_row():
+    with pytest.raises(BadRow, match="half of a surrogate pair"):
+        tokenize(tiny_tokenizer(), "a\ud800b")
