@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.examples import KEEPS_SPECIAL_TOKENS
 from coalign.data.loader import build_loader
-from coalign.data.messages import ContentGuard
+from coalign.data.messages import ContentGuard, tokenize
 from coalign.data.sources import BadRow
 from coalign.data.templates import load_template
 from tests.data.reading import assistant, reader, use, user
