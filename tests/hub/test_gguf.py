@@ -100,6 +100,9 @@ def test_what_cannot_be_read_is_named(cache, tmp_path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\1" * 40)
     with pytest.raises(ValueError, match=r"broken\.gguf cannot be converted"):
         fetch(str(tmp_path / "broken.gguf"))
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"cut\.gguf cannot be converted"):
+        fetch(str(tmp_path / "cut.gguf"))
     (tmp_path / "empty.gguf").touch()
     with pytest.raises(ValueError, match=r"empty\.gguf cannot be converted"):
         fetch(str(tmp_path / "empty.gguf"))
