@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: help lock demo test test-backends test-processors test-all lint format bench clean
 help:
 	@echo "make demo      install, then SFT and GRPO on a small model: the accuracy climbs in minutes on a CPU"
-	@echo "make test      install, then the test suite (under ten minutes on two cores)"
+	@echo "make test      install, then the test suite (about eleven minutes on two cores)"
 	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
 	@echo "make test-processors  the numeric tests as other processors compute them, four times"
 	@echo "make test-all  all of the slow tests too"
