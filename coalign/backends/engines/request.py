@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from coalign.backends.engines.sampling import stream_key
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.types import TOKEN_COLUMNS, Response, Status
@@ -133,6 +134,11 @@ class SubmittedRequest:
     def sample(self) -> tuple[int, int]:
         """Group and index of the first sample."""
         return self.request.group, self.request.first
+
+    def find_key(self, seed: int, place: int) -> int:
+        """Return the key of the random stream of the sample at ``place`` of the request."""
+        request = self.request
+        return stream_key(seed, request.group, request.first + place, request.restarts)
 
     @property
     def waiting(self) -> int:

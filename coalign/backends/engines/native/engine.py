@@ -31,7 +31,7 @@ from coalign.backends.engines.native.attention import (
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.native.slots import KEY, POSITION, TOKEN, ActiveSequence, QueuedRequest, SequenceSlots
 from coalign.backends.engines.request import Decoder, OnDone, Request
-from coalign.backends.engines.sampling import check_finite, sample, stream_key, uniforms
+from coalign.backends.engines.sampling import check_finite, sample, uniforms
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.types import Status
 
@@ -168,10 +168,10 @@ class NativeSession(GenerationSession):
         return next((kept for kept in self.slots.kept if kept.is_continued_by(queued)), None)
 
     def _start(self, queued: QueuedRequest, kept: ActiveSequence | None) -> slice:
-        request, first = queued.request, len(self.slots.active)
+        first = len(self.slots.active)
         count = min(queued.waiting, self.slots.free)
         for place in range(queued.started, queued.started + count):
-            key = stream_key(self.engine.seed, request.group, request.first + place, request.restarts)
+            key = queued.find_key(self.engine.seed, place)
             stops = queued.find_stops(self.sampling, self.engine.decoder)
             self.slots.add(ActiveSequence(queued, place, stops), key, kept)
         queued.started += count

@@ -20,7 +20,7 @@ from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.native.kernels import choose_compute_dtype
 from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import check_finite, sample, stream_key, uniforms
+from coalign.backends.engines.sampling import check_finite, sample, uniforms
 from coalign.backends.engines.transformers.model import CachedRows, TransformersModel
 from coalign.config.schema import ModelConfig, SamplingConfig, TransformersConfig
 from coalign.types import Status
@@ -166,14 +166,14 @@ class TransformersSession(GenerationSession):
             self._choose(RowBatch(samples, rows.select(repeated)), logits[repeated])
 
     def _start(self, pending: SubmittedRequest, count: int) -> list[SampleRow]:
-        request, first = pending.request, pending.started
+        first = pending.started
         pending.started += count
         return [
             SampleRow(
                 pending,
                 place,
                 pending.find_stops(self.sampling, self.engine.decoder),
-                key=stream_key(self.engine.seed, request.group, request.first + place),
+                key=pending.find_key(self.engine.seed, place),
             )
             for place in range(first, first + count)
         ]

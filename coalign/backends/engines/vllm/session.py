@@ -23,7 +23,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from coalign.backends.engines.contract import GenerationSession, OnToken
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import sample, stream_key, uniforms
+from coalign.backends.engines.sampling import sample, uniforms
 from coalign.config.schema import SamplingConfig
 from coalign.types import Status
 
@@ -129,8 +129,7 @@ class VLLMSession(GenerationSession):
             engine.llm.add_request(name, prompt, parameters, lora_request=engine.lora_request)
 
     def _vllm_parameters(self, submitted: SubmittedRequest, place: int) -> SamplingParams:
-        request, engine = submitted.request, self.engine
-        key = stream_key(engine.seed, request.group, request.first + place, request.restarts)
+        key = submitted.find_key(self.engine.seed, place)
         return SamplingParams(
             temperature=1.0,  # CounterSampler has left one token to choose
             repetition_penalty=self.sampling.repetition_penalty,
