@@ -129,7 +129,8 @@ class VLLMSession(GenerationSession):
             engine.llm.add_request(name, prompt, parameters, lora_request=engine.lora_request)
 
     def _vllm_parameters(self, submitted: SubmittedRequest, place: int) -> SamplingParams:
-        key = submitted.find_key(self.engine.seed, place)
+        engine = self.engine
+        key = submitted.find_key(engine.seed, place)
         return SamplingParams(
             temperature=1.0,  # CounterSampler has left one token to choose
             repetition_penalty=self.sampling.repetition_penalty,
