@@ -189,6 +189,19 @@ def test_what_prompts_and_turns_have_in_common_is_computed_once(policy):
 # ---- in parts
 
 
+def test_a_conversation_that_begins_anew_draws_other_numbers(policy):
+    prompt, drawn = prompts()["tokens"][-45:].tolist(), []
+    with policy.engine.open(SamplingConfig(max_new_tokens=8)) as run:
+        for restarts in (0, 1, 0):
+            request = Request(prompt, 71, first_turn=len(prompt), restarts=restarts)
+            run.submit(request, lambda place, response: drawn.append(response.tokens.tolist()))
+            while run.unfinished:
+                with policy.engine.stepping():
+                    run.step()
+            run.forget(71, 0)
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_rounds_give_the_response_at_once(policy):
     whole, samples, rounds = policy.generate(prompts()), prompts(), 0
     while rounds == 0 or bool((samples["status"] == Status.PARTIAL).any()):
