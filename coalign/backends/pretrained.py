@@ -29,6 +29,8 @@ from coalign.hub import find_directory
 from coalign.roles import Context
 
 log = logging.getLogger(__name__)
+# save_pretrained imports accelerate, and that DeepSpeed, if it is installed, which warns of a machine without GPU.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "accelerator to CPU" not in record.getMessage())
 
 OWN_ATTENTION = (
     "{} does not call transformers' attention interface, so it cannot compute packed sequences; `module: megatron` "

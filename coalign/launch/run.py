@@ -147,8 +147,7 @@ def _evaluation(engine: Engine, record: MetricsRecorder) -> list[Hook]:
     def report(step: int, stats: Stats, batches: list[Any]) -> None:
         if stats:
             record.write(step, stats)
-        for batch in batches[:1]:
-            record.record_samples(engine, batch, "eval")
+        record.record_evaluation(engine, batches)
 
     stopping = [EarlyStop(runtime.early_stop)] if runtime.early_stop else []
     return [EvaluationHook(runtime.eval_every, runtime.eval_at_start, report), *stopping]

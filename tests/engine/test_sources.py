@@ -131,7 +131,7 @@ def one(sample):
 
 def two_sources(tmp_path, **changes):
     """A GRPO run on two files, of which the second has rows of its own source."""
-    config = settings(tmp_path, "grpo", steps=2, eval_prompts=2, eval_at_start=False, log_samples=1)
+    config = settings(tmp_path, "grpo", steps=2, eval_prompts=2, eval_at_start=False, log_samples=2)
     rows = [json.loads(line) for line in Path(config["data"]["train"]).read_bytes().splitlines()]
     files = {}
     for name, own in (("first", rows[:8]), ("second", [row | {"data_source": "words"} for row in rows[8:16]])):
@@ -156,6 +156,9 @@ def test_a_run_with_two_sources(tmp_path):
         assert groups == 4 and line["samples/count"] == 16
         if "source/words/reward" in line:
             assert line["source/words/reward"] == pytest.approx(line["reward/length/mean"] / 2)
+    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
+    evaluated = [sample["row"].get("data_source", "sums") for sample in samples if sample["phase"] == "eval"]
+    assert evaluated == ["sums", "words"]  # spread over the sources
     found = evaluate(load_config(config), None)
     assert found["eval/sums/mean@1"] == 1.0
     assert found["eval/mean@1"] == pytest.approx((found["eval/sums/mean@1"] + found["eval/words/mean@1"]) / 2)

@@ -31,14 +31,14 @@ SHORT = ["runtime.steps=2", "runtime.prompts_per_step=4", "runtime.trackers=[]",
 def example(tmp_path, monkeypatch):
     """A function from an example's name to its configuration: that file, with the models of a test, and few steps."""
     monkeypatch.chdir(ROOT)
-    for name, value in {"DEMO": tmp_path / "demo", "PROMPTS": tmp_path / "prompts.jsonl"}.items():
+    for name, value in {"SUMS": tmp_path / "sums", "PROMPTS": tmp_path / "prompts.jsonl"}.items():
         monkeypatch.setenv(name, str(value))
     for seed, name in enumerate(("POLICY", "HELPFUL", "SAFE", "JUDGE")):
         monkeypatch.setenv(name, str(other_model(tmp_path / name.lower(), seed=seed)))
     rows = [{"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)} for i in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    make_model(tmp_path / "demo" / "sft" / "model", hidden=16, layers=1)
-    make_data(tmp_path / "demo" / "data")
+    make_model(tmp_path / "sums" / "sft" / "model", hidden=16, layers=1)
+    make_data(tmp_path / "sums" / "data")
 
     def example(name, *overrides):
         own = {

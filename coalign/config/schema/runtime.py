@@ -156,7 +156,7 @@ class RuntimeConfig(Section):
     """n for mean@n and pass@k."""
     eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
     log_samples: ResultNeutral[NonNegativeInt] = 4
-    """Samples per step to write to samples.jsonl."""
+    """Samples per step to write to samples.jsonl: the first of a step, and some spread over the evaluation set."""
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
     trackers: ResultNeutral[Annotated[OneOrMore[TrackerConfig], Field(examples=[["tensorboard"]])]] = [

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
+from itertools import chain
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from coalign.data.templates import read_samples
 from coalign.engine.engine import Hook
@@ -41,14 +46,25 @@ class MetricsRecorder(Hook):
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         self.write(engine.step, stats)
-        self.record_samples(engine, batch, "train")
+        if self.samples and engine.source == "prompts":  # nothing else has samples
+            self._record_samples(engine, [batch.slice(0, min(self.samples, len(batch)))], "train")
 
-    def record_samples(self, engine: Engine, batch: BatchRef, phase: str) -> None:
-        """Write the first few rows of a batch as text. Only prompts have samples."""
+    def record_evaluation(self, engine: Engine, batches: Sequence[BatchRef]) -> None:
+        """Write samples spread evenly over the evaluation set, so over its sources; the same prompts each time."""
         if not self.samples or engine.source != "prompts":
             return
+        every = max(1, math.ceil(sum(map(len, batches)) / self.samples))
+        spread, start = [], 0
+        for batch in batches:
+            rows = torch.arange(len(batch))[-start % every :: every]
+            start += len(batch)
+            if len(rows):
+                spread.append(batch.select(rows))
+        self._record_samples(engine, spread, "eval")
+
+    def _record_samples(self, engine: Engine, batches: Sequence[BatchRef], phase: str) -> None:
         rows = []
-        for sample in read_samples(batch.fetch(rows=self.samples), engine.tokenizer):
+        for sample in chain.from_iterable(read_samples(batch.fetch(), engine.tokenizer) for batch in batches):
             rows.append(
                 {
                     "step": engine.step,
