@@ -1,4 +1,4 @@
-"""Algorithms × seeds on the sums of examples/arithmetic.py, from one SFT model, in the same steps of 128 prompts × 8 samples.
+"""Algorithms × seeds on the sums of examples/arithmetic.py, from one SFT model, in steps of 128 prompts × 8 samples.
 
 `python benchmarks/online.py [NAME …] [--seeds 0 1 2] [--steps 150] [--folder runs/online]` trains what is missing, one
 cell after the other, and prints the table. A finished cell is kept (`result.json`), one that was cut goes on from its

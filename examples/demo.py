@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import coalign
+from coalign.report.display import Display
 from examples.instructions import make_data
 
 SHOWN = ("question", "short", "contain")  # one evaluation sample of each is printed
@@ -30,6 +31,7 @@ def main() -> None:
     begun = time.perf_counter()
     result = coalign.train(Path(__file__).with_name("instructions_grpo.yaml"), {"runtime.resume": "never"})
 
+    display = Display()
     accuracy = [(line["step"], line["eval/mean@1"]) for line in result.metrics if "eval/mean@1" in line]
     (_, before), (last, after) = accuracy[0], accuracy[-1]
     lines = (result.folder / "samples.jsonl").read_bytes().splitlines()
@@ -38,10 +40,12 @@ def main() -> None:
         for kind in SHOWN:
             sample = next(s for s in samples if s["step"] == step and s["row"]["data_source"] == kind)
             mark = "right" if sample["reward"] == 1 else "wrong"
-            print(f"{title}: {sample['row']['prompt']}\n    {sample['response'].removesuffix('<|im_end|>')}  ({mark})")
-    print(f"{time.perf_counter() - begun:.0f} s; curves: {result.folder / 'plots'}")
+            display.show(
+                f"{title}: {sample['row']['prompt']}\n    {sample['response'].removesuffix('<|im_end|>')}  ({mark})"
+            )
+    display.show(f"{time.perf_counter() - begun:.0f} s; curves: {result.folder / 'plots'}")
     held_out = len((folder / "data" / "eval.jsonl").read_bytes().splitlines())
-    print(f"accuracy: {before:.1%} -> {after:.1%} on {held_out} held-out problems")
+    display.show(f"accuracy: {before:.1%} -> {after:.1%} on {held_out} held-out problems")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,19 @@ from pathlib import Path
 
 from coalign import Sample
 
-TOPICS = """
-tea, rain, a train, bread, winter, a bicycle, a cat, music, a mountain, a window, a bee, chess, a garden, football,
-a market, a river, snow, coffee, a clock, a bridge, a horse, a film, a star, soup, a forest, a kite, a school, a boat,
-an apple, summer, a tree, a painting, a bird, a dancer, a museum, honey, an island, a letter, a candle, thunder
-""".replace("\n", " ")
-HELD_OUT = "a dog, the sea, a robot, chocolate, cheese, the moon, a poem, a volcano, a shoe, autumn, a whale, pizza, sleep, a map"
-WORDS = "today, always, slowly, together, sometimes, everyone, often, children, yesterday, people".split(", ")
-HELD_OUT_WORDS = "quietly, nobody, tomorrow, nature, perhaps".split(", ")
+# What is written about, and the words that are asked for: those of training, and those of the evaluation.
+TOPICS = {
+    "train": "tea, rain, a train, bread, winter, a bicycle, a cat, music, a mountain, a window, a bee, chess, "
+    "a garden, football, a market, a river, snow, coffee, a clock, a bridge, a horse, a film, a star, soup, a forest, "
+    "a kite, a school, a boat, an apple, summer, a tree, a painting, a bird, a dancer, a museum, honey, an island, "
+    "a letter, a candle, thunder",
+    "eval": "a dog, the sea, a robot, chocolate, cheese, the moon, a poem, a volcano, a shoe, autumn, a whale, pizza, "
+    "sleep, a map",
+}
+WORDS = {
+    "train": "today, always, slowly, together, sometimes, everyone, often, children, yesterday, people",
+    "eval": "quietly, nobody, tomorrow, nature, perhaps",
+}
 
 
 def list_words(text: str) -> list[str]:
@@ -47,11 +52,11 @@ def make_data(directory: Path, *, seed: int = 0) -> None:
     """Write `train.jsonl` and `eval.jsonl`: each instruction with each topic. They share no topic and no word."""
     choose = random.Random(seed)
     directory.mkdir(parents=True, exist_ok=True)
-    for name, topics, words in (("train", TOPICS, WORDS), ("eval", HELD_OUT, HELD_OUT_WORDS)):
+    for name in TOPICS:
         rows = []
-        for topic in topics.strip().split(", "):
+        for topic in TOPICS[name].split(", "):
             for instruction, (text, _) in INSTRUCTIONS.items():
-                word = choose.choice(words)
+                word = choose.choice(WORDS[name].split(", "))
                 prompt = f"Write one sentence about {topic}. {text.format(word=word)}"
                 rows.append({"prompt": prompt, "data_source": instruction, "topic": topic, "word": word})
         choose.shuffle(rows)

@@ -32,6 +32,7 @@ from coalign.backends.hf.layers import (
     compile_layers,
     convert_to_float8,
     recompute_layers,
+    use_onednn,
 )
 from coalign.backends.hf.parallel import RankMeshes, check_cuts, cut_model, decoder_layers, move_buffers, shard_model
 from coalign.backends.hf.rows import RankAxis, RowSharding
@@ -269,10 +270,16 @@ class FSDPModule(HuggingFaceModule):
         layers = decoder_layers(self.model.model)
         if self.config.compile:
             compile_layers(layers)
+        elif self._can_use_onednn() and kernels.is_onednn_faster():
+            use_onednn(layers)
         if not self.config.frozen:
             self.optimizer = optim.build_optimizer(self.model.parameters(), self.config.optimizer, layers=layers)
             if self.config.ema:
                 self.average = WeightAverage(self.model, self.config.ema.decay)
+
+    def _can_use_onednn(self) -> bool:
+        plain = self.compute_dtype is None and self.config.tensor_parallel == self.config.expert_parallel == 1
+        return self.device.type == "cpu" and plain
 
     def close(self) -> None:
         if self.context.world_size > 1:

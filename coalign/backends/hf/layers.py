@@ -1,4 +1,5 @@
-"""What can be done to decoder layers: recomputation (1604.06174), torch.compile, products in 8 bits (2209.05433).
+"""What can be done to decoder layers: recomputation (1604.06174), torch.compile, products by oneDNN or in 8 bits
+(2209.05433).
 
 All decoder layers have the same code, so one compilation serves them all, for rows of any length. Attention
 (coalign.backends.attention) and what surrounds a layer (sharding, recomputation) are not compiled.
@@ -13,13 +14,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
+
+from coalign.backends.engines.native.kernels import multiply_by_onednn
 
 aten = torch.ops.aten
 # Matrix products and attention take most of the time; what lies between them takes most of the memory.
@@ -32,6 +36,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.mkldnn._linear_pointwise.default,
 }
 
 
@@ -63,6 +68,38 @@ def check_compile(device: torch.device, key: str) -> None:
             raise RuntimeError(f"{key}: {problem}") from problem
     elif not has_triton():
         raise RuntimeError(f"{key} needs Triton for {device}, and it is not installed or does not know this device")
+
+
+class OneDNNLinear(torch.autograd.Function):
+    """rows [..., in] · weightᵀ [in, out] + bias [out], and its gradients, computed by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        return multiply_by_onednn(rows, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        flat = grad.reshape(-1, len(weight))
+        of_rows = multiply_by_onednn(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        of_weight = multiply_by_onednn(flat.t(), rows.reshape(len(flat), -1).t()) if ctx.needs_input_grad[1] else None
+        return of_rows, of_weight, flat.sum(0) if ctx.needs_input_grad[2] else None
+
+
+ONEDNN_ELEMENTS = 2**16  # products with smaller weights gain nothing
+
+
+def use_onednn(layers: Sequence[nn.Module]) -> None:
+    """Have the larger float32 linear layers in decoder layers compute by OneDNNLinear."""
+    for module in (module for layer in layers for module in layer.modules() if type(module) is nn.Linear):
+        if module.weight.dtype == torch.float32 and module.weight.numel() >= ONEDNN_ELEMENTS:
+            setattr(module, "forward", partial(_compute_linear, module))  # noqa: B010 (an attribute of this layer alone)
+
+
+def _compute_linear(module: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, OneDNNLinear.apply(rows, module.weight, module.bias))
 
 
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0

@@ -59,7 +59,7 @@ def _mkl(weight: Tensor, bias: Tensor | None) -> Product:
 
 def _onednn(weight: Tensor, bias: Tensor | None) -> Product:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, TILE)
-    return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return lambda rows: multiply_by_onednn(rows, packed, bias)
 
 
 def _onednn_tiles(weight: Tensor, bias: Tensor | None) -> Product:
@@ -205,6 +205,33 @@ def _measure_bf16() -> KernelChoice:
         rates[str(dtype).removeprefix("torch.")] = round(2 * size**3 / _time_call(lambda a=a: a @ a) / 1e9, 1)
     name = "bfloat16" if rates["bfloat16"] >= 0.5 * rates["float32"] else "float32"
     return KernelChoice(name, "bfloat16", rates)
+
+
+@cache
+def is_onednn_faster() -> bool:
+    """Whether oneDNN multiplies float32 matrices clearly faster than torch does by itself; kept in a file.
+
+    On x86 torch calls MKL, which uses few of the instructions of an AMD processor.
+    """
+    return _keep(_cache_file((), torch.float32), _measure_onednn).name == "onednn"
+
+
+@torch.inference_mode()
+def _measure_onednn() -> KernelChoice:
+    weight, rows, rates = _random(1024, 1024, dtype=torch.float32), _random(1024, 1024, dtype=torch.float32), {}
+    for name, pack in (("plain", F.linear), ("onednn", multiply_by_onednn)):
+        try:
+            seconds = _time_call(lambda pack=pack: pack(rows, weight))
+        except RuntimeError:  # torch was built without oneDNN
+            continue
+        rates[name] = round(2 * weight.numel() * len(rows) / seconds / 1e9, 1)
+    best = "onednn" if rates.get("onednn", 0) > 1.25 * rates["plain"] else "plain"
+    return KernelChoice(best, "float32", rates)
+
+
+def multiply_by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rows [..., in] · weightᵀ [in, out] + bias [out], without a gradient."""
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
 def _cache_file(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> Path:
