@@ -1,6 +1,9 @@
 """GRPO step: Coalign against TRL in turns, each in its own process: same model, prompts, lengths, KL and precision.
 
-    python benchmarks/grpo_vs_trl.py [--rounds 3] [--steps 3] [--precision fp32 bf16] [--new 128]
+    python benchmarks/grpo_vs_trl.py [--rounds 3] [--steps 3] [--precision fp32 bf16] [--new 128] [--model NAME]
+
+NAME is what `load:` takes: a directory, a GGUF file, a name of the hub. Its end of text is made a token that no side
+samples, so that all responses have the same length. Without it a random model of 15.7M parameters is made.
 
 Prints medians and ratios, split by phase, with the FLOP floor: the least work the step needs (generation with the
 prompt computed once per group, reference forward, forward and backward; head only where a token is chosen) over the
@@ -181,6 +184,31 @@ def floor_flops(parameters: int, embedding: int, tokens: float, prompt: float) -
     return {"generate": generate, "score": generate, "train": 3 * generate, "step": 5 * generate}
 
 
+def copy_endless(name: str, directory: Path) -> None:
+    """Copy the model ``name`` to ``directory``, with the last token of its vocabulary as its end of text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from coalign.hub import fetch
+
+    source = fetch(name)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    last = len(tokenizer) - 1
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(last)
+    model.config.eos_token_id = model.generation_config.eos_token_id = last
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def count_parameters(directory: Path) -> tuple[int, int]:
+    """Parameters of a model, and those of its head."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    return model.num_parameters(), model.get_output_embeddings().weight.numel()
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=3)
@@ -188,12 +216,12 @@ def main() -> None:
     options.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
     options.add_argument("--new", type=int, default=128, help="tokens of a response")
     options.add_argument("--worker", choices=["coalign", "trl"], help=argparse.SUPPRESS)
-    options.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--model", help="a directory, a GGUF file, or a name of the hub")
     options.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:
         run = {"coalign": run_coalign, "trl": run_trl}[given.worker]
-        given.result.write_text(json.dumps(run(given.model, given.precision[0], given.steps, given.new)))
+        given.result.write_text(json.dumps(run(Path(given.model), given.precision[0], given.steps, given.new)))
         return
 
     import torch
@@ -202,8 +230,11 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as work:
         model = Path(work) / "model"
-        parameters = make_model(model)
-        embedding = 16384 * 384
+        if given.model:
+            copy_endless(given.model, model)
+        else:
+            make_model(model)
+        parameters, embedding = count_parameters(model)
         results = defaultdict(lambda: defaultdict(list))
         for _ in range(given.rounds):
             for precision in given.precision:
