@@ -2,7 +2,7 @@
 
 A check that takes more processor time than it was given ends the process.
 
-It imports nothing of the package but `notation.py`, by its path, so that it starts fast and needs little memory.
+Of the package it loads only what compares answers, by its path, so that it starts fast and needs little memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_NEEDS = {"notation": ("quantity",), "equality": ("notation",)}  # which modules import which
 _MEMORY = 4 << 30  # bytes of address space
 _DIGITS = 40  # of the values at which two expressions are compared
 _NEAR = 1e-25  # relative difference of values that are the same
@@ -33,7 +35,7 @@ class AlgebraMissing(Exception):
 
 def check_math(gold: str, predicted: str) -> bool:
     """Whether two mathematical answers are equal."""
-    return _load_notation().is_same(gold, predicted, _equal_expressions)
+    return _load("equality").is_same(gold, predicted, _equal_expressions)
 
 
 def check_literal(text: str) -> bool:
@@ -61,13 +63,16 @@ CHECKS: dict[str, Callable[..., bool | str | None]] = {
 }
 
 
-def _load_notation() -> ModuleType:
-    if "coalign_notation" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("coalign_notation", Path(__file__).with_name("notation.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["coalign_notation"]
+@cache
+def _load(name: str) -> ModuleType:
+    """Load a module of this folder by its path, under its name in the package but without the package itself."""
+    for needed in _NEEDS.get(name, ()):
+        _load(needed)
+    spec = importlib.util.spec_from_file_location(f"coalign.rewards.{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _equal_expressions(gold: Sequence[str], predicted: Sequence[str], relation: str) -> bool:
@@ -103,7 +108,7 @@ def _is_decimal(gold: str, predicted: str, sides: Sequence[Sequence[Any]]) -> bo
     for text, value in ((gold, sides[1][0]), (predicted, sides[0][0])):
         if re.fullmatch(r"-?\s*[0-9,]*\.[0-9]+", text) and not value.free_symbols:
             exact = value.evalf(_DIGITS)
-            return bool(exact.is_Float) and _load_notation().is_rounded(Fraction(str(exact)), text)
+            return bool(exact.is_Float) and _load("quantity").is_rounded(Fraction(str(exact)), text)
     return False
 
 
