@@ -21,12 +21,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_NEEDS = {"notation": ("quantity",), "equality": ("notation",)}  # which modules import which
+_NEEDS = {"notation": ("quantity",), "region": ("notation",), "equality": ("region",)}  # which modules import which
 _MEMORY = 4 << 30  # bytes of address space
 _DIGITS = 40  # of the values at which two expressions are compared
 _NEAR = 1e-25  # relative difference of values that are the same
 # Variables are positive, as in most problems, except where a modulus would not show otherwise.
 _POINTS = ((0.7316, 0.2971, 1.3713), (17.6183, 22.3607, 5.7722), (4.1421, 12.5992, 20.9455))  # for free variables
+_CIS = re.compile(r"\\cis\s*(\([^()]*\)|\\frac\{[^{}]*\}\{[^{}]*\}|\{[^{}]*\}|[0-9.]*°?(?:\\[a-z]+|[a-z])?)")
 
 
 class AlgebraMissing(Exception):
@@ -95,12 +96,14 @@ def _equal_expressions(gold: Sequence[str], predicted: Sequence[str], relation: 
     first, second = (left - right for left, right in sides)
     if first.free_symbols != second.free_symbols or not first.free_symbols:
         return False
-    values = list(zip(_sample(first), _sample(second), strict=False))
+    signs = (1, -1) if first.has(sympy.Abs) or second.has(sympy.Abs) else (1,)
+    values = [both for sign in signs for both in zip(_sample(first, sign), _sample(second, sign), strict=False)]
     if not values or any(abs(b) < _NEAR or abs(a) < _NEAR for a, b in values):
         return False
     ratios = [a / b for a, b in values]
-    constant = all(abs(ratio - ratios[0]) <= _NEAR * abs(ratios[0]) for ratio in ratios)
-    return constant and (relation == "=" or (abs(ratios[0].imag) < _NEAR and ratios[0].real > 0))
+    if not all(abs(ratio - ratios[0]) <= _NEAR * abs(ratios[0]) for ratio in ratios):
+        return False
+    return relation == "=" or (abs(ratios[0].imag) < _NEAR and ratios[0].real > 0)
 
 
 def _is_decimal(gold: str, predicted: str, sides: Sequence[Sequence[Any]]) -> bool:
@@ -119,6 +122,9 @@ def _parse(text: str) -> Any:
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    if re.search(r"[0-9)]\s*_", text):  # a base that is a variable, which the parser would leave out
+        return None
+    text = _CIS.sub(r"e^{i(\1)}", text)
     text = re.sub(r"([0-9.]+)°", r"{\\frac{\1\\pi}{180}}", text)
     if "\\" not in text:  # plain notation: sqrt(3)/3, a * b
         text = re.sub(r"\bsqrt\(([^()]*)\)", r"\\sqrt{\1}", text).replace("*", r"\cdot ")

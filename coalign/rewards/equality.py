@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 
 from coalign.rewards.notation import (
-    HIGHEST,
     LONGEST,
-    LOWEST,
     MathNode,
     are_assignments,
     is_assignment,
-    is_name,
     read_answer,
     simplify_notation,
     write_key,
 )
 from coalign.rewards.quantity import GROUPED, is_rounded, read_quantity
+from coalign.rewards.region import to_region
 
 # (gold sides, predicted sides, relation): whether they say the same, where the relation is "", "=" or "<"
 ExpressionComparer = Callable[[Sequence[str], Sequence[str], str], bool]
@@ -77,10 +75,14 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         return _compare(gold.parts[0], predicted, equal)
     if predicted.kind == "list" and len(predicted.parts) == 1 and gold.kind != "number":
         return _compare(gold, predicted.parts[0], equal)
-    if kinds & {"tuple", "union"} and kinds & {"relation", "list"}:
-        one, other = _to_region(gold), _to_region(predicted)
+    if kinds & {"tuple", "union", "conditions"} and kinds & {"relation", "list", "conditions"}:
+        one, other = to_region(gold), to_region(predicted)
         if one and other:
             return _compare(one, other, equal)
+        if "conditions" in kinds:
+            return not one and not other and len(kinds) == 1 and _match_all(gold.parts, predicted.parts, equal)
+    if kinds == {"congruence"}:
+        return _compare_congruences(gold, predicted, equal)
     if kinds == {"matrix", "tuple"}:  # a vector
         one, other = _to_tuple(gold), _to_tuple(predicted)
         return one.kind == other.kind and _compare(one, other, equal)
@@ -101,7 +103,7 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
     match gold.kind:
         case "tuple" | "matrix":
             return gold.text == predicted.text and _compare_in_order(gold.parts, predicted.parts, equal)
-        case "union":
+        case "union" | "piecewise":
             return _match_all(gold.parts, predicted.parts, equal)
         case "ratio":
             return _compare_ratios(gold, predicted, equal)
@@ -160,6 +162,18 @@ def _compare_ratios(gold: MathNode, predicted: MathNode, equal: ExpressionCompar
     return _compare_in_order(gold.parts, predicted.parts, equal)
 
 
+def _compare_congruences(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
+    """`n ≡ 3` and `10` modulo 7 are equal; two names must be the same."""
+    if gold.value != predicted.value or (gold.text and predicted.text and gold.text != predicted.text):
+        return False
+    return _match_all(_list_residues(gold), _list_residues(predicted), equal)
+
+
+def _list_residues(node: MathNode) -> list[MathNode]:
+    modulus = node.value or 1
+    return [part if part.value is None else replace(part, text="", value=part.value % modulus) for part in node.parts]
+
+
 def _compare_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
     """What is near a value is not an exact one: only a truth that is near, too, or a decimal is paid."""
     one, other = (node.parts[0] if node.kind == "near" else node for node in (gold, predicted))
@@ -183,47 +197,6 @@ def _to_tuple(node: MathNode) -> MathNode:
     if node.kind != "matrix" or node.text or not (len(rows) == 1 or all(len(row) == 1 for row in rows)):
         return node
     return MathNode("tuple", "()", tuple(part for row in rows for part in row))
-
-
-def _to_region(node: MathNode) -> MathNode | None:
-    """The interval or the union that relations of one variable say (`x < 1 or x > 5`, `x ≠ 0`); None for others."""
-    if node.kind in ("tuple", "union"):
-        return node
-    relations = node.parts if node.kind == "list" else (node,)
-    if not relations or any(one.kind != "relation" for one in relations):
-        return None
-    if len(relations) > 1 and len({p.text for one in relations for p in one.parts if is_name(p.text)}) != 1:
-        return None
-    if all(one.text == "≠" and is_name(one.parts[0].text) for one in relations):
-        holes = sorted((one.parts[1] for one in relations), key=lambda hole: hole.value or 0)
-        if len(holes) > 1 and any(hole.value is None for hole in holes):
-            return None
-        return MathNode(
-            "union", "", tuple(MathNode("tuple", "()", ends) for ends in pairwise([LOWEST, *holes, HIGHEST]))
-        )
-    intervals = tuple(interval for one in relations if (interval := _to_interval(one)))
-    if len(intervals) < len(relations):
-        return None
-    return intervals[0] if len(intervals) == 1 else MathNode("union", "", intervals)
-
-
-def _to_interval(relation: MathNode) -> MathNode | None:
-    """`a < x ≤ b` as the interval `(a, b]`; None for a relation that is none."""
-    low, sign, high = None, relation.text, None
-    if not set(sign) <= set("<≤"):
-        return None
-    names = [is_name(part.text) for part in relation.parts]
-    match len(relation.parts), names:
-        case 3, [_, True, _]:
-            low, high = relation.parts[0], relation.parts[2]
-        case 2, [True, False]:
-            low, high, sign = LOWEST, relation.parts[1], "<" + sign
-        case 2, [False, True]:
-            low, high, sign = relation.parts[0], HIGHEST, sign + "<"
-    if low is None or high is None:
-        return None
-    brackets = ("(" if sign[0] == "<" else "[") + (")" if sign[1] == "<" else "]")
-    return MathNode("tuple", brackets, (low, high))
 
 
 def _is_equal_number(gold: MathNode, predicted: MathNode) -> bool:

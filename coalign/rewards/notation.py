@@ -21,9 +21,11 @@ _ITEMS = 64  # of a list, likewise
 class MathNode:
     """An answer of one ``kind``.
 
-    `list` (no order; ``text`` is `{}` for a set), `tuple` (``text`` has its brackets), `union`, `relation` (``text``
-    has its signs), `matrix` (a `tuple` for each row), `ratio`, `base`, `number`, `near` (what follows ≈), `choice`
-    (``text`` has its letter), `words` or `expression`. ``text`` is the normalised answer where nothing else is said.
+    `list` (no order; ``text`` is `{}` for a set), `conditions` (relations that hold together; ``text`` is `,` where a
+    comma joins them), `congruence` (``text`` has the name, ``value`` the modulus), `piecewise`, `tuple` (``text`` has
+    its brackets), `union`, `relation` (``text`` has its signs), `matrix` (a `tuple` for each row), `ratio`, `base`,
+    `number`, `near` (what follows ≈), `choice` (``text`` has its letter), `words` or `expression`. ``text`` is the
+    normalised answer where nothing else is said.
     """
 
     kind: str
@@ -34,8 +36,8 @@ class MathNode:
 
 
 _SYMBOLS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "√": r"\sqrt ", "²": "^2", "³": "^3",
-    "∪": "∪", "⟨": "(", "⟩": ")", "“": "", "”": "", "（": "(", "）": ")", "，": ",",
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≡": r"\equiv ", "√": r"\sqrt ",
+    "²": "^2", "³": "^3", "∪": "∪", "⟨": "(", "⟩": ")", "“": "", "”": "", "（": "(", "）": ")", "，": ",",
 }  # fmt: skip
 _ROW = "¶"  # between the rows of a matrix
 _COMMANDS = {
@@ -45,10 +47,13 @@ _COMMANDS = {
     "degree": "°", "quad": " ", "qquad": " ", "left": "", "right": "", "big": "", "Big": "", "bigl": "", "bigr": "",
     "Bigl": "", "Bigr": "", "displaystyle": "", "boldsymbol": "", "mathbf": "", "limits": "", "land": " and ",
     "lor": " or ", "colon": ":", "lvert": "|", "rvert": "|", "mid": "|", "ast": "*", "arccos": r"\arccos",
-    "boxed": "", "fbox": "", "emptyset": "∅", "varnothing": "∅",
+    "boxed": "", "fbox": "", "emptyset": "∅", "varnothing": "∅", "ldots": r"\dots", "cdots": r"\dots",
+    "dotsc": r"\dots", "lg": r"\log_{10}", "pmod": r"\mod", "bmod": r"\mod",
 }  # fmt: skip
 _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|operatorname|rm|bf)\s*\{([^{}]*)\}")
 _FRAC = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))")
+_ENDS = r"[^\[\](){},;]+[,;][^\[\](){},;]+"  # of an interval
+_OUTWARD = re.compile(rf"\s*(?:[a-z]\s*∈\s*)?[\[\]]{_ENDS}[\[\]](?:\s*∪\s*[\[\]]{_ENDS}[\[\]])*\s*")
 
 
 def simplify_notation(answer: str) -> str:
@@ -56,7 +61,9 @@ def simplify_notation(answer: str) -> str:
     text = answer[: 8 * LONGEST].strip()
     text = "".join(_SYMBOLS.get(character, character) for character in text)
     text = re.sub(r"\\\\(?:\s*\[[0-9.]+\s*[a-z]{2}\])?", _ROW, text)
-    text = re.sub(r",\s*\\!\s*|\{,\}", ",", text)
+    text = re.sub(r",\s*\\!\s*|\{,\}", ",", text).replace("{:}", ":")
+    text = re.sub(r"(?<=,)\s*(?:\.\.\.|…)\s*(?=,|\\?\}|$)", r" \\dots ", text)
+    text = re.sub(r"\\(?:operatorname|text|mathrm)\s*\{\s*cis\s*\}", r"\\cis ", text)
     text = re.sub(r"\\[()\[\]!]", "", text).replace(r"\$", "＄")
     text = re.sub(r"\\mathbb\s*(?:R|\{R\})", "ℝ", text)
     text = re.sub(r"\\[,;: ]|~", " ", text).replace(r"\%", "%").replace("$", "")
@@ -68,10 +75,14 @@ def simplify_notation(answer: str) -> str:
     text = text.replace("<=", "≤").replace(">=", "≥").replace("!=", "≠").replace("+∞", "∞").replace(r"\sqrt ", r"\sqrt")
     text = re.sub(r"([)\]}])\s*U\s*([(\[\\])", r"\1∪\2", text)
     text = re.sub(r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}", text)
     text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", text)
-    text = re.sub(r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2", text)
+    text = re.sub(r"([_^])\s*\{\s*(\w)\s*\}(?![0-9])", r"\1\2", text)  # `2^{1}0` is not 2^10
+    text = re.sub(r"(?<=[0-9])(?:st|nd|rd|th)\b", "", text)
     text = re.sub(r"(?<=[)\]}0-9])\s*(or|and)\s*(?=[(\[{0-9\\-])", r" \1 ", text)
     text = re.sub(r"(?<=[0-9])\s*(?:\bto\b|\\text\{to\})\s*(?=[0-9])", ":", text)
+    if _OUTWARD.fullmatch(text):
+        text = re.sub(rf"[\[\]]({_ENDS})[\[\]]", _turn_brackets, text)
     return _strip_braces(" ".join(text.split()).strip(" *").rstrip(".,;: "))
 
 
@@ -79,6 +90,11 @@ def _strip_braces(text: str) -> str:
     while text.startswith("{") and _closes_at(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
+
+
+def _turn_brackets(found: re.Match[str]) -> str:
+    """`]0, 1[` as (0, 1)."""
+    return f"{'[' if found[0][0] == '[' else '('}{found[1]}{']' if found[0][-1] == ']' else ')'}"
 
 
 def _unwrap(found: re.Match[str]) -> str:
@@ -106,8 +122,13 @@ _BUILDER = re.compile(r"([a-z])\s*(?:∈\s*ℝ\s*)?[|:]\s*(.+)")  # `x : x > 2` 
 # What words say that signs say, too.
 _SYNONYMS = {
     "infinity": "∞", "positive infinity": "∞", "negative infinity": "-∞", "minus infinity": "-∞", "empty set": "∅",
-    "no solution": "∅", "no solutions": "∅", "all real numbers": "ℝ", "all reals": "ℝ", "dne": "does not exist",
+    "no solution": "∅", "no solutions": "∅", "no real solution": "∅", "no real solutions": "∅",
+    "all real numbers": "ℝ", "all reals": "ℝ", "dne": "does not exist",
 }  # fmt: skip
+_CASES = re.compile(r"(?:([^=<>≤≥≠]{1,20})=)?\s*\\begin\{cases\}(.*)\\end\{cases\}")
+_CONGRUENCE = re.compile(  # `n \equiv 3 \pmod 7`
+    r"(?:([a-zA-Z])\s*\\equiv)?([^\\=]*[^\\=(\s])\s*\(?\s*(?:\\mod|\bmod)\s*\{?\s*([1-9][0-9]{0,30})\s*\}?\s*\)?"
+)
 _TITLE = re.compile(r"(?:\\text\{[^{}]*\}|[A-Za-z]{3,}[A-Za-z ]*)")
 
 
@@ -136,10 +157,16 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         return MathNode(
             "matrix", "v" if matrix[1][0] == "v" else "", tuple(MathNode("tuple", "", row) for row in cells)
         )
-    for separators in (";", " or ", " and ", ","):
-        parts = _split(text, separators)
+    if (cases := _CASES.fullmatch(text)) and r"\begin" not in cases[2]:
+        return _read_cases(cases[1] or "", cases[2], depth)
+    if congruence := _CONGRUENCE.fullmatch(text):
+        residues = read_answer(congruence[2], depth + 1)
+        parts = residues.parts if residues.kind == "list" else (residues,)
+        return MathNode("congruence", congruence[1] or "", parts, value=Fraction(congruence[3]))
+    for separator in (";", " or ", " and ", ","):
+        parts = _split(text, separator)
         if len(parts) > 1:
-            return _read_list(parts, depth) if len(parts) <= _ITEMS else plain
+            return _read_list(parts, depth, separator) if len(parts) <= _ITEMS else plain
     if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at(text, 1) == len(text) - 1:
         inside = text[2:-2].strip()
         if (builder := _BUILDER.fullmatch(inside)) and re.search(rf"\b{builder[1]}\b", builder[2]):
@@ -147,6 +174,8 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         node = read_answer(inside, depth + 1)
         parts = node.parts if node.kind == "list" and not node.text and inside != "∅" else (node,)
         return MathNode("list", "{}", parts if inside else ())
+    if text.count("±") > 1 and "∓" not in text and text[:1] in "([" and text.count("±") <= 4:  # (±1, ±2): four
+        return _read_list([text.replace("±", sign, 1) for sign in "+-"], depth)
     if "±" in text or "∓" in text:
         upper = text.replace("±", "+").replace("∓", "-")
         lower = text.replace("±", "-").replace("∓", "+")
@@ -189,9 +218,17 @@ def _read_base(text: str) -> MathNode | None:
     return MathNode("number", text, value=Fraction(digits)) if base == 10 else MathNode("base", f"{digits}_{base}")
 
 
-def _read_list(texts: Sequence[str], depth: int = 0) -> MathNode:
-    """A list without order. Lists in it are joined, except groups of assignments (`p=5, q=2 or p=7, q=2`)."""
+def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> MathNode:
+    """A list without order. Lists in it are joined, except groups of assignments (`p=5, q=2 or p=7, q=2`).
+
+    Inequalities that "and" or a comma joins are `conditions`.
+    """
     nodes = [read_answer(text, depth + 1) for text in texts if text.strip()]
+    if separator in (" and ", ",") and all(node.kind in ("relation", "conditions") for node in nodes):
+        parts = [part for node in nodes for part in (node.parts if node.kind == "conditions" else (node,))]
+        if any(part.text != "=" for part in parts):
+            loose = separator == "," or any(node.kind == "conditions" and node.text == "," for node in nodes)
+            return MathNode("conditions", "," if loose else "", tuple(parts))
     groups = [node for node in nodes if node.kind == "list"]
     if len(groups) == len(nodes) and len(nodes) > 1 and all(are_assignments(node.parts) for node in groups):
         return MathNode("list", "", tuple(nodes))
@@ -202,6 +239,19 @@ def _read_list(texts: Sequence[str], depth: int = 0) -> MathNode:
         if node.kind in ("number", "expression") and len(names) == 1 and is_assignment(before):
             flat[i] = MathNode("relation", "=", (before.parts[0], node))
     return MathNode("list", "", tuple(flat))
+
+
+def _read_cases(name: str, body: str, depth: int) -> MathNode:
+    """A function by cases, in any order; of one column the lines are a list."""
+    rows = [[cell.strip(" ,") for cell in row.split("&")] for row in body.split(_ROW) if row.strip()]
+    if all(len(row) == 1 for row in rows):
+        return _read_list([row[0] for row in rows], depth)
+    lines = []
+    for row in rows:
+        condition = re.sub(r"^\s*(?:if|for|when)\b", "", TEXT_CONTENT.sub(r"\1", row[-1]))
+        lines.append(MathNode("tuple", "", tuple(read_answer(one, depth + 1) for one in (*row[:-1], condition))))
+    function = MathNode("piecewise", "", tuple(lines))
+    return MathNode("relation", "=", (MathNode("name", write_key(name)), function)) if name.strip() else function
 
 
 def _read_relation(text: str, depth: int) -> MathNode | None:
@@ -273,9 +323,9 @@ def _is_words(text: str) -> bool:
 
 def _read_words(text: str) -> str:
     bare = " ".join(re.findall(r"[\w']+", TEXT_CONTENT.sub(r"\1", text)))
-    return (
-        re.sub(r"^(?:it is\s+)?(?:(?:the|an?)\s+)?", "", bare.casefold()) if len(bare) > 1 else bare
-    )  # `E` is not `e`
+    if len(bare) == 1:  # `E` is not `e`
+        return bare
+    return re.sub(r"^(?:(?:it is|there (?:is|are))\s+)?(?:(?:the|an?)\s+)?", "", bare.casefold())
 
 
 def _levels(text: str):
