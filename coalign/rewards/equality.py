@@ -77,7 +77,7 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         return _compare(gold, predicted.parts[0], equal)
     if kinds & {"tuple", "union", "conditions"} and kinds & {"relation", "list", "conditions"}:
         one, other = to_region(gold), to_region(predicted)
-        if one and other:
+        if one and other and (one, other) != (gold, predicted):
             return _compare(one, other, equal)
         if "conditions" in kinds:
             return not one and not other and len(kinds) == 1 and _match_all(gold.parts, predicted.parts, equal)
