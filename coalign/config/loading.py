@@ -303,7 +303,16 @@ def _environment(name: str, *default: Any) -> Any:
     return default[0]
 
 
+def _environment_text(name: str, *default: Any) -> Any:
+    """``${oc.env:NAME,default}``: the variable's value as it is, which is OmegaConf's own but for what is a secret."""
+    if name in os.environ:
+        remember_secret(name, os.environ[name], os.environ[name])
+        return os.environ[name]
+    return _environment(name, *default)
+
+
 OmegaConf.register_resolver("env", _environment, replace=True)
+OmegaConf.register_resolver("oc.env", _environment_text, replace=True)
 
 
 def _without_nulls(value: Any, key: Key, schema: type[Section]) -> Any:
