@@ -57,6 +57,8 @@ LADDER = "a: &a0 [x]\n" + "".join(f"b{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
         ('a: "\\UFFFFFFFF"', "not valid YAML"),
         ("%YAML " + "9" * 5000 + ".1\n---\na: 1", "not valid YAML"),
         ("a: " + "x" * 5_000_000, "too long"),
+        ("a: 1\nb: 'x\x85y'\nc: 2", r"run.yaml:2: .*U\+0085.*write \"\\u0085\" in double quotes"),
+        ("# a note\u2028\na: 1", r"run.yaml:1: .*U\+2028"),
     ],
     ids=[
         "aliases",
@@ -72,6 +74,8 @@ LADDER = "a: &a0 [x]\n" + "".join(f"b{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
         "character",
         "version",
         "size",
+        "next line",
+        "line separator",
     ],
 )
 def test_a_bomb_is_refused_at_once_with_its_place(text, message):
