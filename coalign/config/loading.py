@@ -367,8 +367,8 @@ def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadConte
 
 
 def _exists(path: Path) -> bool:
-    """Whether the file exists, or any file that matches the pattern."""
-    return path.exists() or any(iglob(str(path), recursive=True))
+    """Whether the file exists, or any file that matches the pattern. A name that is too long is that of no file."""
+    return os.path.exists(path) or any(iglob(str(path), recursive=True))
 
 
 def _nowhere(text: str, required: InputPath, folder: Path) -> str:

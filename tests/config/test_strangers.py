@@ -190,6 +190,11 @@ def test_the_value_of_a_secret_is_in_no_traceback_of_a_command(run, monkeypatch,
     assert ended.value.code == 1 and "RuntimeError: no ${env:MY_API_KEY} there" in said and "hunter2" not in said
 
 
+def test_a_path_that_is_too_long_is_that_of_no_file(complaint):
+    text = f"{{algorithm: grpo, data: {{train: {'x' * 300}}}, models: {{policy: {{load: {'y' * 300}}}}}}}"
+    assert "data.train.path: " in (said := complaint(text)) and "models.policy.load: " in said
+
+
 def test_what_is_short_or_named_like_no_secret_is_shown(run, monkeypatch):
     monkeypatch.setenv("STEPS_TOKEN", "12")
     monkeypatch.setenv("PLACE", "somewhere")
