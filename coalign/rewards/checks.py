@@ -96,7 +96,7 @@ def _equal_expressions(gold: Sequence[str], predicted: Sequence[str], relation: 
     first, second = (left - right for left, right in sides)
     if first.free_symbols != second.free_symbols or not first.free_symbols:
         return False
-    signs = (1, -1) if first.has(sympy.Abs) or second.has(sympy.Abs) else (1,)
+    signs = (1, -1) if _has_modulus(first) or _has_modulus(second) else (1,)
     values = [both for sign in signs for both in zip(_sample(first, sign), _sample(second, sign), strict=False)]
     if not values or any(abs(b) < _NEAR or abs(a) < _NEAR for a, b in values):
         return False
@@ -143,18 +143,25 @@ def _parse(text: str) -> Any:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    import sympy
 
     if first == second:
         return True
     if first.free_symbols != second.free_symbols:
         return False
-    signs = (1, -1) if first.has(sympy.Abs) or second.has(sympy.Abs) else (1,)
+    signs = (1, -1) if _has_modulus(first) or _has_modulus(second) else (1,)
     for sign in signs:
         values = list(zip(_sample(first, sign), _sample(second, sign), strict=False))
         if not values or any(abs(a - b) > _NEAR * max(abs(a), abs(b)) for a, b in values):
             return False
     return True
+
+
+def _has_modulus(expression: Any) -> bool:
+    """Whether an expression holds `|x|`, or the root of a square, which is one."""
+    import sympy
+
+    roots = (power.base for power in expression.atoms(sympy.Pow) if power.exp.is_Rational and power.exp.q == 2)
+    return expression.has(sympy.Abs) or any(base.is_Pow and base.exp.is_even for base in roots)
 
 
 def _sample(expression: Any, sign: int = 1) -> list[Any]:

@@ -93,10 +93,13 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         return _compare_relations(gold, predicted, equal)
     if gold.kind == "number" and predicted.kind == "number":
         return _is_equal_number(gold, predicted) and _agree(gold.unit, predicted.unit)
-    if kinds == {"number", "expression"} and (gold.unit or predicted.unit):  # `5 m`, where metres are asked for
+    number, other = (gold, predicted) if gold.kind == "number" else (predicted, gold)
+    if kinds == {"number", "expression"} and number.unit and not other.unit:  # `5 m`, where metres are asked for
         one, other = (_read_letter_unit(node) for node in (gold, predicted))
         return one.unit == other.unit and _compare(one, other, equal)
     if gold.kind == "number":  # `2+2` does not pay for 4
+        return False
+    if not _agree(gold.unit, predicted.unit):
         return False
     if gold.kind != predicted.kind:
         return kinds <= {"expression", "number", "words"} and equal([gold.text], [predicted.text], "")

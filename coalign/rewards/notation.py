@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from coalign.rewards.quantity import CURRENCIES, FUNCTION, GROUPED, HEDGES, TEXT_CONTENT, read_numeral, read_quantity
+from coalign.rewards.quantity import (
+    CURRENCIES,
+    FUNCTION,
+    GROUPED,
+    HEDGES,
+    TEXT_CONTENT,
+    read_numeral,
+    read_quantity,
+    read_unit,
+)
 
 LONGEST = 400  # characters of an answer; longer ones equal nothing but themselves
 _ITEMS = 64  # of a list, likewise
@@ -77,6 +86,7 @@ def simplify_notation(answer: str) -> str:
     text = re.sub(r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}", text)
     text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", text)
+    text = re.sub(r"_\s*\{\s*\(\s*(\w+)\s*\)\s*\}", r"_{\1}", text)
     text = re.sub(r"([_^])\s*\{\s*(\w)\s*\}(?![0-9])", r"\1\2", text)  # `2^{1}0` is not 2^10
     text = re.sub(r"(?<=[0-9])(?:st|nd|rd|th)\b", "", text)
     text = re.sub(r"(?<=[)\]}0-9])\s*(or|and)\s*(?=[(\[{0-9\\-])", r" \1 ", text)
@@ -125,6 +135,7 @@ _SYNONYMS = {
     "no solution": "∅", "no solutions": "∅", "no real solution": "∅", "no real solutions": "∅",
     "all real numbers": "ℝ", "all reals": "ℝ", "dne": "does not exist",
 }  # fmt: skip
+_HOLES = re.compile(r"ℝ\s*(?:\\setminus|\\backslash|∖|-)\s*\\\{([^{}]*)\\\}")
 _CASES = re.compile(r"(?:([^=<>≤≥≠]{1,20})=)?\s*\\begin\{cases\}(.*)\\end\{cases\}")
 _CONGRUENCE = re.compile(  # `n \equiv 3 \pmod 7`
     r"(?:([a-zA-Z])\s*\\equiv)?([^\\=]*[^\\=(\s])\s*\(?\s*(?:\\mod|\bmod)\s*\{?\s*([1-9][0-9]{0,30})\s*\}?\s*\)?"
@@ -145,6 +156,11 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         return MathNode("list", "")
     if text == "ℝ":
         return MathNode("tuple", "()", (LOWEST, HIGHEST))
+    if holes := _HOLES.fullmatch(text):
+        left_out = read_answer(holes[1], depth + 1)
+        values = left_out.parts if left_out.kind == "list" else (left_out,)
+        name = MathNode("expression", "x")
+        return MathNode("conditions", "", tuple(MathNode("relation", "≠", (name, value)) for value in values))
     if (based := _read_base(TEXT_CONTENT.sub(r"\1", text))) is not None:
         return based
     if (number := read_quantity(text)) is not None:
@@ -202,8 +218,10 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
     if _is_words(text):
         words = _read_words(text)
         return read_answer(_SYNONYMS[words], depth + 1) if words in _SYNONYMS else MathNode("words", words)
-    unit = re.fullmatch(r"(.*[^\s])\s*\\text\{([^{}]*)\}(?:\^[23])?", text)
-    return MathNode("expression", unit[1]) if unit and not HEDGES.search(unit[2]) else plain
+    unit = re.fullmatch(r"(.*[^\s])\s*(\\text\{([^{}]*)\}(?:\^[23])?)", text)
+    if not unit or HEDGES.search(unit[3]):
+        return plain
+    return MathNode("expression", unit[1], unit=read_unit(unit[2]) or "")
 
 
 def _read_base(text: str) -> MathNode | None:

@@ -87,7 +87,7 @@ def read_quantity(text: str) -> Quantity | None:
         return None
     if scale := re.match(r"\s*(?:\\text\{\s*)?(hundred|thousand|million|billion|trillion)\b(.*)", rest, re.IGNORECASE):
         value, rest = value * 10 ** _SCALES[scale[1].lower()], scale[2].rstrip("}") if "{" not in scale[2] else scale[2]
-    unit = _read_unit(rest)
+    unit = read_unit(rest)
     if sign := found["currency"] or found["currency2"]:
         unit = None if unit is None else unit or _UNITS[sign]
     return None if unit is None else Quantity(value, unit)
@@ -145,7 +145,7 @@ def _evaluate(found: re.Match[str]) -> Fraction | None:
     return -value if part["sign"] == "-" else value
 
 
-def _read_unit(rest: str) -> str | None:
+def read_unit(rest: str) -> str | None:
     """The unit in what follows a number: "" for none or one that is not known, None if it is no unit."""
     glued = rest[:1].isalpha()
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", rest)

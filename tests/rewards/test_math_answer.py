@@ -235,6 +235,8 @@ def test_expressions_are_no_numbers(text):
         (r"(\pm1, \pm2)", "(1,2),(1,-2),(-1,2),(-1,-2)"),
         (r"f(x)=\begin{cases}x&x\ge0\\-x&x<0\end{cases}", r"\begin{cases}-x & \text{if } x<0\\x & x\ge0\end{cases}"),
         ("March 3", "March 3rd"),
+        (r"(-\infty,2)\cup(2,\infty)", r"\mathbb{R}\setminus\{2\}"),
+        ("1011_2", "1011_{(2)}"),
         (r"f^{-1}(x) = 2", "2"),
         (r"x \approx 3.14", "3.14"),
     ],
@@ -335,6 +337,9 @@ def test_answers_that_are_not(gold, predicted):
         ("7 = 11a + c", "11a + c", False),
         ("5_{a}", "5_{b}", False),
         ("|x| < 3", "x < 3", False),
+        (r"\sqrt{x^2}", "x", False),
+        (r"4\sqrt{3}\text{ cm}", r"4\sqrt3\text{ m}", False),
+        (r"4\sqrt{3}\text{ cm}", r"4\sqrt3", True),
         (r"2\operatorname{cis} 90^\circ", "2i", True),
     ],
 )
@@ -356,10 +361,10 @@ def test_few_wrong_answers_are_paid_and_few_right_ones_refused(name):
 @needs_math_verify
 @pytest.mark.slow
 def test_pairs_of_authors_of_other_graders_and_of_our_own():
-    """No wrong answer is paid. Refused are formulas, what is only near 11, an odd notation and two other forms."""
+    """No wrong answer is paid. Refused are formulas, what is only near 11, a determinant, units and other forms."""
     pairs = [pair for pair in read_pairs() if not pair[0].endswith("responses")]
     wrong = [(gold, one) for _, gold, one, equal in pairs if is_same_answer(gold, one) != equal]
-    expected = ["(1,1,1)", "10", "11", "1\\leq|z", "\\begin{", "\\begin{", "\\begin{"]
+    expected = ["(1,1,1)", "10", "11", "1\\leq|z", "3\\text{", *3 * ["\\begin{"], "\\frac{5"]
     assert sorted(gold[:7] for gold, _ in wrong) == expected, wrong
 
 
