@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -45,7 +46,7 @@ class HubError(ValueError):
 def is_hub_name(name: str) -> bool:
     """Whether ``name`` can be one of the hub. A path that exists is none, nor is `RUN/model`, which a run makes."""
     found = HUB_NAME.fullmatch(name)
-    return found is not None and not found["id"].endswith("/model") and not Path(name).exists()
+    return found is not None and not found["id"].endswith("/model") and not os.path.exists(name)
 
 
 def is_gguf(name: str) -> bool:
@@ -83,9 +84,9 @@ def find_directory(name: str) -> Path:
         return Path(name)
     repository, revision = split_name(name)
     reference = _cache_of(repository) / "refs" / revision
-    commit = reference.read_text().strip() if reference.is_file() else revision
+    commit = reference.read_text().strip() if os.path.isfile(reference) else revision
     directory = _cache_of(repository) / "snapshots" / commit
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise HubError(f"{name} is not in the cache {constants.HF_HUB_CACHE}, and there is no directory of this name")
     return directory
 

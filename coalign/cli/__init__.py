@@ -7,6 +7,7 @@ directories, `indexed.py` those on tokenised datasets.
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 
 import typer
@@ -55,11 +56,12 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        problem = _find_user_error(error)
-        if problem is None:
-            raise
         from coalign.config.secrets import hide_secrets
 
+        problem = _find_user_error(error)
+        if problem is None:
+            sys.stderr.write(hide_secrets("".join(traceback.format_exception(error))))
+            raise SystemExit(1) from None
         message = "\n".join([_describe(problem), *getattr(error, "__notes__", ())])
         typer.secho(f"error: {hide_secrets(message)}", fg="red", err=True)
         raise SystemExit(2) from error

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from coalign.cluster import stacks
@@ -24,7 +23,7 @@ from coalign.cluster.functions import name_of
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, Store
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
-from coalign.cluster.ray_space import check_ray_version
+from coalign.cluster.ray_space import check_ray
 from coalign.cluster.residency import Residency
 from coalign.cluster.worker import find_module_class
 from coalign.config.errors import ConfigError, ConfigProblem
@@ -308,7 +307,7 @@ def start_cluster(config: RunConfig, models: Mapping[str, ModelConfig] | None = 
         from coalign.cluster.local import LocalCluster  # imports this module
 
         return LocalCluster(config, models)
-    check_ray_version(version("ray"))
+    check_ray()
     from coalign.cluster.ray import RayCluster  # the extra [ray] is needed only here
 
     return RayCluster(config, models)

@@ -56,6 +56,7 @@ PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are fr
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2  # between two queries of the free devices
+GCS_SECONDS = 60.0  # how long Ray's control store (GCS) may take to say which nodes there are
 STACKS_SECONDS = 30.0  # how long the nodes may take to send the stacks of their processes
 STORE_SECONDS = 1800.0  # how long an object store may take to give or take a payload
 FULL_SECONDS = 120.0  # the same, while it can spill nothing more: Ray waits for ever for a payload that was not stored
@@ -287,8 +288,17 @@ class RayCluster(Cluster):
         return self._functions
 
     def stacks(self) -> dict[str, str]:
-        if not self._stack_files:
-            return super().stacks()
+        found = dict.fromkeys(self._stack_files, "the process has not started, or its node does not answer\n")
+        if self._stack_files:
+            asking = _begin(self._ask_nodes, "coalign-ray-stacks")  # Ray waits for its GCS without a limit
+            if concurrent.futures.wait([asking], 3 * STACKS_SECONDS).done:
+                found |= asking.result()
+            else:
+                found = dict.fromkeys(found, "Ray does not answer: its GCS or a raylet stands still\n")
+        return super().stacks() | found
+
+    def _ask_nodes(self) -> dict[str, str]:
+        """The stacks that the nodes send in time, by a process's name in errors."""
         ready, _ = ray.wait([*self._stack_files.values()], num_returns=len(self._stack_files), timeout=STACKS_SECONDS)
         nodes: dict[str, dict[str, StackFile]] = {}
         for where, reference in self._stack_files.items():
@@ -299,10 +309,10 @@ class RayCluster(Cluster):
         for node, files in nodes.items():
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
             answers.append(ray.remote(collect_stacks).options(num_cpus=0, scheduling_strategy=on_node).remote(files))
-        found = dict.fromkeys(self._stack_files, "the process has not started, or its node does not answer\n")
+        found: dict[str, str] = {}
         for answer in ray.wait(answers, num_returns=len(answers), timeout=STACKS_SECONDS)[0]:
             found |= ray.get(answer)
-        return super().stacks() | found
+        return found
 
     def _kill(self) -> None:
         """Also ends Ray itself if it was started here."""
@@ -370,7 +380,8 @@ def _end_in_time(end: Callable[[], None]) -> None:
     ending = start_thread(end, "coalign-ray-end")
     ending.join(LEAVE_SECONDS)
     if ending.is_alive():
-        log.warning("Ray did not end within %g s: a raylet does not answer; it ends with this process", LEAVE_SECONDS)
+        message = "Ray did not end within %g s: its GCS or a raylet does not answer; it ends with this process"
+        log.warning(message, LEAVE_SECONDS)
         atexit.unregister(ray.shutdown)  # it would wait again
 
 
@@ -393,11 +404,8 @@ def _measure_store(node: Mapping[str, Any]) -> StoreSpace:
     )
 
 
-def _use_store(action: Callable[[], Value]) -> Value:
-    """Put or get a payload. RayStoreError if the store is full, gone, or does not answer.
-
-    Ray's own deadlines do not hold while a raylet is stopped, so a thread acts and this one waits.
-    """
+def _begin(action: Callable[[], Value], name: str) -> concurrent.futures.Future[Value]:
+    """Call a function in a thread ``name``."""
     done: concurrent.futures.Future[Value] = concurrent.futures.Future()
 
     def work() -> None:
@@ -406,7 +414,16 @@ def _use_store(action: Callable[[], Value]) -> Value:
         except BaseException as error:
             done.set_exception(error)
 
-    start_thread(work, "coalign-ray-store")
+    start_thread(work, name)
+    return done
+
+
+def _use_store(action: Callable[[], Value]) -> Value:
+    """Put or get a payload. RayStoreError if the store is full, gone, or does not answer.
+
+    Ray's own deadlines do not hold while a raylet is stopped, so a thread acts and this one waits.
+    """
+    done = _begin(action, "coalign-ray-store")
     begun = time.monotonic()
     while True:
         if concurrent.futures.wait([done], LOOK_SECONDS).done:
@@ -415,7 +432,10 @@ def _use_store(action: Callable[[], Value]) -> Value:
             except (OutOfDiskError, ObjectStoreFullError) as full:
                 raise RayStoreError(_measure_store(_find_own_node()).describe()) from full
         seconds = time.monotonic() - begun
-        node = _find_own_node()
+        asking = _begin(_find_own_node, "coalign-ray-node")
+        if not concurrent.futures.wait([asking], GCS_SECONDS).done:
+            raise RayStoreError(f"Ray's control store (GCS) has not answered for {GCS_SECONDS:g} s: is it stopped?")
+        node = asking.result()
         where = f"the object store of Ray on node {node['NodeName']}"
         if not node["Alive"]:
             raise RayStoreError(f"{where} is lost: its raylet is stopped, has ended, or cannot be reached")

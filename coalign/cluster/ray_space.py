@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
@@ -64,6 +65,17 @@ class StoreSpace:
             f"{FULL_SHARE:.0%}). Free space there, or start Ray with more of it and set runtime.ray_address: "
             "`ray start --head --object-store-memory=BYTES --object-spilling-directory=DIRECTORY`"
         )
+
+
+def check_ray() -> None:
+    """Check that Ray is installed and can ask for a token. ImportError if it is missing, ValueError if it is older."""
+    try:
+        check_ray_version(version("ray"))
+    except PackageNotFoundError:
+        raise ImportError(
+            "runtime.cluster: this run needs ray (its models have several processes, or it says so), which is not "
+            "installed: pip install 'coalign[ray]'"
+        ) from None
 
 
 def check_ray_version(installed: str) -> None:

@@ -303,7 +303,16 @@ def _environment(name: str, *default: Any) -> Any:
     return default[0]
 
 
+def _environment_text(name: str, *default: Any) -> Any:
+    """``${oc.env:NAME,default}``: the variable's value as it is, which is OmegaConf's own but for what is a secret."""
+    if name in os.environ:
+        remember_secret(name, os.environ[name], os.environ[name])
+        return os.environ[name]
+    return _environment(name, *default)
+
+
 OmegaConf.register_resolver("env", _environment, replace=True)
+OmegaConf.register_resolver("oc.env", _environment_text, replace=True)
 
 
 def _without_nulls(value: Any, key: Key, schema: type[Section]) -> Any:
@@ -358,8 +367,8 @@ def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadConte
 
 
 def _exists(path: Path) -> bool:
-    """Whether the file exists, or any file that matches the pattern."""
-    return path.exists() or any(iglob(str(path), recursive=True))
+    """Whether the file exists, or any file that matches the pattern. A name that is too long is that of no file."""
+    return os.path.exists(path) or any(iglob(str(path), recursive=True))
 
 
 def _nowhere(text: str, required: InputPath, folder: Path) -> str:

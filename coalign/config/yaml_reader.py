@@ -92,6 +92,11 @@ def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
         raise ConfigError(
             [ConfigProblem((), f"is too long: {len(text)} characters, over {MAX_BYTES}", ConfigLocation(source))]
         )
+    if found := re.search("[\x85\u2028\u2029]", text):  # PyYAML would fold texts there, and count lines wrongly
+        code = f"{ord(found[0]):04X}"
+        message = f'holds the character U+{code}, which ends a line in YAML 1.1; write "\\u{code}" in double quotes'
+        place = ConfigLocation(source, text.count("\n", 0, found.start()) + 1)
+        raise ConfigError([ConfigProblem((), f"not valid YAML: {message}, or remove it", place)])
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -14,6 +14,7 @@ from pydantic import Field
 
 _MAX_NODES = 200
 _MAX_BITS = 512  # of an intermediate number
+_TOO_LARGE = "the number is too large"
 _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -53,9 +54,9 @@ def evaluate(expression: str) -> Fraction:
 
 def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and not isinstance(node.value, bool) and isinstance(node.value, int | float):
-        return _check_size(
-            Fraction(repr(node.value)) if math.isfinite(node.value) else _refuse("the number is too large")
-        )
+        if isinstance(node.value, float):
+            return _check_size(Fraction(repr(node.value)) if math.isfinite(node.value) else _refuse(_TOO_LARGE))
+        return _check_size(Fraction(node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
@@ -74,9 +75,9 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         try:
             return _check_size(Fraction(repr(float(base) ** float(exponent))))
         except (OverflowError, ValueError):
-            _refuse("the number is too large")
+            _refuse(_TOO_LARGE)
     if base not in (0, 1, -1) and _bits(base) * abs(exponent) > 2 * _MAX_BITS:
-        _refuse("the number is too large")
+        _refuse(_TOO_LARGE)
     return _check_size(base ** int(exponent))
 
 
@@ -85,7 +86,7 @@ def _bits(value: Fraction) -> int:
 
 
 def _check_size(value: Fraction) -> Fraction:
-    return value if _bits(value) <= _MAX_BITS else _refuse("the number is too large")
+    return value if _bits(value) <= _MAX_BITS else _refuse(_TOO_LARGE)
 
 
 def _refuse(why: str) -> NoReturn:

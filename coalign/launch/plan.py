@@ -36,12 +36,12 @@ from coalign.launch.validate import (
     check_functions_are_imported,
     check_guards,
     check_it_learns,
+    check_packages,
     check_repetition_penalty,
     check_reward_lengths,
     check_sections,
     check_template,
     check_token_limits,
-    check_trackers,
     check_transport,
     find_token_limit,
 )
@@ -156,7 +156,7 @@ def prepare(config: RunConfig) -> Plan:
         check_functions_are_imported(config)
         recipe.check(config, loss)
         check_sections(config, recipe)
-        check_trackers(config)
+        check_packages(config)
         environment = find_environment(config.rollout)
         check_environment(environment, config)
         check_template(environment, config)

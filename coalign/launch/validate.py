@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.base import choose_cluster, plan_slots
+from coalign.cluster.ray_space import check_ray
 from coalign.config.errors import suggest
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
@@ -93,8 +94,10 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _texts(item, f"{key}[{index}]")
 
 
-def check_trackers(config: RunConfig) -> None:
-    """Raise ImportError for a tracker whose client is not installed."""
+def check_packages(config: RunConfig) -> None:
+    """Raise ImportError for a tracker whose client is not installed, and for Ray where it is needed and missing."""
+    if choose_cluster(config) == "ray":
+        check_ray()
     for tracker in config.runtime.trackers:
         if find_spec(tracker.name) is None:
             raise ImportError(

@@ -32,6 +32,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from coalign.config.secrets import hide_secrets
 from coalign.files import Sink
 from coalign.report.step_line import RunTotals, format_fields, format_idle, format_number, format_seconds
 
@@ -202,10 +203,11 @@ class _LogHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = Text(self.format(record), style="dim")
+        said = hide_secrets(self.format(record))
+        text = Text(said, style="dim")
         if record.levelno >= logging.WARNING:
             style = "red" if record.levelno >= logging.ERROR else "yellow"
-            text = Text(f"{record.levelname.lower()}: {self.format(record)}", style=style)
+            text = Text(f"{record.levelname.lower()}: {said}", style=style)
         with suppress(OSError):  # the log file has it
             self._console.print(text, soft_wrap=True)
 

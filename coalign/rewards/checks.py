@@ -2,7 +2,7 @@
 
 A check that takes more processor time than it was given ends the process.
 
-It imports nothing of the package but `notation.py`, by its path, so that it starts fast and needs little memory.
+Of the package it loads only what compares answers, by its path, so that it starts fast and needs little memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_NEEDS = {"notation": ("quantity",), "region": ("notation",), "equality": ("region",)}  # which modules import which
 _MEMORY = 4 << 30  # bytes of address space
 _DIGITS = 40  # of the values at which two expressions are compared
 _NEAR = 1e-25  # relative difference of values that are the same
 # Variables are positive, as in most problems, except where a modulus would not show otherwise.
 _POINTS = ((0.7316, 0.2971, 1.3713), (17.6183, 22.3607, 5.7722), (4.1421, 12.5992, 20.9455))  # for free variables
+_CIS = re.compile(r"\\cis\s*(\([^()]*\)|\\frac\{[^{}]*\}\{[^{}]*\}|\{[^{}]*\}|[0-9.]*°?(?:\\[a-z]+|[a-z])?)")
 
 
 class AlgebraMissing(Exception):
@@ -33,7 +36,7 @@ class AlgebraMissing(Exception):
 
 def check_math(gold: str, predicted: str) -> bool:
     """Whether two mathematical answers are equal."""
-    return _load_notation().is_same(gold, predicted, _equal_expressions)
+    return _load("equality").is_same(gold, predicted, _equal_expressions)
 
 
 def check_literal(text: str) -> bool:
@@ -61,13 +64,16 @@ CHECKS: dict[str, Callable[..., bool | str | None]] = {
 }
 
 
-def _load_notation() -> ModuleType:
-    if "coalign_notation" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("coalign_notation", Path(__file__).with_name("notation.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["coalign_notation"]
+@cache
+def _load(name: str) -> ModuleType:
+    """Load a module of this folder by its path, under its name in the package but without the package itself."""
+    for needed in _NEEDS.get(name, ()):
+        _load(needed)
+    spec = importlib.util.spec_from_file_location(f"coalign.rewards.{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _equal_expressions(gold: Sequence[str], predicted: Sequence[str], relation: str) -> bool:
@@ -90,12 +96,14 @@ def _equal_expressions(gold: Sequence[str], predicted: Sequence[str], relation: 
     first, second = (left - right for left, right in sides)
     if first.free_symbols != second.free_symbols or not first.free_symbols:
         return False
-    values = list(zip(_sample(first), _sample(second), strict=False))
+    signs = (1, -1) if _has_modulus(first) or _has_modulus(second) else (1,)
+    values = [both for sign in signs for both in zip(_sample(first, sign), _sample(second, sign), strict=False)]
     if not values or any(abs(b) < _NEAR or abs(a) < _NEAR for a, b in values):
         return False
     ratios = [a / b for a, b in values]
-    constant = all(abs(ratio - ratios[0]) <= _NEAR * abs(ratios[0]) for ratio in ratios)
-    return constant and (relation == "=" or (abs(ratios[0].imag) < _NEAR and ratios[0].real > 0))
+    if not all(abs(ratio - ratios[0]) <= _NEAR * abs(ratios[0]) for ratio in ratios):
+        return False
+    return relation == "=" or (abs(ratios[0].imag) < _NEAR and ratios[0].real > 0)
 
 
 def _is_decimal(gold: str, predicted: str, sides: Sequence[Sequence[Any]]) -> bool:
@@ -103,7 +111,7 @@ def _is_decimal(gold: str, predicted: str, sides: Sequence[Sequence[Any]]) -> bo
     for text, value in ((gold, sides[1][0]), (predicted, sides[0][0])):
         if re.fullmatch(r"-?\s*[0-9,]*\.[0-9]+", text) and not value.free_symbols:
             exact = value.evalf(_DIGITS)
-            return bool(exact.is_Float) and _load_notation().is_rounded(Fraction(str(exact)), text)
+            return bool(exact.is_Float) and _load("quantity").is_rounded(Fraction(str(exact)), text)
     return False
 
 
@@ -114,6 +122,9 @@ def _parse(text: str) -> Any:
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    if re.search(r"[0-9)]\s*_", text):  # a base that is a variable, which the parser would leave out
+        return None
+    text = _CIS.sub(r"e^{i(\1)}", text)
     text = re.sub(r"([0-9.]+)°", r"{\\frac{\1\\pi}{180}}", text)
     if "\\" not in text:  # plain notation: sqrt(3)/3, a * b
         text = re.sub(r"\bsqrt\(([^()]*)\)", r"\\sqrt{\1}", text).replace("*", r"\cdot ")
@@ -132,18 +143,25 @@ def _parse(text: str) -> Any:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    import sympy
 
     if first == second:
         return True
     if first.free_symbols != second.free_symbols:
         return False
-    signs = (1, -1) if first.has(sympy.Abs) or second.has(sympy.Abs) else (1,)
+    signs = (1, -1) if _has_modulus(first) or _has_modulus(second) else (1,)
     for sign in signs:
         values = list(zip(_sample(first, sign), _sample(second, sign), strict=False))
         if not values or any(abs(a - b) > _NEAR * max(abs(a), abs(b)) for a, b in values):
             return False
     return True
+
+
+def _has_modulus(expression: Any) -> bool:
+    """Whether an expression holds `|x|`, or the root of a square, which is one."""
+    import sympy
+
+    roots = (power.base for power in expression.atoms(sympy.Pow) if power.exp.is_Rational and power.exp.q == 2)
+    return expression.has(sympy.Abs) or any(base.is_Pow and base.exp.is_even for base in roots)
 
 
 def _sample(expression: Any, sign: int = 1) -> list[Any]:

@@ -1,7 +1,7 @@
 """The math reward: reads the final answer out of a worked solution and compares it with the ground truth.
 
 It does not grade the reasoning, and it does not compute: `2+2` is not accepted for 4, so a model earns nothing by
-restating the problem. `notation.py` says what makes two answers equal.
+restating the problem. `equality.py` says what makes two answers equal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import re
 
 from coalign.rewards.checker import AT_ONCE, check
-from coalign.rewards.notation import LONGEST, is_same
+from coalign.rewards.equality import is_same
+from coalign.rewards.notation import LONGEST
 from coalign.rewards.rules import read_truth
 from coalign.types import Sample
 

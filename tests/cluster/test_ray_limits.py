@@ -38,14 +38,14 @@ def start():
 """
 
 
-def run_driver(program: str, **environment: str) -> str:
-    """Run a driver of Ray in a process of its own; what it wrote. It must end by itself, with 0."""
+def run_driver(program: str, codes: tuple[int, ...] = (0,), **environment: str) -> str:
+    """Run a driver of Ray in a process of its own; what it wrote. It must end by itself, with one of ``codes``."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "200"}
     env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"} | environment
     done = subprocess.run(
         [sys.executable, "-c", START + program], env=env, capture_output=True, text=True, timeout=500, cwd=ROOT
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in codes, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -60,6 +60,13 @@ try:
     kept = [cluster.put(big) for _ in range(20)]
 except RayStoreError as error:
     print("driver:", error)
+ray_cluster.LOOK_SECONDS, ray_cluster.FULL_SECONDS = 0.5, 1.0  # by default 120 s
+begun = time.monotonic()
+try:
+    ray_cluster._use_store(lambda: time.sleep(300))  # a payload that never comes
+except RayStoreError as error:
+    print("reader:", error)
+print("seconds:", time.monotonic() - begun)
 cluster.shutdown()
 """
 
@@ -67,10 +74,11 @@ cluster.shutdown()
 def test_a_store_that_is_full_is_named_where_it_is_written(tmp_path):
     """Ray itself says nothing of a worker's result that it could not store: who reads it waits for ever."""
     output = run_driver(FULL, RAY_local_fs_capacity_threshold="0.0001")
-    for where in ("worker: judge.generate failed in judge, replica 0: RayStoreError: ", "driver: "):
+    for where in ("worker: judge.generate failed in judge, replica 0: RayStoreError: ", "driver: ", "reader: "):
         [line] = [line for line in output.splitlines() if line.startswith(where)]
         assert "is full: its 80 MiB of memory are in use" in line and "--object-store-memory=BYTES" in line
         assert "were spilled to /" in line
+    assert 1.0 < float(output.partition("seconds: ")[2].split()[0]) < 60.0
 
 
 SPILL = """
@@ -122,6 +130,49 @@ def test_a_raylet_that_stands_still_ends_the_run_with_its_name(what, message):
     output = run_driver(STOP, WHAT=what, **{f"RAY_health_check_{key}": value for key, value in patience.items()})
     assert message in output.partition("ended: ")[2].partition("seconds to the error")[0]
     assert "Ray did not end within 5 s" in output
+    wait_gone([int(pid) for pid in output.partition("family: ")[2].partition("\n")[0].split()])
+
+
+STOP_GCS = """
+ray_cluster.LEAVE_SECONDS = ray_cluster.LOOK_SECONDS = ray_cluster.GCS_SECONDS = ray_cluster.STACKS_SECONDS = 1.0
+cluster, judge = start()
+cluster.deadlines.limit = 3.0  # as runtime.call_timeout
+family = psutil.Process().children(recursive=True)
+[gcs] = [process for process in family if process.name() == "gcs_server"]
+[worker] = [process for process in family if ":judge:" in process.name() or ":judge:" in process.cmdline()[0]]
+judge.process().result()
+gcs.suspend()
+judge.process().result()
+cluster.put(big)
+print("answered")
+worker.suspend()
+begun = time.monotonic()
+for name, what in (
+    ("call", lambda: judge.process().result()), ("read", lambda: ray_cluster._use_store(lambda: time.sleep(300)))
+):
+    try:
+        what()
+    except Exception as error:
+        print(f"{name}:", error)
+print("stacks:", *cluster.stacks().values())
+cluster.shutdown()
+print("seconds:", time.monotonic() - begun)
+print("family:", *[process.pid for process in family if "Agent" not in process.name()])
+"""
+
+
+def test_a_control_store_that_stands_still_holds_nothing_up():
+    """Calls and batches need it not; what waits for it has a deadline, and so has the report of a stall.
+
+    Ray's threads, which still wait for it, may crash when the interpreter has ended.
+    """
+    output = run_driver(STOP_GCS, codes=(0, -11))
+    assert "answered" in output
+    assert "call: judge.process failed in judge, replica 0: TimeoutError: no answer within 3 s" in output
+    assert "read: Ray's control store (GCS) has not answered for 1 s" in output
+    assert "Ray does not answer: its GCS or a raylet stands still" in output
+    assert "Ray did not end within 1 s" in output
+    assert float(output.partition("seconds: ")[2].split()[0]) < 60.0
     wait_gone([int(pid) for pid in output.partition("family: ")[2].partition("\n")[0].split()])
 
 

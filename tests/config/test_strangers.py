@@ -1,5 +1,6 @@
 """Files of strangers: YAML that would never end, names of code; and secrets that would be written down."""
 
+import io
 import json
 import logging
 import os
@@ -9,7 +10,9 @@ import sys
 import pytest
 import yaml
 from hypothesis import strategies as st
+from rich.console import Console
 
+from coalign import cli
 from coalign.commands.resumable import fingerprint_settings
 from coalign.config import ConfigError, dump, load, load_section
 from coalign.config.functions import bind, refuse_code, resolve
@@ -18,6 +21,7 @@ from coalign.config.secrets import hide_secrets
 from coalign.config.yaml_reader import parse
 from coalign.data.sources import BadRow, JsonLines
 from coalign.files import RecordFile, RecordHandler
+from coalign.report.display import Display
 from coalign.rewards.http.remote import Remote
 from tests.config.conftest import recipe_defaults
 from tests.fuzzing import CASES, JSON, damage, try_cases
@@ -53,6 +57,8 @@ LADDER = "a: &a0 [x]\n" + "".join(f"b{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
         ('a: "\\UFFFFFFFF"', "not valid YAML"),
         ("%YAML " + "9" * 5000 + ".1\n---\na: 1", "not valid YAML"),
         ("a: " + "x" * 5_000_000, "too long"),
+        ("a: 1\nb: 'x\x85y'\nc: 2", r"run.yaml:2: .*U\+0085.*write \"\\u0085\" in double quotes"),
+        ("# a note\u2028\na: 1", r"run.yaml:1: .*U\+2028"),
     ],
     ids=[
         "aliases",
@@ -68,6 +74,8 @@ LADDER = "a: &a0 [x]\n" + "".join(f"b{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
         "character",
         "version",
         "size",
+        "next line",
+        "line separator",
     ],
 )
 def test_a_bomb_is_refused_at_once_with_its_place(text, message):
@@ -149,6 +157,42 @@ def test_the_value_of_a_secret_is_not_in_the_log_of_a_run(run, here, monkeypatch
     handler = RecordHandler(RecordFile(here / "log.txt"), hide_secrets)
     handler.handle(logging.makeLogRecord({"msg": "https://x/%s failed", "args": ("hunter2-hunter2",)}))
     assert "https://x/${env:MY_API_KEY} failed" in (here / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("reference", ["${env:MY_API_KEY}", "${oc.env:MY_API_KEY}"])
+def test_the_value_of_a_secret_is_in_no_file_log_or_screen(run, here, monkeypatch, reference):
+    monkeypatch.setenv("MY_API_KEY", "hunter2/hunter2")
+    monkeypatch.setenv("WANDB_API_KEY", "swordfish-swordfish")  # which wandb's client reads by itself
+    config = run(f"{{algorithm: grpo, output: 'x/{reference}'}}")
+    assert str(config.output).endswith("hunter2/hunter2")
+    screen = Console(file=io.StringIO(), width=200)
+    record = logging.makeLogRecord(
+        {"levelno": logging.ERROR, "levelname": "ERROR", "msg": "%s, %s and %s failed"}
+        | {"args": ("hunter2/hunter2", "https://x?key=hunter2%2Fhunter2", "swordfish-swordfish")}
+    )
+    Display(err=screen).handler().handle(record)
+    RecordHandler(RecordFile(here / "log.txt"), hide_secrets).handle(record)
+    for text in (dump(config), screen.file.getvalue(), (here / "log.txt").read_text()):
+        assert "hunter2" not in text and "swordfish" not in text and "${env:MY_API_KEY}" in text
+
+
+def test_the_value_of_a_secret_is_in_no_traceback_of_a_command(run, monkeypatch, capsys):
+    monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2")
+    run("{algorithm: grpo, output: '${oc.env:MY_API_KEY}'}")
+
+    def fail():
+        raise RuntimeError("no hunter2-hunter2 there")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and "RuntimeError: no ${env:MY_API_KEY} there" in said and "hunter2" not in said
+
+
+def test_a_path_that_is_too_long_is_that_of_no_file(complaint):
+    text = f"{{algorithm: grpo, data: {{train: {'x' * 300}}}, models: {{policy: {{load: {'y' * 300}}}}}}}"
+    assert "data.train.path: " in (said := complaint(text)) and "models.policy.load: " in said
 
 
 def test_what_is_short_or_named_like_no_secret_is_shown(run, monkeypatch):

@@ -237,6 +237,7 @@ def test_values_are_exact():
         "",
         "2 +",
         "1j",
+        pytest.param("9" * 400, id="400 digits"),
     ],
 )
 def test_the_calculator_refuses_everything_else_at_once(expression):

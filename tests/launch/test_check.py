@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 
 import pytest
 
 from coalign import cli, load_config
+from coalign.cluster import ray_space
+from coalign.cluster.base import start_cluster
 from coalign.config.functions import resolve_class
 from coalign.config.schema import TrackerConfig
 from coalign.launch import validate
@@ -150,6 +153,19 @@ def test_a_tracker_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(validate, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"runtime\.trackers has 'mlflow', .*pip install 'coalign\[mlflow\]'"):
         check(config, Display())
+
+
+def test_ray_that_is_missing_is_named(tmp_path, monkeypatch):
+    def find_none(name):
+        raise PackageNotFoundError(name)
+
+    config = configured(tmp_path, "trainer", {})
+    runtime = config.runtime.model_copy(update={"cluster": "ray"})
+    monkeypatch.setattr(ray_space, "version", find_none)
+    for start in (lambda one: check(one, Display()), start_cluster):
+        with pytest.raises(ImportError, match=r"runtime\.cluster: .*pip install 'coalign\[ray\]'$") as error:
+            start(config.model_copy(update={"runtime": runtime}))
+        assert not isinstance(error.value, ModuleNotFoundError)  # which the command line shows with a traceback
 
 
 @pytest.mark.parametrize("error", [ImportError, NotImplementedError, ValueError])

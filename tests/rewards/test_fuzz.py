@@ -17,9 +17,10 @@ from coalign import rewards
 from coalign.rewards.calls import RewardFailure, RewardFunction, read_outcomes
 from coalign.rewards.choice import find_choice
 from coalign.rewards.code import extract_code
+from coalign.rewards.equality import is_same
 from coalign.rewards.judge_questions import Pairwise, Pointwise
 from coalign.rewards.math_answer import find_answer, is_same_answer
-from coalign.rewards.notation import LONGEST, is_same, read_answer, simplify_notation
+from coalign.rewards.notation import LONGEST, read_answer, simplify_notation
 from tests.rewards.samples import sample
 
 SECONDS = 2.0  # of processor time for a text of this file; usual ones take a millisecond

@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.graders import make_right, make_wrong, read_answers, read_pairs
 from coalign.rewards import math as math_reward
+from coalign.rewards.equality import is_same
 from coalign.rewards.math_answer import find_answer, is_same_answer
-from coalign.rewards.notation import is_same, read_answer, simplify_notation
+from coalign.rewards.notation import read_answer, simplify_notation
 from tests.gsm8k import DIRECTORY, needs_gsm8k
 from tests.rewards.samples import sample
 
@@ -223,6 +224,19 @@ def test_expressions_are_no_numbers(text):
         ("3:15 p.m.", "3:15 PM"),
         ("5:2", r"5 \text{ to } 2"),
         ("P(2, 5)", "(2, 5)"),
+        ("(4, 9]", r"x>4 \text{ and } x\le 9"),
+        (r"(\sqrt2, 3)", r"x < 3 \text{ and } x > \sqrt2"),
+        (r"(-\infty,4)\cup[9,\infty)", "x<4, x≥9"),
+        (r"[0,1)\cup(1,3]", r"0\le x\le 3, x\ne 1"),
+        (r"(0,1)\cup(2,3)", r"0<x<1 \text{ or } 2<x \text{ and } x<3"),
+        (r"\emptyset", r"x<4 \text{ and } x\ge 9"),
+        (r"x\in(-1,1]", r"\left]-1,1\right]"),
+        (r"n \equiv 3 \pmod{7}", r"10 \pmod 7"),
+        (r"(\pm1, \pm2)", "(1,2),(1,-2),(-1,2),(-1,-2)"),
+        (r"f(x)=\begin{cases}x&x\ge0\\-x&x<0\end{cases}", r"\begin{cases}-x & \text{if } x<0\\x & x\ge0\end{cases}"),
+        ("March 3", "March 3rd"),
+        (r"(-\infty,2)\cup(2,\infty)", r"\mathbb{R}\setminus\{2\}"),
+        ("1011_2", "1011_{(2)}"),
         (r"f^{-1}(x) = 2", "2"),
         (r"x \approx 3.14", "3.14"),
     ],
@@ -283,6 +297,15 @@ def test_answers_that_are_equal(gold, predicted):
         (r"\textbf{(C)}\ 12", r"\textbf{(C)}\ 13"),
         ("3:15 p.m.", "3:15 AM"),
         ("P(2, 5)", "Q(2, 5)"),
+        (r"x<4 \text{ or } x\ge 9", r"x<4 \text{ and } x\ge 9"),
+        (r"(-\infty,4)\cup[9,\infty)", "x<4 and x≥9"),
+        ("(4, 9]", r"x>4 \text{ or } x\le 9"),
+        ("5_{a}", "5_{b}"),
+        ("2^{10}", "2^{1}0"),
+        (r"(\pm1, \pm2)", "(1,2),(-1,-2)"),
+        (r"n \equiv 3 \pmod{7}", r"3 \pmod 8"),
+        (r"x\in(-1,1]", r"\left]-1,1\right["),
+        (r"\begin{cases}x&x\ge0\\-x&x<0\end{cases}", r"\begin{cases}x&x\ge0\\x&x<0\end{cases}"),
     ],
 )
 def test_answers_that_are_not(gold, predicted):
@@ -312,6 +335,12 @@ def test_answers_that_are_not(gold, predicted):
         (r"\cos 60^\circ + x", r"x + \frac12", True),
         (r"(\sqrt2, \sqrt3)", r"(\sqrt3, \sqrt2)", False),
         ("7 = 11a + c", "11a + c", False),
+        ("5_{a}", "5_{b}", False),
+        ("|x| < 3", "x < 3", False),
+        (r"\sqrt{x^2}", "x", False),
+        (r"4\sqrt{3}\text{ cm}", r"4\sqrt3\text{ m}", False),
+        (r"4\sqrt{3}\text{ cm}", r"4\sqrt3", True),
+        (r"2\operatorname{cis} 90^\circ", "2i", True),
     ],
 )
 def test_expressions(gold, predicted, expected):
@@ -332,10 +361,10 @@ def test_few_wrong_answers_are_paid_and_few_right_ones_refused(name):
 @needs_math_verify
 @pytest.mark.slow
 def test_pairs_of_authors_of_other_graders_and_of_our_own():
-    """No wrong answer is paid. Refused are formulas, what is only near 11, an odd notation and two other forms."""
+    """No wrong answer is paid. Refused are formulas, what is only near 11, a determinant, units and other forms."""
     pairs = [pair for pair in read_pairs() if not pair[0].endswith("responses")]
     wrong = [(gold, one) for _, gold, one, equal in pairs if is_same_answer(gold, one) != equal]
-    expected = ["(1,1,1)", "(1,8)", "10", "11", "1\\leq|z", "\\begin{", "\\begin{"]
+    expected = ["(1,1,1)", "10", "11", "1\\leq|z", "3\\text{", *3 * ["\\begin{"], "\\frac{5"]
     assert sorted(gold[:7] for gold, _ in wrong) == expected, wrong
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
+from coalign.config.secrets import remember_secret
 from coalign.rewards.calls import GiveUp
 from coalign.services import ServiceError
 
@@ -102,6 +103,7 @@ def _authorization(name: str, variable: str | None) -> dict[str, str]:
         raise ValueError(
             f"{name}: api_key_env is {variable!r}, and the worker has no environment variable of that name"
         )
+    remember_secret(variable, os.environ[variable], os.environ[variable])
     return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
