@@ -232,6 +232,11 @@ class TrainableModule(Module):
         """The most tokens of one micro-batch; ``longest``: tokens of the longest unit that cannot be cut."""
         return self.config.max_tokens_per_micro
 
+    def describe_routing(self) -> Stats:
+        """Statistics of the routers since the last call (coalign.algorithms.routing); none without experts. A
+        collective."""
+        return {}
+
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """The ``sum`` or ``max`` of each value over the ranks of this model."""
         return list(values)
@@ -282,7 +287,8 @@ class TrainableModule(Module):
         ``batch`` is: each adds ``ptx_coef`` times the mean negative log-likelihood of its tokens (2203.02155, eq. 2).
 
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained, the
-        loss's own statistics as loss/<name>, and loss/ptx; loss/not_finite counts updates skipped for their gradient.
+        loss's own statistics as loss/<name>, and loss/ptx; loss/not_finite counts updates skipped for their gradient;
+        with experts, router/<name> (coalign.algorithms.routing).
         """
         name = self.context.model
         if self.config.frozen:
@@ -343,7 +349,7 @@ class TrainableModule(Module):
         }
         if not finite:
             step["loss/not_finite"] = Total(first)
-        return merge_stats([step, *seen])
+        return merge_stats([step, self.describe_routing(), *seen])
 
     def _mix_in(self, batch: Batch, coef: float) -> Stats:
         """Add the gradient of ``coef`` times the mean negative log-likelihood per token, at temperature 1."""

@@ -106,7 +106,12 @@ def test_check_refuses_settings_as_setup_does(tmp_path, model, changes, message)
 @pytest.mark.parametrize(
     ("model", "module", "family", "message"),
     [
-        ("trainer", "fsdp", EXPERTS | {"output_router_logits": True}, "sets `output_router_logits: true`.* to false"),
+        (
+            "trainer",
+            "fsdp",
+            EXPERTS | {"output_router_logits": True},
+            "sets `output_router_logits: true`.* set models.trainer.router_aux",
+        ),
         ("trainer", "fsdp", {"family": "nemotron"}, "NemotronAttention cannot compute packed sequences"),
         ("trainer", "fsdp", {"family": "gptj"}, "`gptj` does not call transformers' attention interface"),
         (

@@ -218,6 +218,11 @@ class ModelConfig(Section):
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per batch (PPO mini-batches)."""
     epochs_per_batch: PositiveInt = 1
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Trainers with experts: factor of the loss that balances their load (2101.03961), over all tokens of an update.
+    With several micro-batches it costs a forward of its own, which counts the tokens of each expert."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Trainers with experts: factor of the loss that keeps the routers' logits small (2202.08906)."""
     learns_after: NonNegativeInt = 0
     """Steps of the run before this model starts to learn (a policy, while its value model warms up)."""
     optimizer: OptimizerConfig = OptimizerConfig()
