@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from coalign.types import Stat, Stats
 UNKNOWN = -1  # in a column of experts: not recorded, so the router chooses itself
 
 
-class _Choice(TorchFunctionMode):
+class ExpertChoice(TorchFunctionMode):
     """Reads what a router chooses of ``experts`` by topk, and replaces it by ``given`` i64[T, k]."""
 
     def __init__(self, experts: int, given: Tensor | None) -> None:
@@ -89,7 +90,7 @@ class Routers:
     def _route(self, layer: int, index: int, experts: int, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         if not self._watching and self._given is None:
             return forward(*args, **kw)
-        choice = _Choice(experts, None if self._given is None else self._given[:, layer].long())
+        choice = ExpertChoice(experts, None if self._given is None else self._given[:, layer].long())
         with choice:
             out = forward(*args, **kw)
         logits = out[index] if isinstance(out, tuple) else out
@@ -112,6 +113,19 @@ class Routers:
         return torch.stack([count_choices(chosen, self.weights, logits.shape[1]) for chosen, logits in pairs]).detach()
 
 
+@dataclass(frozen=True, slots=True)
+class RouterCoefficients:
+    """Factors of the routers' losses. They are means over ``layers``, and over all ``tokens`` of an update."""
+
+    aux_loss: float
+    z_loss: float
+    layers: int
+    tokens: float
+
+    def __bool__(self) -> bool:
+        return bool(self.aux_loss or self.z_loss)
+
+
 class RouterTotals:
     """What the routers did in an update: counts f64[L, E] of tokens, and the values of their losses."""
 
@@ -122,23 +136,22 @@ class RouterTotals:
     def add_counts(self, counts: Tensor) -> None:
         self.counts = counts if self.counts is None else self.counts + counts
 
-    def compute_loss(
-        self, routers: Routers, counts: Tensor, tokens: float, coefficients: Mapping[str, float]
-    ) -> Tensor | float:
-        """Return the last forward's part of the routers' losses, as means over the layers. ``counts`` f64[L, E] and
-        ``tokens`` are those of the whole update. ``coefficients``: of `aux_loss` and `z_loss`."""
-        weights, total = routers.weights.to(torch.float32), 0.0
-        for name, coefficient in coefficients.items():
-            if not coefficient:
-                continue
-            parts = [
-                balance_loss(logits, weights, own, tokens) if name == "aux_loss" else z_loss(logits, weights, tokens)
-                for logits, own in zip(routers.logits, counts, strict=True)
-            ]
-            value = torch.stack(parts).mean()
-            self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
-            total = total + coefficient * value
+    def compute_loss(self, logits: Tensor, weights: Tensor, counts: Tensor, factors: RouterCoefficients) -> Tensor:
+        """Return one layer's part of the losses for the tokens of ``logits`` [T, E]. ``counts`` f64[E] are those of the
+        whole update."""
+        weights, total = weights.to(logits.device, torch.float32), torch.zeros((), device=logits.device)
+        if factors.aux_loss:
+            value = balance_loss(logits, weights, counts.to(logits.device), factors.tokens) / factors.layers
+            self._note("aux_loss", value)
+            total = total + factors.aux_loss * value
+        if factors.z_loss:
+            value = z_loss(logits, weights, factors.tokens) / factors.layers
+            self._note("z_loss", value)
+            total = total + factors.z_loss * value
         return total
+
+    def _note(self, name: str, value: Tensor) -> None:
+        self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
 
     def describe(self, add_up: Callable[[Tensor], Tensor]) -> Stats:
         """Return the statistics of the update, and begin another. ``add_up`` adds values over the ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.conformance.backends import DEEPSPEED, MEGATRON, Backend, build, on_ranks
 from tests.conformance.layouts import MODELS, batch, share
@@ -15,6 +14,12 @@ FSDP = [
     Backend("experts", "fsdp", 2, {"expert_parallel": 2}),
     Backend("layers", "fsdp", 2, {"tensor_parallel": 2}),
     Backend("rows", "fsdp", 2, {"context_parallel": 2}),
+]
+MEGATRONS = [
+    Backend("megatron", "megatron", 2),
+    Backend("layers", "megatron", 2, {"tensor_parallel": 2}),
+    Backend("stages", "megatron", 2, {"pipeline_parallel": 2, "activation_checkpointing": "full"}),
+    Backend("experts", "megatron", 2, {"expert_parallel": 2}),
 ]
 ZERO = [Backend(f"deepspeed-{stage}", "deepspeed", 2, {"deepspeed": {"stage": stage}}) for stage in (2, 3)]
 
@@ -33,6 +38,7 @@ def train(rank, port, backends, path, rows):
     "backends",
     [
         pytest.param(FSDP, id="fsdp"),
+        pytest.param(MEGATRONS, id="megatron", marks=[MEGATRON, pytest.mark.backends]),
         pytest.param(ZERO, id="deepspeed", marks=[DEEPSPEED, pytest.mark.backends]),
     ],
 )

@@ -39,7 +39,7 @@ from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout, pack
 from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
-from coalign.backends.routers import Routers, RouterTotals
+from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory import get_storage
@@ -141,11 +141,10 @@ class HuggingFaceModule(TrainableModule):
         backward. If this rank has several micro-batches, they are counted by a forward of their own.
         """
         routers, own = self.model.routers, self.config
-        coefficients = {"aux_loss": own.router_aux_loss_coef, "z_loss": own.router_z_loss_coef}
-        tokens = sum(micro.tokens_total for micro in micros if micro is not IDLE)
-        (total,) = self.all_reduce([float(tokens)]) if any(coefficients.values()) else (0.0,)
+        (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
+        factors = RouterCoefficients(own.router_aux_loss_coef, own.router_z_loss_coef, len(routers.found), tokens)
         everything: Tensor | None = None
-        if own.router_aux_loss_coef and len(micros) > 1:
+        if factors.aux_loss and len(micros) > 1:
             devices = [] if self.device.type == "cpu" else [self.device]
             with torch.no_grad(), torch.random.fork_rng(devices):  # the same dropout as in training
                 everything = self._add_up(torch.stack([self._count_choices(micro, needs) for micro in micros]).sum(0))
@@ -155,10 +154,11 @@ class HuggingFaceModule(TrainableModule):
                 return value
             here = routers.count()
             self.routing.add_counts(here)
-            if not total:
-                return value
-            counts = self._add_up(here) if everything is None else everything
-            return value + self.routing.compute_loss(routers, counts, total, coefficients)
+            if factors:
+                counts = self._add_up(here) if everything is None else everything
+                for logits, own in zip(routers.logits, counts, strict=True):
+                    value = value + self.routing.compute_loss(logits, routers.weights, own, factors)
+            return value
 
         return add
 
