@@ -1,8 +1,11 @@
-"""Losses and statistics of routers over ranks: those of one process, whatever is cut."""
+"""Losses, statistics and replay of routers over ranks: those of one process, whatever is cut."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.conformance.backends import DEEPSPEED, MEGATRON, Backend, build, on_ranks
 from tests.conformance.layouts import MODELS, batch, share
@@ -28,8 +31,12 @@ def train(rank, port, backends, path, rows):
     found = []
     for i, backend in enumerate(backends):
         module = build(backend, path, rank=rank, port=port + i, max_tokens_per_micro=60, **COEFFICIENTS)
-        stats = [module.train_step(share(rows, module)) for _ in range(2)]
-        found.append([{name: s[name].value for name in s if "router" in name or "norm" in name} for s in stats])
+        module.context = replace(module.context, routing_replay=True)
+        part = share(rows, module)
+        given = module.forward_step(part, into="old_logprobs")["old_logprobs"][part["loss_mask"]]
+        stats = [module.train_step(each) for each in (part.without("routed_experts"), part)]
+        values = [{name: s[name].value for name in s if "router" in name or "norm" in name} for s in stats]
+        found.append((module.config.shares(backend.ranks)[rank], given, values))
         module.close()
     return found
 
@@ -45,10 +52,16 @@ def train(rank, port, backends, path, rows):
 def test_losses_of_routers_do_not_depend_on_ranks(backends, tmp_path, subtests):
     path = str(tiny_model_dir(tmp_path / "moe", **MODELS["moe"], initializer_range=0.2))
     rows = batch(path)
-    [expected] = train(0, 0, [Backend("alone", "fsdp")], path, rows)
+    place = torch.arange(rows.tokens_total) - rows.offsets[rows.segment]  # a prompt has the same experts in its group
+    scores = torch.rand(int(rows.lengths.max()), 2, 4, generator=torch.Generator().manual_seed(0))
+    rows = rows.with_(routed_experts=scores.topk(2, -1).indices.to(torch.int16)[place])
+    [(_, logprobs, expected)] = train(0, 0, [Backend("alone", "fsdp")], path, rows)
     assert expected[0].keys() >= {"router/aux_loss", "router/z_loss", "router/max_load"}
-    for told in on_ranks(2, train, tmp_path, backends, path, rows):
-        for backend, found in zip(backends, told, strict=True):
-            with subtests.test(backend.name):
+    told = on_ranks(2, train, tmp_path, backends, path, rows)
+    for number, backend in enumerate(backends):
+        with subtests.test(backend.name):
+            shares = {share: given for share, given, _ in (each[number] for each in told)}
+            torch.testing.assert_close(torch.cat([shares[i] for i in sorted(shares)]), logprobs, rtol=0, atol=2e-5)
+            for _, _, found in (each[number] for each in told):
                 for step, want in zip(found, expected, strict=True):
                     assert step == pytest.approx(want, rel=1e-4)

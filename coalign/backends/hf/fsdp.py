@@ -72,6 +72,13 @@ class HuggingFaceModule(TrainableModule):
         check_routers(packed.routers, config, name)
 
     @classmethod
+    def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
+        model = PackedModel(pretrained.build_skeleton(config, name=name))
+        model.check()
+        if reason := find_hidden_routers(model.routers, config):
+            raise ValueError(f"rollout.routing_replay is true, and models.{name} cannot replay: {reason}")
+
+    @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
         """Raises ValueError for what ``model``, with or without weights, cannot do as ``config`` says."""
         asked = getattr(model.config.get_text_config(), "output_router_logits", False)
@@ -267,9 +274,13 @@ def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
     """Raises ValueError for keys about routers that a model cannot follow."""
     keys = ("router_aux_loss_coef", "router_z_loss_coef")
     wanted = None if config.frozen else next((key for key in keys if getattr(config, key)), None)
-    if wanted and (routers.unfit or config.compile):
-        reason = routers.unfit or "layers that are compiled do not show their routers (compile: true)"
+    if wanted and (reason := find_hidden_routers(routers, config)):
         raise ValueError(f"models.{name}.{wanted} is {getattr(config, wanted)}: {reason}")
+
+
+def find_hidden_routers(routers: Routers, config: ModelConfig) -> str | None:
+    """Why the routers of a model cannot be watched; None if they can."""
+    return routers.unfit or ("layers that are compiled do not show their routers (compile)" if config.compile else None)
 
 
 def widest_output(model: PreTrainedModel) -> int:

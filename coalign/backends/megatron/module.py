@@ -68,6 +68,11 @@ class MegatronModule(TrainableModule):
             raise ValueError(f"models.{name}.{wanted[0]} is {getattr(config, wanted[0])}: the model has no experts")
 
     @classmethod
+    def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
+        if not partition_weights(config, config.processes).layout.config.num_moe_experts:
+            raise ValueError(f"rollout.routing_replay is true, and models.{name} has no experts; leave it out")
+
+    @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         require_package("megatron", "megatron-core", SUPPORTED, "megatron", "megatron-core")
         from coalign.backends.megatron import build
