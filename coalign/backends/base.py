@@ -91,8 +91,8 @@ class Module:
         context says (`routing_replay`). No weights are read."""
         raise ValueError(
             f"rollout.routing_replay is true, and models.{name}.module, `{config.module}`, cannot record or replay the "
-            "experts of tokens; leave it out, or use `native` or `vllm` for a policy and `fsdp`, `deepspeed` or "
-            "`megatron` for its trainer"
+            "experts of tokens; leave it out, or use `native` for the policy and `fsdp`, `deepspeed` or `megatron` for "
+            "its trainer"
         )
 
     @classmethod

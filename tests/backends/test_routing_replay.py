@@ -5,15 +5,19 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from coalign import load_config
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.engines.transformers.engine import TransformersModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.launch.check import check
+from coalign.report.display import Display
 from coalign.roles import Context
 from tests.backends.batches import rollout
 from tests.backends.test_routers import FAMILIES, paths  # noqa: F401  (a fixture)
+from tests.runs import metrics, run, settings
 from tests.tiny import tiny_model_dir
 
 LAYERS, CHOSEN = 2, 2  # of the tiny Qwen3-MoE
@@ -73,12 +77,12 @@ def compute_by_hand(path: str, batch: Batch) -> tuple[torch.Tensor, AutoModelFor
     return torch.cat(found), model
 
 
-@pytest.mark.parametrize("settings", [{}, {"share_prefix": False}, {"activation_checkpointing": "full"}])
-def test_given_experts_are_used_as_by_hand(paths, settings):  # noqa: F811
+@pytest.mark.parametrize("keys", [{}, {"share_prefix": False}, {"activation_checkpointing": "full"}])
+def test_given_experts_are_used_as_by_hand(paths, keys):  # noqa: F811
     path, batch = paths("qwen3_moe"), given(rollout((5, 9), 3))
     batch = batch.with_(advantages=torch.ones(batch.tokens_total)).without("rollout_logprobs")
     expected, model = compute_by_hand(path, batch)
-    own = trainer(path, **settings)
+    own = trainer(path, **keys)
     torch.testing.assert_close(logprobs(own, batch), expected.detach(), rtol=1e-6, atol=1e-6)
     assert float((logprobs(trainer(path, replay=False), batch) - expected.detach()).abs().mean()) > 1e-3
     (-expected.mean()).backward()
@@ -151,3 +155,34 @@ def test_experts_of_another_model_are_refused(paths):  # noqa: F811
         logprobs(own, batch.with_(routed_experts=batch["routed_experts"][:, :1]))
     with pytest.raises(ValueError, match="a router chooses 2 experts; 1 were recorded"):
         logprobs(own, batch.with_(routed_experts=batch["routed_experts"][:, :, :1]))
+
+
+async def two_turns(episode):
+    await episode.generate(max_new_tokens=4)
+    episode.write(" no:")
+    await episode.generate(max_new_tokens=4)
+
+
+@pytest.mark.parametrize("environment", ["single_turn", "tests.backends.test_routing_replay:two_turns"])
+def test_a_run_replays(paths, tmp_path, environment):  # noqa: F811
+    """Of experts alike, sampler and trainer differ by rounding, also in the updates that follow the first."""
+    config = settings(tmp_path, "grpo", steps=2, max_staleness=1)
+    for model in config["models"].values():
+        model["load"] = paths("qwen3_moe")
+    config["models"]["trainer"] |= {"updates_per_batch": 2, "router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.01}
+    config["rollout"] = {"fn": environment, "routing_replay": True}
+    assert run(config) == 0
+    lines = {line["step"]: line for line in metrics(config)}
+    assert lines[1]["loss/mismatch_max"] < 1e-4
+    assert lines[2].keys() >= {"router/max_load", "router/entropy", "router/dead_experts", "router/aux_loss"}
+
+
+def test_check_says_what_cannot_replay(tmp_path):
+    config = settings(tmp_path, "grpo")
+    config["rollout"] = {"routing_replay": True}
+    with pytest.raises(ValueError, match=r"rollout\.routing_replay is true, .* Qwen2ForCausalLM declares no routers"):
+        check(load_config(config), Display(quiet=True))
+    config = settings(tmp_path, "sft")
+    config["rollout"] = {"routing_replay": True}
+    with pytest.raises(ValueError, match="rollout: `sft` learns from data"):
+        check(load_config(config), Display(quiet=True))
