@@ -54,6 +54,7 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
 }
 
 
+UNKNOWN_EXPERT = -1  # in `routed_experts`: not recorded, so the router chooses itself
 SOURCE_KEY = "data_source"  # in every row of data: the source that it belongs to, by the row itself or by its file
 
 

@@ -21,9 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from coalign.algorithms.routing import balance_loss, count_choices, describe_load, z_loss
-from coalign.types import Stat, Stats
-
-UNKNOWN = -1  # in a column of experts: not recorded, so the router chooses itself
+from coalign.types import UNKNOWN_EXPERT, Stat, Stats
 
 
 class ExpertChoice(TorchFunctionMode):
@@ -44,7 +42,7 @@ class ExpertChoice(TorchFunctionMode):
         if self.given is not None:
             if self.given.shape[1] != chosen.shape[1]:
                 raise ValueError(f"a router chooses {chosen.shape[1]} experts; {self.given.shape[1]} were recorded")
-            chosen = torch.where(self.given == UNKNOWN, chosen, self.given)
+            chosen = torch.where(self.given == UNKNOWN_EXPERT, chosen, self.given)
             values = scores.gather(1, chosen)
         self.found.append(chosen)
         return torch.return_types.topk((values, chosen))

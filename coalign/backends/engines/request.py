@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from coalign.backends.engines.sampling import stream_key
-from coalign.backends.routers import UNKNOWN
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
-from coalign.types import TOKEN_COLUMNS, Response, Status
+from coalign.types import TOKEN_COLUMNS, UNKNOWN_EXPERT, Response, Status
 
 Decoder = Callable[[Sequence[str]], Callable[[list[int]], str]]  # stop strings -> (token ids -> the text to search)
 _INCOMPLETE = "\ufffd"  # what a tokenizer prints for a character of which some bytes are missing
@@ -252,7 +251,7 @@ def extend_samples(
 
 def stack_experts(known: Sequence[Tensor | None], lengths: Sequence[int], experts: tuple[int, int]) -> Tensor:
     """The column `routed_experts` of samples of these ``lengths``, of which the first tokens are known."""
-    column = torch.full((sum(lengths), *experts), UNKNOWN, dtype=TOKEN_COLUMNS["routed_experts"])
+    column = torch.full((sum(lengths), *experts), UNKNOWN_EXPERT, dtype=TOKEN_COLUMNS["routed_experts"])
     for part, own in zip(column.split(list(lengths)), known, strict=True):
         if own is not None:
             part[: len(own)] = own

@@ -54,7 +54,8 @@ class LoraConfig(Section):
     """The product is scaled by alpha / rank."""
     dropout: Probability = 0.0
     target: OneOrMore[str] = ["all-linear"]
-    """Patterns of linear layers (`*.q_proj`, `model.layers.1?.*`); `all-linear`: all but the head."""
+    """Patterns of linear layers (`*.q_proj`, `model.layers.1?.*`), and of stacked experts (`*.experts.gate_up_proj`,
+    `*.experts.*`); `all-linear`: all linear layers but the head, and no experts."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (2312.03732)."""
     dora: bool = False
