@@ -86,9 +86,9 @@ def _describe_exit(code: int | None) -> str:
 class VLLMEngine(InferenceEngine):
     """Generates with vLLM.
 
-    shapes: of all weights, by their names in memory; vLLM gets the ``stored`` ones. decoder: see coalign.backends.engines.request. adapter_rank: of
-    the LoRA adapters that come with the weights, each time all of them; None: there are none. Raises ValueError for an
-    architecture that vLLM cannot run.
+    shapes: of all weights, by their names in memory; vLLM gets them as ``stored``. decoder: see
+    coalign.backends.engines.request. adapter_rank: of the LoRA adapters that come with the weights, each time all of
+    them; None: there are none. Raises ValueError for an architecture that vLLM cannot run.
     """
 
     def __init__(
