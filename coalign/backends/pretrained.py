@@ -175,7 +175,7 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
 
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
     """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them."""
-    model.save_pretrained(dir, state_dict=weights)
+    model.save_pretrained(dir, state_dict=weights, save_original_format=config.export_experts == "separate")
     read_tokenizer(config).save_pretrained(dir)
 
 

@@ -221,7 +221,7 @@ class MegatronModule(TrainableModule):
         if average:
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         dtype = getattr(torch, self.config.dtype)
-        export = HuggingFaceExport(self.weights, self.context.rank, in_memory=False)
+        export = HuggingFaceExport(self.weights, self.context.rank, in_memory=self.config.export_experts == "stacked")
         held = collect_tensors(self.pipeline.models)
         if self.optimizer:
             with self._here():

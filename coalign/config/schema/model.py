@@ -224,6 +224,9 @@ class ModelConfig(Section):
     With several micro-batches it costs a forward of its own, which counts the tokens of each expert."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Trainers with experts: factor of the loss that keeps the routers' logits small (2202.08906)."""
+    export_experts: Literal["separate", "stacked"] = "separate"
+    """Names of experts in exported checkpoints: one tensor for each, as most published files and engines have them, or
+    one for all (`experts.gate_up_proj`), as transformers 5 has them in memory. transformers reads both."""
     learns_after: NonNegativeInt = 0
     """Steps of the run before this model starts to learn (a policy, while its value model warms up)."""
     optimizer: OptimizerConfig = OptimizerConfig()
