@@ -63,6 +63,7 @@ class Context:
     loss: Objective | None = None  # what the model trains with
     rewards: tuple[RewardConfig, ...] = ()  # reward functions, for the reward module
     adapter_rank: int | None = None  # of adapters that are synced separately, not merged into the weights
+    routing_replay: bool = False  # a policy records the experts that it chooses; its trainer chooses them again
     whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
     tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text

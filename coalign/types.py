@@ -35,6 +35,7 @@ TOKEN_COLUMNS: Mapping[str, torch.dtype] = {
     "label": torch.float32,  # correctness of a step (0 to 1), at the token where a process reward model scores it
     "candidates": torch.int32,  # [T, K]: token ids whose log-probs a loss compares (a teacher's top K; "+" and "-")
     "teacher_logprobs": torch.float32,  # [T, K]: the teacher's log-probs of the candidates
+    "routed_experts": torch.int16,  # [T, L, k]: the experts that the sampler chose in each layer; -1: not known
 }
 SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "group": torch.int64,  # id of the prompt as drawn in this run: unique per draw, equal for its n samples
@@ -53,6 +54,7 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
 }
 
 
+UNKNOWN_EXPERT = -1  # in `routed_experts`: not recorded, so the router chooses itself
 SOURCE_KEY = "data_source"  # in every row of data: the source that it belongs to, by the row itself or by its file
 
 
@@ -73,13 +75,16 @@ class Status(IntEnum):
 class Response:
     """What a policy chose: tokens i32[R], logprobs f32[R], versions i32[R].
 
-    OK after an end token or stop string, TRUNCATED at the limit or the end of the context, PARTIAL if cut before.
+    ``experts`` i16[P + R, L, k]: those that computed the prompt and the response, if the engine records them; -1 for
+    the last token, which was not fed. OK after an end token or stop string, TRUNCATED at the limit or the end of the
+    context, PARTIAL if cut before.
     """
 
     tokens: Tensor
     logprobs: Tensor
     versions: Tensor
     status: Status
+    experts: Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ Outputs = dict[str, Tensor]
 Measure = Callable[[Batch, Outputs], Tensor]
 # head -> (its output, the column that it scores a batch with)
 HEADS = {"lm": ("logprobs", "ref_logprobs"), "value": ("values", "values"), "reward": ("scores", "reward")}
+EXPERTS = "routed_experts"  # the column of experts that the sampler chose
 # Keeps a rank without work in step with the others: every parameter gets a gradient of zero.
 IDLE = Batch(torch.tensor([2]), {"tokens": torch.zeros(2, dtype=torch.int32), "loss_mask": torch.tensor([False, True])})
 
@@ -85,6 +86,16 @@ class Module:
         this machine lacks."""
 
     @classmethod
+    def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
+        """Raises ValueError if this backend cannot record or replay the experts of the model in ``config.load``, as its
+        context says (`routing_replay`). No weights are read."""
+        raise ValueError(
+            f"rollout.routing_replay is true, and models.{name}.module, `{config.module}`, cannot record or replay the "
+            "experts of tokens; leave it out, or use `native` for the policy and `fsdp`, `deepspeed` or `megatron` for "
+            "its trainer"
+        )
+
+    @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         """Remarks of `coalign check` on how this machine will compute the model. No weights are read."""
         return ()
@@ -99,6 +110,8 @@ class Module:
         """Raises what `check_settings` and `check_machine` raise for this process."""
         for check in (self.check_settings, self.check_machine):
             check(self.config, self.context.model, torch.device(self.context.device))
+        if self.context.routing_replay:
+            self.check_routing_replay(self.config, self.context.model)
 
     @property
     def exports(self) -> bool:
@@ -232,6 +245,11 @@ class TrainableModule(Module):
         """The most tokens of one micro-batch; ``longest``: tokens of the longest unit that cannot be cut."""
         return self.config.max_tokens_per_micro
 
+    def describe_routing(self) -> Stats:
+        """Statistics of the routers since the last call (coalign.algorithms.routing); none without experts. A
+        collective."""
+        return {}
+
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """The ``sum`` or ``max`` of each value over the ranks of this model."""
         return list(values)
@@ -242,6 +260,7 @@ class TrainableModule(Module):
         """One column for ``batch``: ref_logprobs or values f32[sum T], 0.0 outside of the loss mask, or reward f32[N].
         ``into`` gives it another name; ``base`` leaves the model's adapters out."""
         output, column = HEADS[self.config.head]
+        batch = batch.without(EXPERTS) if base else batch
         with self.base_weights() if base else nullcontext():
             computed = self.compute_outputs(batch)
         result = torch.zeros(len(batch) if output == "scores" else batch.tokens_total)
@@ -282,7 +301,8 @@ class TrainableModule(Module):
         ``batch`` is: each adds ``ptx_coef`` times the mean negative log-likelihood of its tokens (2203.02155, eq. 2).
 
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained, the
-        loss's own statistics as loss/<name>, and loss/ptx; loss/not_finite counts updates skipped for their gradient.
+        loss's own statistics as loss/<name>, and loss/ptx; loss/not_finite counts updates skipped for their gradient;
+        with experts, router/<name> (coalign.algorithms.routing).
         """
         name = self.context.model
         if self.config.frozen:
@@ -343,7 +363,7 @@ class TrainableModule(Module):
         }
         if not finite:
             step["loss/not_finite"] = Total(first)
-        return merge_stats([step, *seen])
+        return merge_stats([step, self.describe_routing(), *seen])
 
     def _mix_in(self, batch: Batch, coef: float) -> Stats:
         """Add the gradient of ``coef`` times the mean negative log-likelihood per token, at temperature 1."""
@@ -382,6 +402,7 @@ class TrainableModule(Module):
     def _micros(self, batch: Batch, per: str = "token") -> list[Batch]:
         """This rank's micro-batches, filled up with idle ones to the greatest number of any rank: forward and backward
         of a sharded model are collectives. ``per``: the rows that a loss compares stay in one micro-batch."""
+        batch = batch if self.context.routing_replay else batch.without(EXPERTS)
         if per == "batch":
             if self.context.world_size > 1:
                 raise ValueError("this loss compares all rows of an update: train on one process (num_process: 1)")

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from coalign.backends import optim, require_package
 from coalign.backends.base import Outputs
 from coalign.backends.hf.fsdp import HuggingFaceModule
 from coalign.backends.layout import Layout
-from coalign.backends.lora import get_weights
+from coalign.backends.lora import adapts_experts, get_weights
 from coalign.backends.process_group import join_process_group
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
@@ -62,6 +63,15 @@ class DeepSpeedModule(HuggingFaceModule):
         if cls.one_group(config):
             for key, reason in _problems(config):
                 raise ValueError(f"models.{name}.{key}{reason}")
+
+    @classmethod
+    def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
+        super().check_model(model, config, name)
+        if config.deepspeed.stage == 3 and adapts_experts(model):
+            raise ValueError(
+                f"models.{name}.deepspeed.stage is 3: adapters of stacked experts (lora.target) need whole stacks, "
+                "which are not there; use stage 2, or `module: fsdp`"
+            )
 
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:

@@ -51,6 +51,8 @@ class Layout:
     segment: Tensor  # i64[T], the sequence of each trained token
     last: Tensor  # i64[N], the position in the row of each sequence's last token
     candidates: Tensor | None = None  # i64[T, K], the batch's column at the trained tokens
+    copies: Tensor | None = None  # i64[P], how many sequences share the token; 0: padding
+    experts: Tensor | None = None  # i16[P, L, k], the batch's column `routed_experts` at the tokens of the row
 
     def to(self, device: torch.device | str) -> Layout:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -107,6 +109,8 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
         segment=segment[where],
         last=place[batch.offsets[1:] - 1],
         candidates=batch.token["candidates"][where].to(torch.int64) if "candidates" in batch else None,
+        copies=place.bincount(minlength=int(kept.sum())),
+        experts=batch.token["routed_experts"][kept] if "routed_experts" in batch else None,
     )
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from coalign.config.schema import LoraConfig as LoraSettings
 from coalign.config.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -38,14 +39,18 @@ GatherTensor = Callable[[Tensor], Tensor]
 def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str) -> None:
     """Add the adapters of ``config.lora`` to ``model``, drawn from ``seed``, and freeze its other weights. The head of
     a value or reward model is still trained. Trained parameters become float32. Raises ValueError, naming
-    ``models.<name>.lora.target``, for a pattern that matches no linear layer, or the head."""
+    ``models.<name>.lora.target``, for a pattern that matches no linear layer and no experts, or the head."""
     peft, lora = _import_peft(), config.lora
     assert lora is not None
+    experts = find_target_experts(model, lora.target)
+    if experts:
+        _check_experts(lora, experts[0], name)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=find_target_layers(model, lora.target, f"models.{name}.lora.target"),
+        target_parameters=experts or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type="CAUSAL_LM" if config.head == "lm" else "SEQ_CLS",
@@ -57,6 +62,27 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
     for parameter in find_trained_parameters(model).values():
         parameter.requires_grad_(True)
         parameter.data = parameter.data.float()
+
+
+def find_target_experts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The full names of the parameters with stacked experts that ``patterns`` match."""
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def adapts_experts(model: nn.Module) -> bool:
+    """Whether stacked experts of ``model`` have adapters."""
+    return any(hasattr(layer, "parameter_name") for layer in _find_adapted_layers(model).values())
+
+
+def _check_experts(lora: LoraSettings, target: str, name: str) -> None:
+    """Raises ValueError for settings that peft does not know for stacked experts."""
+    for key in ("dropout", "dora"):
+        if value := getattr(lora, key):
+            raise ValueError(
+                f"models.{name}.lora.{key} is {value}: adapters of stacked experts (lora.target matches '{target}') "
+                "have none; leave it out"
+            )
 
 
 def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
@@ -73,6 +99,8 @@ def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str
                 f"{key}: '{pattern}' matches the head '{head}', which takes no adapter: Coalign reads its weight "
                 "without calling it. `all-linear` is every linear layer but the head"
             )
+        if not hits and find_target_experts(model, [pattern]):
+            continue
         if not hits and fnmatchcase(embeddings, pattern):
             raise ValueError(f"{key}: '{pattern}' matches the embeddings; adapters go into linear layers")
         if not hits:
@@ -120,17 +148,14 @@ def export_merged(
     full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights in the same
     block as an adapted one (queries, keys, values), because engines fuse some of them.
     """
-    layers = _find_adapted_layers(model)
-    blocks = {name.rpartition(".")[0] for name in layers}
+    layers = _find_adapted_weights(model)
+    blocks = {_find_block(name) for name in layers}
     for name, tensor in get_weights(model).items():
-        owner, _, leaf = name.rpartition(".")
-        owner = owner.removesuffix(BASE)
-        layer = layers.get(owner) if leaf == "weight" else None
-        moves = tensor.requires_grad or (leaf == "weight" and owner.rpartition(".")[0] in blocks)
-        if PART in name or (changing and not moves):
+        fusible = name.endswith(".weight") or tensor.dim() == 3
+        if PART in name or (changing and not (tensor.requires_grad or (fusible and _find_block(name) in blocks))):
             continue
-        value = whole(_dense(tensor))
-        yield name.replace(f"{BASE}.", "."), value if layer is None else _merge(layer, value, whole)
+        value, layer = whole(_dense(tensor)), layers.get(name)
+        yield name.replace(BASE, ""), value if layer is None else _merge(layer, value, whole)
 
 
 @torch.no_grad()
@@ -153,10 +178,35 @@ def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
+def _find_adapted_weights(model: nn.Module) -> dict[str, Any]:
+    """The adapted layer of each frozen weight, by the weight's name in the model.
+
+    An adapter of stacked experts belongs to a parameter. Those of one module are nested in each other.
+    """
+    found = {}
+    for name, layer in _find_adapted_layers(model).items():
+        inner = layer
+        while hasattr(inner, "base_layer"):
+            name, inner = f"{name}{BASE}", inner.base_layer
+        found[f"{name}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
+    return found
+
+
+def _find_block(name: str) -> str:
+    """The module around the layer that has the weight ``name``."""
+    return name.replace(BASE, "").rpartition(".")[0].rpartition(".")[0]
+
+
 @torch.no_grad()
 def _merge(layer: Any, base: Tensor, whole: GatherTensor) -> Tensor:
-    """base + scaling · B A; with DoRA, rows are then scaled to its magnitudes (2402.09353, eq. 5)."""
+    """base + scaling · B A; with DoRA, rows are then scaled to its magnitudes (2402.09353, eq. 5). Stacked experts have
+    a product each: rows of A [E r, in] are of one expert after the other, columns of B [out, r E] of all in turn."""
     a, b = (whole(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
+    if base.dim() == 3:
+        experts = len(base)
+        product = torch.einsum("ore,eri->eoi", b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1)))
+        turned = getattr(layer.get_base_layer(), "is_transposed", False)
+        return (base.float() + layer.scaling[ADAPTER] * (product.mT if turned else product)).to(base.dtype)
     total = base.float().addmm(b, a, alpha=layer.scaling[ADAPTER])
     if layer.use_dora[ADAPTER]:
         magnitude = whole(layer.lora_magnitude_vector[ADAPTER].weight).float()
@@ -234,7 +284,8 @@ def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedMo
     wrong = []
     for key, tensor in tensors.items():
         owner, _, factor = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if factor not in ("lora_A", "lora_B"):
+        # Of stacked experts the key does not name the parameter; peft compares their sizes.
+        if factor not in ("lora_A", "lora_B") or (settings.target_parameters and f"{owner}.weight" not in shapes):
             continue
         shape, inputs = shapes.get(f"{owner}.weight"), factor == "lora_A"
         if shape is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from transformers.quantizers.base import HfQuantizer
 
@@ -176,8 +177,29 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
 
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
     """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them."""
-    model.save_pretrained(dir, state_dict=weights)
+    model.save_pretrained(dir, state_dict=weights, save_original_format=config.export_experts == "separate")
     read_tokenizer(config).save_pretrained(dir)
+
+
+class StoredNames:
+    """Gives weights of ``model`` (which may have none itself) the names and shapes that checkpoints have.
+
+    transformers stacks experts in memory and renames some modules; the files of most families, and engines that read
+    them, have one tensor for each expert.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+        self.changed = {name for name, tensor in bare.items() if [*self._revert(name, tensor)] != [name]}
+
+    def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return revert_weight_conversion(self.model, {name: tensor})
+
+    def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(stored name, stored tensor) of each of ``weights``, which have the names that they have in memory."""
+        for name, tensor in weights:
+            yield from self._revert(name, tensor).items() if name in self.changed else [(name, tensor)]
 
 
 def save_config(config: ModelConfig, dir: str | Path) -> None:

@@ -137,6 +137,8 @@ def _check_backend(model: PlannedModel, config: RunConfig) -> None:
         module.check_settings(model.config, model.name, device)
         if model.config.load:
             _check_architecture(module, model.config, model.name)
+        if model.context.routing_replay:
+            module.check_routing_replay(model.config, model.name)
         if _runs_here(device, config):
             module.check_machine(model.config, model.name, device)
 

@@ -39,6 +39,7 @@ from coalign.launch.validate import (
     check_packages,
     check_repetition_penalty,
     check_reward_lengths,
+    check_routing_replay,
     check_sections,
     check_template,
     check_token_limits,
@@ -188,6 +189,7 @@ def prepare(config: RunConfig) -> Plan:
             check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, where)
         check_adapters(syncs, models, config)
         check_repetition_penalty(syncs, models)
+        check_routing_replay(syncs, config)
         check_transport(syncs, configs, config)
         main = next((model for model in models.values() if model.role is Trainable), None)
         if main is not None and main.objective is not None:
@@ -299,6 +301,7 @@ def _plan_models(
             loss=own,
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),
+            routing_replay=config.rollout.routing_replay and any(name in pair for pair in syncs),
             environment=environment if role is Rollout else None,
             tokenizer=tokenizer,
             trust_tokenizer=trust_tokenizer,

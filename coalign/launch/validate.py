@@ -229,6 +229,13 @@ def check_repetition_penalty(syncs: Sequence[tuple[str, str]], models: Mapping[s
             )
 
 
+def check_routing_replay(syncs: Sequence[tuple[str, str]], config: RunConfig) -> None:
+    """Refuse to replay experts where no model learns from the samples of a policy. What models can do it, they say
+    themselves (Module.check_routing_replay)."""
+    if config.rollout.routing_replay and not syncs:
+        raise ValueError(f"rollout.routing_replay is true, and in `{config.algorithm}` no policy samples; leave it out")
+
+
 def check_rope(models: Iterable[PlannedModel], config: RunConfig, source: str) -> None:
     """Refuse data whose sequences may be too long for rotary embeddings that change with a row's longest sequence.
 

@@ -109,7 +109,12 @@ def test_check_refuses_settings_as_setup_does(tmp_path, model, changes, message)
 @pytest.mark.parametrize(
     ("model", "module", "family", "message"),
     [
-        ("trainer", "fsdp", EXPERTS | {"output_router_logits": True}, "sets `output_router_logits: true`.* to false"),
+        (
+            "trainer",
+            "fsdp",
+            EXPERTS | {"output_router_logits": True},
+            "`output_router_logits: true`.*router_aux_loss_coef",
+        ),
         ("trainer", "fsdp", {"family": "nemotron"}, "NemotronAttention cannot compute packed sequences"),
         ("trainer", "fsdp", {"family": "gptj"}, "`gptj` does not call transformers' attention interface"),
         (

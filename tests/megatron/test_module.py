@@ -133,7 +133,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(paths):
         ({"megatron": {"position_embedding_type": "alibi"}}, "position_embedding_type is alibi; .* has rope"),
         ({"megatron": {"transformer_engine": True}}, "transformer_engine is true: it computes on GPUs only"),
         ({"fp8": True, "compute_dtype": "bfloat16"}, "fp8 needs a GPU that multiplies 8-bit floats"),
-        ({"megatron": {"config": {"moe_aux_los_coeff": 0.1}}}, "did you mean `?'?moe_aux_loss_coeff"),
+        ({"megatron": {"config": {"moe_input_jiter_eps": 0.1}}}, "did you mean `?'?moe_input_jitter_eps"),
         ({"megatron": {"config": {"tensor_model_parallel_size": 2}}}, "it is `tensor_parallel`"),
         ({"megatron": {"config": {"add_qkv_bias": False}}}, "config.json of the model says it"),
     ],

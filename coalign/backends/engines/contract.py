@@ -109,6 +109,12 @@ class InferenceEngine(ABC):
         """The dtype to which all given weights are cast; None if there is not one for all."""
         return None
 
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """The layers with experts, and how many a token has there, if responses say which; None if they do not. Known
+        once weights are loaded."""
+        return None
+
     def close(self) -> None:  # noqa: B027
         """Free memory and processes."""
 

@@ -10,10 +10,11 @@ from dataclasses import fields
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken, Progress
-from coalign.backends.engines.request import Request
+from coalign.backends.engines.request import Request, stack_experts
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
@@ -46,6 +47,7 @@ class EnginePolicy:
         self.session = session
         self.tokenizer = tokenizer
         self.loop = loop
+        self.experts: dict[tuple[int, int], Tensor | None] = {}  # of each sample's last turn, and all before it
         self.capacity = min((limit for limit in (session.max_tokens, longest) if limit is not None), default=None)
 
     async def respond(
@@ -72,7 +74,9 @@ class EnginePolicy:
         )
         self.loop.news.set()
         try:
-            return await answer
+            response = await answer
+            self.experts[group, index] = response.experts
+            return response
         except asyncio.CancelledError:
             self.session.cut(prompt)
             raise
@@ -137,7 +141,11 @@ class EpisodeRunner:
             "episode/tokens_prefilled": Stat(session.tokens_prefilled, len(episodes)),
             "episode/tokens_kept": Stat(session.tokens_kept, len(episodes)),
         }
-        return _to_batch(begun, episodes), {**_merge_episode_stats(running.calls), **prefill}
+        out = _to_batch(begun, episodes)
+        if engine.experts is not None:
+            known = [policy.experts.get((episode.group, episode.index)) for episode in episodes]
+            out = out.with_(routed_experts=stack_experts(known, out.lengths.tolist(), engine.experts))
+        return out, {**_merge_episode_stats(running.calls), **prefill}
 
     def _create_episodes(self, begun: Batch, sampling: SamplingConfig, policy: EnginePolicy) -> list[Episode]:
         if not torch.equal(begun.lengths, begun["prompt_length"].long()):

@@ -128,7 +128,8 @@ class RolloutModule(Module):
         ready = self.engine.generate(requests, sampling, progress, on_token, min_groups, sizes=sizes)
         for piece, (rows, _), answers in zip(pieces, planned, ready, strict=True):
             with torch.inference_mode(False):  # the session's own mode would make the columns unusable for training
-                yield extend_samples(piece, rows, [response for responses in answers for response in responses])
+                responses = [response for responses in answers for response in responses]
+                yield extend_samples(piece, rows, responses, self.engine.experts)
 
     @property
     def weights_dtype(self) -> torch.dtype | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from coalign.backends.engines.sampling import stream_key
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
-from coalign.types import TOKEN_COLUMNS, Response, Status
+from coalign.types import TOKEN_COLUMNS, UNKNOWN_EXPERT, Response, Status
 
 Decoder = Callable[[Sequence[str]], Callable[[list[int]], str]]  # stop strings -> (token ids -> the text to search)
 _INCOMPLETE = "\ufffd"  # what a tokenizer prints for a character of which some bytes are missing
@@ -172,6 +172,7 @@ class PartialResponse:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: Tensor | None = None  # see Response
 
     def add(self, token: int, logprob: float, version: int, end_tokens: frozenset[int]) -> Status | None:
         """Record the next token; return the status if the response ends with it."""
@@ -188,6 +189,7 @@ class PartialResponse:
             torch.tensor(self.logprobs, dtype=torch.float32),
             torch.tensor(self.versions, dtype=torch.int32),
             status,
+            self.experts,
         )
 
 
@@ -212,8 +214,11 @@ def begin_samples(prompts: Batch, samples: int) -> Batch:
     return Batch(repeated.lengths, token, {**repeated.sequence, **sequence})
 
 
-def extend_samples(samples: Batch, rows: Sequence[int], responses: Sequence[Response]) -> Batch:
-    """Append ``responses[i]`` to row ``rows[i]`` (ascending); the other rows stay as they are."""
+def extend_samples(
+    samples: Batch, rows: Sequence[int], responses: Sequence[Response], experts: tuple[int, int] | None = None
+) -> Batch:
+    """Append ``responses[i]`` to row ``rows[i]`` (ascending); the other rows stay as they are. ``experts``: see
+    InferenceEngine; those of a continued sample are all of the pass that continued it."""
     grown = torch.zeros(len(samples), dtype=torch.int64)
     grown[list(rows)] = torch.tensor([len(r.tokens) for r in responses], dtype=torch.int64)
     lengths = samples.lengths + grown
@@ -232,9 +237,25 @@ def extend_samples(samples: Batch, rows: Sequence[int], responses: Sequence[Resp
         "rollout_logprobs": column("rollout_logprobs", [r.logprobs for r in responses]),
         "versions": column("versions", [r.versions for r in responses]),
     }
+    if experts is not None:
+        known: list[Tensor | None] = [None] * len(samples)
+        if "routed_experts" in samples:
+            known = list(samples["routed_experts"].split(samples.lengths.tolist()))
+        for row, response in zip(rows, responses, strict=True):
+            known[row] = known[row] if response.experts is None else response.experts
+        token["routed_experts"] = stack_experts(known, lengths.tolist(), experts)
     status = samples["status"].clone()
     status[list(rows)] = torch.tensor([int(r.status) for r in responses], dtype=status.dtype)
     return Batch(lengths, token, {**samples.sequence, "status": status})
+
+
+def stack_experts(known: Sequence[Tensor | None], lengths: Sequence[int], experts: tuple[int, int]) -> Tensor:
+    """The column `routed_experts` of samples of these ``lengths``, of which the first tokens are known."""
+    column = torch.full((sum(lengths), *experts), UNKNOWN_EXPERT, dtype=TOKEN_COLUMNS["routed_experts"])
+    for part, own in zip(column.split(list(lengths)), known, strict=True):
+        if own is not None:
+            part[: len(own)] = own
+    return column
 
 
 def count_missing_groups(samples: Batch, min_complete: float) -> int:

@@ -7,8 +7,9 @@ coalign.backends.attention, the order of events in a training step from coalign.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coalign.backends import checkpoint, lora, optim, pretrained
-from coalign.backends.base import HEADS, Measure, Outputs, TrainableModule
+from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.engines.native import kernels
 from coalign.backends.hf.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.backends.hf.layers import (
@@ -39,10 +40,12 @@ from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout, pack
 from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
+from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory import get_storage
 from coalign.roles import Context
+from coalign.types import Stats
 
 # glibc maps larger blocks anew each time, page by page: larger activations made a step 13 % slower.
 CPU_BLOCK = 32 * 2**20
@@ -65,15 +68,25 @@ class HuggingFaceModule(TrainableModule):
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         model = pretrained.build_skeleton(config, name=name)
         cls.check_model(model, config, name)
-        PackedModel(model).check()
+        packed = PackedModel(model)
+        packed.check()
+        check_routers(packed.routers, config, name)
+
+    @classmethod
+    def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
+        model = PackedModel(pretrained.build_skeleton(config, name=name))
+        model.check()
+        if reason := find_hidden_routers(model.routers, config):
+            raise ValueError(f"rollout.routing_replay is true, and models.{name} cannot replay: {reason}")
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
         """Raises ValueError for what ``model``, with or without weights, cannot do as ``config`` says."""
-        if getattr(model.config.get_text_config(), "output_router_logits", False):
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+        if asked and not config.frozen and not config.router_aux_loss_coef:
             raise ValueError(
                 f"models.{name}.load: config.json of {config.load} sets `output_router_logits: true`, for a loss that "
-                "balances experts and that Coalign does not compute; set it to false there"
+                f"balances experts: set models.{name}.router_aux_loss_coef, or that to false there"
             )
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
@@ -81,6 +94,7 @@ class HuggingFaceModule(TrainableModule):
         self.device = torch.device(context.device)
         compute = getattr(torch, config.compute_dtype or config.dtype)
         self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
+        self.routing = RouterTotals()
         if config.deterministic:
             enforce_determinism()
 
@@ -107,17 +121,68 @@ class HuggingFaceModule(TrainableModule):
             lengths = (int(micro.lengths.max()) for micro in micros if len(micro))
             pretrained.check_rope_length(*limit, max(lengths, default=0))
         self.model.train(loss is not None)
+        routers = self.model.routers
+        routers.enabled = loss is not None and not self.config.compile
         if loss is not None:  # the optimizer step releases it
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)
+        add_router_loss = self._prepare_router_loss(micros, needs) if loss is not None else None
         results = []
         for micro in micros:
-            layout = pack(micro, share_prefix=self.config.share_prefix)
             with torch.set_grad_enabled(loss is not None):
-                outputs = self._forward(layout, needs)
-                if loss is not None:
-                    self._backward(loss(micro, outputs))
+                outputs = self._forward(self._pack(micro), needs)
+                if loss is not None and add_router_loss is not None:
+                    self._backward(add_router_loss(loss(micro, outputs)))
             results.append({name: out.detach() for name, out in outputs.items()})
+        routers.forget()
         return results
+
+    def _pack(self, micro: Batch) -> Layout:
+        layout = pack(micro, share_prefix=self.config.share_prefix)
+        return replace(layout, copies=torch.zeros_like(layout.tokens)) if micro is IDLE else layout
+
+    # ---- experts
+
+    def _prepare_router_loss(self, micros: Sequence[Batch], needs: Sequence[str]) -> Callable[[Tensor], Tensor]:
+        """Return the function that adds the routers' losses for the last forward to a loss, and counts their choices.
+
+        The loss that balances experts needs the tokens of each expert over all micro-batches and ranks before the first
+        backward. If this rank has several micro-batches, they are counted by a forward of their own.
+        """
+        routers, own = self.model.routers, self.config
+        (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
+        factors = RouterCoefficients(own.router_aux_loss_coef, own.router_z_loss_coef, len(routers.found), tokens)
+        everything: Tensor | None = None
+        if factors.aux_loss and len(micros) > 1:
+            devices = [] if self.device.type == "cpu" else [self.device]
+            with torch.no_grad(), torch.random.fork_rng(devices):  # the same dropout as in training
+                everything = self._add_up(torch.stack([self._count_choices(micro, needs) for micro in micros]).sum(0))
+
+        def add(value: Tensor) -> Tensor:
+            if not routers.logits:
+                return value
+            here = routers.count()
+            self.routing.add_counts(here)
+            if factors:
+                counts = self._add_up(here) if everything is None else everything
+                for logits, own in zip(routers.logits, counts, strict=True):
+                    value = value + self.routing.compute_loss(logits, routers.weights, own, factors)
+            return value
+
+        return add
+
+    def _count_choices(self, micro: Batch, needs: Sequence[str]) -> Tensor:
+        self._forward(self._pack(micro), needs)
+        return self.model.routers.count()
+
+    def _add_up(self, values: Tensor) -> Tensor:
+        """The sum over all ranks: no two of them have the same token."""
+        values = values.clone()
+        if self.context.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def describe_routing(self) -> Stats:
+        return self.routing.describe(lambda values: self._add_up(values.to(self.device)))
 
     def _set_learning_rate(self) -> None:
         for group in self.optimizer.param_groups:
@@ -190,10 +255,16 @@ class HuggingFaceModule(TrainableModule):
     def _read(self, device: torch.device) -> PackedModel:
         model = self._wrap(pretrained.load(self.config, seed=self.context.seed, name=self.context.model)).to(device)
         model.check()
+        check_routers(model.routers, self.config, self.context.model)
         return model
 
     def _wrap(self, model: PreTrainedModel) -> PackedModel:
         self.check_model(model, self.config, self.context.model)
+        if self.context.adapter_rank is not None and lora.adapts_experts(model):
+            raise ValueError(
+                f"sync.adapters is `apart`, and adapters of stacked experts (models.{self.context.model}.lora.target) "
+                "have no names in an adapter's file that engines read; use `merged`"
+            )
         if self.config.frozen:
             model.requires_grad_(False)
         elif self.config.activation_checkpointing:
@@ -203,6 +274,19 @@ class HuggingFaceModule(TrainableModule):
             temperature = self.config.sampling.temperature or 1.0
             return LanguageModel(model, temperature=temperature, top=self.config.candidates)
         return ScalarModel(model, output=HEADS[self.config.head][0])
+
+
+def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
+    """Raises ValueError for keys about routers that a model cannot follow."""
+    keys = ("router_aux_loss_coef", "router_z_loss_coef")
+    wanted = None if config.frozen else next((key for key in keys if getattr(config, key)), None)
+    if wanted and (reason := find_hidden_routers(routers, config)):
+        raise ValueError(f"models.{name}.{wanted} is {getattr(config, wanted)}: {reason}")
+
+
+def find_hidden_routers(routers: Routers, config: ModelConfig) -> str | None:
+    """Why the routers of a model cannot be watched; None if they can."""
+    return routers.unfit or ("layers that are compiled do not show their routers (compile)" if config.compile else None)
 
 
 def widest_output(model: PreTrainedModel) -> int:

@@ -26,6 +26,7 @@ from coalign.backends.attention import check_attention
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
 from coalign.backends.pretrained import read_context_length
+from coalign.backends.routers import Routers
 from coalign.data.batch import Batch
 
 # Of the sequences in the row that checks run models on. The last one stands for a long sequence: its token has the last
@@ -44,17 +45,19 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.routers = Routers(model)
 
     def hidden(self, layout: Layout) -> Tensor:
         """[P, hidden], after the final norm."""
         body = cast(nn.Module, self.model.base_model)
-        return body(
-            input_ids=layout.tokens[None],
-            position_ids=layout.positions[None],
-            use_cache=False,
-            layout=layout,
-            heads=self.heads,
-        ).last_hidden_state[0]
+        with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
+            return body(
+                input_ids=layout.tokens[None],
+                position_ids=layout.positions[None],
+                use_cache=False,
+                layout=layout,
+                heads=self.heads,
+            ).last_hidden_state[0]
 
     def check(self) -> None:
         """Raises NotImplementedError where this class would compute something else than ``model`` itself."""

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PreTrainedModel, __version__
 
 from coalign.backends.hf.heads import PackedModel
+from coalign.backends.lora import adapts_experts
 from coalign.backends.process_group import AllGather, Group, ReduceScatter
 from coalign.config.schema import ModelConfig
 
@@ -232,6 +233,10 @@ def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: Mode
             yield "tensor_parallel", "Muon (optimizer.name) orthogonalises matrices, not parts of them"
         if config.fp8:
             yield "tensor_parallel", "8-bit products (fp8) scale weights by their largest entry, and a rank has a part"
+    if adapts_experts(model):
+        for key in ("tensor_parallel", "expert_parallel"):
+            if getattr(config, key) > 1:
+                yield key, "adapters of stacked experts (lora.target) are computed from whole stacks"
     if turns > 1:
         own = values // ways
         if queries // ways % turns:

@@ -90,6 +90,10 @@ class RowSharding:
             segment=layout.segment[own],
             last=layout.last[rows] - start,
             candidates=None if layout.candidates is None else layout.candidates[own],
+            copies=None if layout.copies is None else F.pad(layout.copies, (0, more))[start : start + size],
+            experts=None
+            if layout.experts is None
+            else F.pad(layout.experts, (0, 0, 0, 0, 0, more), value=-1)[start : start + size],
         )
         where = {"token": (own.nonzero().flatten(), len(own)), "sequence": (rows.nonzero().flatten(), len(rows))}
         return RowShard(part, where)

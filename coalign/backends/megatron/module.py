@@ -30,9 +30,11 @@ from coalign.backends.megatron.partition import (
     read_sizes,
 )
 from coalign.backends.process_group import all_reduce_values
+from coalign.backends.routers import RouterCoefficients
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
+from coalign.types import Stats
 
 if TYPE_CHECKING:
     from coalign.backends.megatron.training import MegatronPipeline, PipelineOptimizer
@@ -58,9 +60,17 @@ class MegatronModule(TrainableModule):
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         try:
-            partition_weights(config, config.processes)
+            model = partition_weights(config, config.processes).layout.config
         except ValueError as problem:
             raise ValueError(f"models.{name}: {problem}") from problem
+        wanted = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(config, key)]
+        if wanted and not config.frozen and not model.num_moe_experts:
+            raise ValueError(f"models.{name}.{wanted[0]} is {getattr(config, wanted[0])}: the model has no experts")
+
+    @classmethod
+    def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
+        if not partition_weights(config, config.processes).layout.config.num_moe_experts:
+            raise ValueError(f"rollout.routing_replay is true, and models.{name} has no experts; leave it out")
 
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
@@ -151,8 +161,25 @@ class MegatronModule(TrainableModule):
     # ---- verbs of TrainableModule
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
+        settings = {"needs": needs, "share_prefix": self.config.share_prefix, "idle": IDLE}
+        routers, own = self.pipeline.routers, self.config
         with self._here():
-            return self.pipeline.run(micros, loss, needs=needs, share_prefix=self.config.share_prefix, idle=IDLE)
+            if loss is None or not routers.shape[0]:
+                return self.pipeline.run(micros, loss, **settings)
+            (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
+            if own.router_aux_loss_coef:  # the tokens of each expert in the whole update, before the first backward
+                routers.counts.zero_()
+                self.pipeline.run(micros, None, **settings)
+                routers.everything = routers.add_up(routers.counts)
+            routers.counts.zero_()
+            factors = RouterCoefficients(own.router_aux_loss_coef, own.router_z_loss_coef, routers.shape[0], tokens)
+            with routers.learning(factors):
+                results = self.pipeline.run(micros, loss, **settings)
+            routers.totals.add_counts(routers.counts.clone())
+            return results
+
+    def describe_routing(self) -> Stats:
+        return self.pipeline.routers.totals.describe(self.pipeline.routers.add_up)
 
     def optimizer_step(self) -> float:
         with self._here():
@@ -194,7 +221,7 @@ class MegatronModule(TrainableModule):
         if average:
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         dtype = getattr(torch, self.config.dtype)
-        export = HuggingFaceExport(self.weights, self.context.rank, in_memory=False)
+        export = HuggingFaceExport(self.weights, self.context.rank, in_memory=self.config.export_experts == "stacked")
         held = collect_tensors(self.pipeline.models)
         if self.optimizer:
             with self._here():

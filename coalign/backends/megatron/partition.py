@@ -237,6 +237,8 @@ OWNED = {
     "num_layers_in_first_pipeline_stage": "it is `megatron.first_stage_layers`",
     "num_layers_in_last_pipeline_stage": "it is `megatron.last_stage_layers`",
     "deterministic_mode": "it is `deterministic`",
+    **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_load_balancing_type"), "it is `router_aux_loss_coef`"),
+    "moe_z_loss_coeff": "it is `router_z_loss_coef`",
     "fp8": "it is `fp8`",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "it is `compute_dtype`"),
     **dict.fromkeys(("recompute_granularity", "recompute_method"), "it is `activation_checkpointing`"),

@@ -46,6 +46,7 @@ from coalign.backends.base import Measure, Outputs
 from coalign.backends.hf.rows import RowSharding
 from coalign.backends.layout import pack
 from coalign.backends.megatron.model import PackedGPT
+from coalign.backends.megatron.routers import MegatronRouters
 from coalign.data.batch import Batch
 from coalign.weights.metadata import DistributedCheckpointPlanner, DistributedCheckpointReader
 
@@ -69,6 +70,8 @@ class MegatronPipeline:
                 grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
             )
             self.chunks = [DistributedDataParallel(self.config, settings, model) for model in self.models]
+        described = chunks[0].described
+        self.routers = MegatronRouters(chunks, described.moe_layer_freq, described.num_moe_experts or 0)
         self.group = cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
         self.last = parallel_state.get_pipeline_model_parallel_last_rank()
 
@@ -94,6 +97,7 @@ class MegatronPipeline:
             number = next(numbers)
             shard = shards[number]
             layout = shard.layout.to(next(model.parameters()).device)
+            self.routers.place(layout, idle=number >= len(micros) or micros[number] is idle)
 
             def finish(own: Outputs) -> tuple[Tensor, Tensor, Any]:
                 outputs = self.rows.gather(own, shard)

@@ -54,7 +54,8 @@ class LoraConfig(Section):
     """The product is scaled by alpha / rank."""
     dropout: Probability = 0.0
     target: OneOrMore[str] = ["all-linear"]
-    """Patterns of linear layers (`*.q_proj`, `model.layers.1?.*`); `all-linear`: all but the head."""
+    """Patterns of linear layers (`*.q_proj`, `model.layers.1?.*`), and of stacked experts (`*.experts.gate_up_proj`,
+    `*.experts.*`); `all-linear`: all linear layers but the head, and no experts."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (2312.03732)."""
     dora: bool = False
@@ -218,6 +219,14 @@ class ModelConfig(Section):
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per batch (PPO mini-batches)."""
     epochs_per_batch: PositiveInt = 1
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Trainers with experts: factor of the loss that balances their load (2101.03961), over all tokens of an update.
+    With several micro-batches it costs a forward of its own, which counts the tokens of each expert."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Trainers with experts: factor of the loss that keeps the routers' logits small (2202.08906)."""
+    export_experts: Literal["separate", "stacked"] = "separate"
+    """Names of experts in exported checkpoints: one tensor for each, as most published files and engines have them, or
+    one for all (`experts.gate_up_proj`), as transformers 5 has them in memory. transformers reads both."""
     learns_after: NonNegativeInt = 0
     """Steps of the run before this model starts to learn (a policy, while its value model warms up)."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -64,6 +64,9 @@ class RolloutConfig(Function):
     max_age: NonNegativeInt | None = None
     """Maximum staleness of the oldest token of a group, in weight versions; older groups are dropped. None:
     `runtime.max_staleness`, and with `round_tokens` as many more as the longest response needs, at least 4."""
+    routing_replay: bool = False
+    """For models with experts: the policy records the experts that it chooses for each token, and its trainer chooses
+    them again (2510.11370), in training and for the log-probs before it."""
     samples_key: str | None = None
     """Key of a row that holds the number of samples of its prompt, in place of `runtime.samples_per_prompt`."""
     max_new_tokens_key: str | None = None

@@ -23,6 +23,7 @@ NAME = "coalign_native"  # deliberately has no entry in transformers' mask inter
 ROWS = 8  # the engine computes multiples of this many rows: vector loops then never end inside a row
 STRIDE = 16  # decode attends over a whole number of such column blocks
 _ROWS_AT_ONCE = 64
+EXPERTS = -1  # the layer of the cache that holds the experts of each token, if they are recorded
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 REFUSAL = "the native engine cannot run {}: {}; use `module: transformers` or `vllm`"
@@ -40,17 +41,16 @@ class KVCache:
         self.length = length
         self.reserve = reserve
         self.width = 0  # bytes of a token in all layers
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[int, tuple[Tensor, ...]] = {}
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the storage of layer ``index``, allocated by the shapes of key and value [1, heads, T, head_dim]."""
+    def layer(self, index: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Return the storage of layer ``index``, allocated by the shapes of key and value [1, heads, T, head_dim], or
+        of EXPERTS [1, layers, T, k]."""
         if index not in self.layers:
-            self.width += sum(x.shape[1] * x.shape[3] * x.element_size() for x in (key, value))
+            self.width += sum(x.shape[1] * x.shape[3] * x.element_size() for x in new)
             self.reserve(self.slots * self.length * self.width)
-            keys, values = (
-                _allocate((self.slots, self.length, x.shape[1], x.shape[3]), x.dtype, x.device) for x in (key, value)
-            )
-            self.layers[index] = keys, values
+            shapes = [(self.slots, self.length, x.shape[1], x.shape[3]) for x in new]
+            self.layers[index] = tuple(_allocate(s, x.dtype, x.device) for s, x in zip(shapes, new, strict=True))
         return self.layers[index]
 
     def resize(self, slots: int, length: int, used: tuple[int, int]) -> None:
@@ -58,11 +58,11 @@ class KVCache:
         self.reserve(slots * length * self.width)
         used_slots, used_tokens = used
         self.slots, self.length = slots, length
-        for index, pair in self.layers.items():
-            keys, values = (_allocate((slots, length, *x.shape[2:]), x.dtype, x.device) for x in pair)
-            for new, old in zip((keys, values), pair, strict=True):
+        for index, layer in self.layers.items():
+            larger = tuple(_allocate((slots, length, *x.shape[2:]), x.dtype, x.device) for x in layer)
+            for new, old in zip(larger, layer, strict=True):
                 new[:used_slots, :used_tokens] = old[:used_slots, :used_tokens]
-            self.layers[index] = keys, values
+            self.layers[index] = larger
 
     def read(self, slot: int, length: int) -> list[Tensor]:
         """Copy the keys and values of a slot's first ``length`` tokens, of every layer."""
@@ -95,12 +95,18 @@ class PrefillAttention:
         self.cache = cache
         self.sequences = sequences
 
+    def store(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store the keys and values, or the experts, of the rows in the cache. Return the storage."""
+        storages = self.cache.layer(layer, *new)
+        for start, stop, slots, _, past in self.sequences:
+            for storage, x in zip(storages, new, strict=True):
+                storage[slots, past : past + stop - start] = x[0, :, start:stop].transpose(0, 1)
+        return storages
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        keys, values = self.cache.layer(layer, key, value)
+        keys, values = self.store(layer, key, value)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         for start, stop, slots, decoded, past in self.sequences:
-            keys[slots, past : past + stop - start] = key[0, :, start:stop].transpose(0, 1)
-            values[slots, past : past + stop - start] = value[0, :, start:stop].transpose(0, 1)
             if count := stop - decoded - start:
                 padding = (0, 0, 0, -count % ROWS)  # causal: no row sees what follows it
                 q, k, v = (F.pad(x[:, :, start : start + count], padding) for x in (query, key, value))
@@ -128,12 +134,17 @@ class DecodeAttention:
         self.single = SingleTokenAttention(positions, cache.length, columns)
         self.rows = torch.arange(len(positions), device=positions.device) * cache.length + positions
 
+    def store(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store the keys and values, or the experts, of the tokens in the cache. Return the storage."""
+        storages = self.cache.layer(layer, *new)
+        for storage, x in zip(storages, new, strict=True):
+            flat = storage.view(self.cache.slots * self.cache.length, -1)
+            flat.index_copy_(0, self.rows, x[0].transpose(0, 1).reshape(len(self.rows), -1))
+        return storages
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
         count = len(self.rows)
-        keys, values = self.cache.layer(layer, key, value)
-        for storage, new in ((keys, key), (values, value)):
-            flat = storage.view(self.cache.slots * self.cache.length, -1)
-            flat.index_copy_(0, self.rows, new[0].transpose(0, 1).reshape(count, -1))
+        keys, values = self.store(layer, key, value)
         return self.single.attend(query, keys[:count], values[:count], settings)
 
 

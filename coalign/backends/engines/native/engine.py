@@ -101,6 +101,7 @@ class NativeSession(GenerationSession):
             for place in range(queued.started, queued.request.samples):
                 self._finish(ActiveSequence(queued, place, None), Status.PARTIAL)
         for sequence in [sequence for sequence in self.slots.active if sequence.submitted.cut]:
+            self.slots.note_experts(sequence)
             self.slots.remove(sequence)
             self._finish(sequence, Status.PARTIAL)
 
@@ -234,6 +235,7 @@ class NativeSession(GenerationSession):
             if status is not None:
                 ended.append((sequence, status))
         for sequence, _ in reversed(ended):  # the last slot first: then a sequence that moves down has not ended itself
+            self.slots.note_experts(sequence)
             # There may be another turn; it can use keys and values only if all are of the same weights.
             if sequence.submitted.request.first_turn is not None and set(sequence.versions) == {self.engine.version}:
                 self.slots.keep(sequence)
@@ -286,6 +288,10 @@ class NativeEngine(InferenceEngine):
     def weights_dtype(self) -> torch.dtype | None:
         return self.model.weights_dtype
 
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        return self.model.experts
+
     @contextmanager
     def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[NativeSession]:
         with torch.inference_mode(), self.model.packed():
@@ -323,6 +329,13 @@ class NativeModule(RolloutModule):
         _build_model(pretrained.read_config(config), config, "cpu")
 
     @classmethod
+    def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
+        try:
+            _build_model(pretrained.read_config(config), config, "cpu", record_experts=True)
+        except ValueError as problem:
+            raise ValueError(f"rollout.routing_replay is true, and models.{name} cannot record: {problem}") from problem
+
+    @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         hf = pretrained.read_config(config)
         limit = pretrained.read_rope_limit(hf)
@@ -340,7 +353,7 @@ class NativeModule(RolloutModule):
     def build(self, architecture: PreTrainedConfig) -> NativeEngine:
         native = self.config.native
         return NativeEngine(
-            _build_model(architecture, self.config, self.context.device),
+            _build_model(architecture, self.config, self.context.device, record_experts=self.context.routing_replay),
             seed=self.context.seed,
             max_sequences=native.max_sequences,
             kv_tokens=native.kv_tokens,
@@ -358,6 +371,9 @@ class NativeModule(RolloutModule):
         return self.engine.model.module.parameters() if part == "weights" else ()
 
 
-def _build_model(architecture: PreTrainedConfig, config: ModelConfig, device: str) -> NativeModel:
+def _build_model(
+    architecture: PreTrainedConfig, config: ModelConfig, device: str, *, record_experts: bool = False
+) -> NativeModel:
     dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
-    return NativeModel(architecture, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    trust = config.trust_remote_code
+    return NativeModel(architecture, dtype=dtype, device=device, trust_remote_code=trust, record_experts=record_experts)

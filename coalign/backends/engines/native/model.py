@@ -22,6 +22,7 @@ from coalign.backends.attention import check_attention
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, compare_logits
 from coalign.backends.engines.native import kernels
 from coalign.backends.engines.native.attention import (
+    EXPERTS,
     NAME,
     REFUSAL,
     ROWS,
@@ -34,6 +35,8 @@ from coalign.backends.engines.native.attention import (
 )
 from coalign.backends.engines.native.kernels import PackedLinear, replace_linears
 from coalign.backends.pretrained import MIXERS
+from coalign.backends.routers import Routers
+from coalign.types import TOKEN_COLUMNS
 
 NO_INTERFACE = "it does not use transformers' attention interface"
 
@@ -41,13 +44,21 @@ NO_INTERFACE = "it does not use transformers' attention interface"
 class NativeModel(MetaModel):
     """A causal LM on ``device`` in ``dtype`` that the native engine can run.
 
-    Raises ValueError for a model that keeps state other than keys and values, or does not use transformers' attention
-    interface, and NotImplementedError for attention that the engine does not compute.
+    ``record_experts``: the experts of each token are stored in the cache. Raises ValueError for a model that keeps
+    state other than keys and values, or does not use transformers' attention interface, and NotImplementedError for
+    attention that the engine does not compute.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False
+        self,
+        config: PreTrainedConfig,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        trust_remote_code: bool = False,
+        record_experts: bool = False,
     ) -> None:
+        self.record_experts = record_experts
         refusal = ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE))
         super().__init__(
             config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attention=NAME
@@ -58,7 +69,16 @@ class NativeModel(MetaModel):
         _refuse_foreign_state(self.module)
         probe = {"input_ids": torch.zeros(1, ROWS, dtype=torch.int64, device="meta")}
         probe["position_ids"] = torch.arange(ROWS, device="meta")[None]
-        check_attention(self.module, lambda: self.module(**probe, use_cache=False, kv=ShapeOnlyAttention()))
+        self.routers = Routers(self.module)
+        with self.routers.watch(torch.ones(ROWS, device="meta")):
+            check_attention(self.module, lambda: self.module(**probe, use_cache=False, kv=ShapeOnlyAttention()))
+        if self.record_experts and self.routers.unfit:
+            raise ValueError(f"the native engine cannot record experts: {self.routers.unfit}")
+
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """The layers with experts, and how many a token has there; None if they are not recorded."""
+        return (len(self.routers.found), self.routers.chosen[0].shape[1]) if self.record_experts else None
 
     @contextlib.contextmanager
     def packed(self) -> Iterator[None]:
@@ -103,9 +123,13 @@ class NativeModel(MetaModel):
         ``rows`` i64: the rows whose logits are wanted (None: all).
         """
         keep = 0 if rows is None else torch.cat([rows, rows[-1:].expand(-len(rows) % ROWS)])
-        out = self.module(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, kv=kv
-        )
+        inputs = {"input_ids": tokens[None], "position_ids": positions[None], "logits_to_keep": keep}
+        if self.record_experts:
+            with self.routers.watch(tokens):
+                out = self.module(**inputs, use_cache=False, kv=kv)
+            kv.store(EXPERTS, torch.stack(self.routers.chosen).to(TOKEN_COLUMNS["routed_experts"])[None])
+        else:
+            out = self.module(**inputs, use_cache=False, kv=kv)
         return out.logits[0] if rows is None else out.logits[0, : len(rows)]
 
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from coalign.backends.engines.native.attention import ROWS, STRIDE, KVCache
+from coalign.backends.engines.native.attention import EXPERTS, ROWS, STRIDE, KVCache
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import PartialResponse, SubmittedRequest
+from coalign.types import UNKNOWN_EXPERT
 
 # Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream.
 TOKEN, POSITION, KEY = range(3)
@@ -113,6 +115,12 @@ class SequenceSlots:
         if self.seen is not None:
             self.seen[slot] = False
             self.seen[slot, prompt] = True
+
+    def note_experts(self, sequence: ActiveSequence) -> None:
+        """Keep the experts of a sequence beyond its time in a slot, if they are recorded; not of its last token."""
+        if found := self.cache.layers.get(EXPERTS):
+            known = found[0][sequence.slot, : sequence.length - 1].cpu()
+            sequence.experts = F.pad(known, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT)
 
     def keep(self, sequence: ActiveSequence) -> None:
         """Stop decoding a sequence, but keep its keys and values.

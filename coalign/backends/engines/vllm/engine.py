@@ -42,7 +42,7 @@ from coalign.backends.engines.vllm.worker import (
     adapter_capacity,
     check_adapters,
 )
-from coalign.backends.pretrained import get_directory
+from coalign.backends.pretrained import StoredNames, get_directory
 from coalign.config.schema import ModelConfig, SamplingConfig
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
@@ -86,15 +86,16 @@ def _describe_exit(code: int | None) -> str:
 class VLLMEngine(InferenceEngine):
     """Generates with vLLM.
 
-    shapes: of all weights, by their Hugging Face names. decoder: see coalign.backends.engines.request. adapter_rank: of
-    the LoRA adapters that come with the weights, each time all of them; None: there are none. Raises ValueError for an
-    architecture that vLLM cannot run.
+    shapes: of all weights, by their names in memory; vLLM gets them as ``stored``. decoder: see
+    coalign.backends.engines.request. adapter_rank: of the LoRA adapters that come with the weights, each time all of
+    them; None: there are none. Raises ValueError for an architecture that vLLM cannot run.
     """
 
     def __init__(
         self,
         arguments: EngineArgs,
         shapes: Mapping[str, torch.Size],
+        stored: StoredNames,
         *,
         model: str,
         seed: int,
@@ -107,6 +108,7 @@ class VLLMEngine(InferenceEngine):
         self.end_tokens = frozenset(end_tokens)
         self.decoder = decoder
         self.shapes = shapes
+        self.stored = stored
         self.adapter_rank = adapter_rank
         self.lora_request = ADAPTER_REQUEST if adapter_rank else None  # makes vLLM apply the adapters to a request
         self.loads = 0  # number of times that weights were loaded
@@ -154,7 +156,7 @@ class VLLMEngine(InferenceEngine):
             )
         taken: set[str] = set()
         with self._name_lost_worker():
-            self._send(self._check_weights(weights, taken))
+            self._send(self.stored(self._check_weights(weights, taken)))
         self._check_complete(taken)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -92,6 +92,13 @@ class VLLMModule(RolloutModule):
             )
 
     @classmethod
+    def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
+        raise ValueError(
+            f"rollout.routing_replay is true, and models.{name}.module is `vllm`, whose {SUPPORTED} names experts only "
+            "with a model runner in which Coalign cannot draw the tokens (VLLM_USE_V2_MODEL_RUNNER); use `native`"
+        )
+
+    @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raise ImportError without a supported vLLM, and ValueError for a model that vLLM cannot run."""
         _require_vllm()
@@ -115,6 +122,7 @@ class VLLMModule(RolloutModule):
         return VLLMEngine(
             create_engine_arguments(config, context.model, context.device, context.adapter_rank),
             {name: tensor.shape for name, tensor in get_weights(skeleton).items()},
+            pretrained.StoredNames(skeleton),
             model=context.model,
             seed=context.seed,
             end_tokens=self.find_end_tokens(architecture),

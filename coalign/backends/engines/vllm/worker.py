@@ -22,6 +22,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from coalign.backends import lora
 from coalign.weights.sync.segment import Address, SharedMemorySegment, TensorEntry, align
@@ -76,6 +77,7 @@ class WeightLoader:
     vllm_config: VllmConfig
     model_runner: Any
     coalign_adapters: dict[str, Tensor]  # those of the load in progress
+    coalign_kernels: list[tuple[Any, Any]]  # of experts, before it
 
     def coalign_setup(self, eager: bool) -> dict[str, list[str]]:
         """Return the layers that vLLM computes as one: its name -> their names in Hugging Face's model.
@@ -97,8 +99,10 @@ class WeightLoader:
     def coalign_begin(self) -> None:
         """Prepare for weights and adapters."""
         self.coalign_adapters = {}
+        model = self.model_runner.get_model()
+        self.coalign_kernels = _take_kernels(model) if current_platform.is_cpu() else []
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
 
     @torch.no_grad()
     def coalign_take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -127,10 +131,25 @@ class WeightLoader:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
+            for method, kernel in self.coalign_kernels:  # of experts that did not come
+                method.moe_kernel = method.moe_kernel or kernel
             _repack_shared(model)
             if complete and (config := self.vllm_config.lora_config) is not None:
                 install_adapters(model, config, self.coalign_adapters)
         self.coalign_adapters = {}
+
+
+def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return (method, its kernel) of all layers with experts, and leave the methods without one.
+
+    vLLM 0.32.0 packs experts for its kernels on CPUs only when it makes the kernel: with one there, it would compute
+    with new weights that are not packed, and nothing would tell.
+    """
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    found = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in found:
+        method.moe_kernel = None
+    return found
 
 
 def _repack_shared(model: nn.Module) -> None:
