@@ -72,7 +72,11 @@ def load_config(
 
     Raises ConfigError with one line for every problem.
     """
-    from coalign.launch.plan import find_recipe
+
+    def find_defaults(algorithm: str) -> Mapping[str, Any]:
+        from coalign.launch.plan import find_recipe  # imports torch, which a file that cannot be read does without
+
+        return find_recipe(algorithm).defaults
 
     functions = {name: value for name, value in (("reward", reward), ("loss", loss)) if value is not None}
     if isinstance(source, RunConfig):
@@ -83,7 +87,7 @@ def load_config(
         if isinstance(overrides, Sequence):
             raise ValueError("overrides: beside `reward` or `loss` they are a dictionary, {'runtime.steps': 10}")
         overrides = {**(overrides or {}), **functions}
-    return load(source, overrides or (), defaults=lambda algorithm: find_recipe(algorithm).defaults, planned=planned)
+    return load(source, overrides or (), defaults=find_defaults, planned=planned)
 
 
 def train(
@@ -103,10 +107,10 @@ def train(
     Raises ConfigError or ValueError before anything is loaded if the configuration cannot run, TrainingStopped if a
     signal or a guard ended the run, and whatever a model or a function of the run raised.
     """
-    from coalign.launch.run import train as run
+    config = load_config(source, overrides, reward=reward, loss=loss)
+    from coalign.launch.run import train as run  # slow to import: a wrong file is named before
     from coalign.report.display import Display
 
-    config = load_config(source, overrides, reward=reward, loss=loss)
     code = run(config, Display(quiet=quiet), hooks)
     result = _read_result(Path(config.output))
     if code:

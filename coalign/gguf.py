@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from coalign.files import write_atomically
 
 log = logging.getLogger(__name__)
+# save_pretrained imports accelerate, and that DeepSpeed, if it is installed, which warns of a machine without GPU.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "accelerator to CPU" not in record.getMessage())
 
 
 def convert_gguf(file: Path, output: Path, *, weights: bool = True) -> None:

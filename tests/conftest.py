@@ -1,6 +1,7 @@
 """Tests run on one thread and without a network."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -15,16 +16,19 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-import gc
 import socket
 from functools import cache
 
 import pytest
 
+gc.disable()  # until all tests are collected: imports make a million objects that stay
+
 
 def pytest_collection_finish():
     """Objects that exist now stay to the end: no garbage collection has to look at a million of them again."""
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(50_000)  # what a test imports stays, too
 
 
 def pytest_unconfigure():

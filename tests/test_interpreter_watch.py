@@ -34,9 +34,9 @@ def test_who_holds_the_interpreter_is_named_with_the_stack():
 
 
 def test_a_process_that_is_stopped_for_a_while_goes_on():
-    process = start(5.0, "watch.close")
+    process = start(4.0, "watch.close")
     process.send_signal(signal.SIGSTOP)
-    time.sleep(4.0)
+    time.sleep(3.0)
     process.send_signal(signal.SIGCONT)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 0 and not text

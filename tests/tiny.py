@@ -67,6 +67,8 @@ def tiny_model_dir(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from coalign.backends.pretrained import save_model
+
     path = Path(path)
     tokenizer = tiny_tokenizer(path)
     if vocab < len(tokenizer):
@@ -88,7 +90,7 @@ def tiny_model_dir(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings | config), dtype=torch.float32)
-    model.save_pretrained(path)
+    save_model(model, path)
     return path
 
 
@@ -97,8 +99,10 @@ def tiny_reward_model_dir(path: str | Path, *, head_seed: int = 0, **model: Any)
     import torch
     from transformers import AutoModelForSequenceClassification
 
+    from coalign.backends.pretrained import save_model
+
     path = tiny_model_dir(path, **model)
     scored = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     torch.nn.init.normal_(scored.score.weight, std=0.5, generator=torch.Generator().manual_seed(head_seed))
-    scored.save_pretrained(path)
+    save_model(scored, path)
     return path

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from coalign.config.schema import OptimizerConfig
 
@@ -165,6 +164,8 @@ def _rms(tensor: Tensor) -> float:
 
 def _to_float(norm: Tensor) -> float:
     """The norm of a sharded tensor is itself a sharded tensor."""
+    from torch.distributed.tensor import DTensor  # slow to import, and every recipe imports this file
+
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 

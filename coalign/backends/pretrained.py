@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_utils,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -30,8 +32,6 @@ from coalign.hub import find_directory
 from coalign.roles import Context
 
 log = logging.getLogger(__name__)
-# save_pretrained imports accelerate, and that DeepSpeed, if it is installed, which warns of a machine without GPU.
-logging.getLogger("DeepSpeed").addFilter(lambda record: "accelerator to CPU" not in record.getMessage())
 
 OWN_ATTENTION = (
     "{} does not call transformers' attention interface, so it cannot compute packed sequences; `module: megatron` "
@@ -177,7 +177,7 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
 
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
     """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them."""
-    model.save_pretrained(dir, state_dict=weights, save_original_format=config.export_experts == "separate")
+    save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
     read_tokenizer(config).save_pretrained(dir)
 
 
@@ -200,6 +200,16 @@ class StoredNames:
         """(stored name, stored tensor) of each of ``weights``, which have the names that they have in memory."""
         for name, tensor in weights:
             yield from self._revert(name, tensor).items() if name in self.changed else [(name, tensor)]
+
+
+def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
+    """Write a model that nothing wraps, with transformers' ``options``.
+
+    To unwrap it, transformers would ask accelerate, which imports DeepSpeed where it is installed, and DeepSpeed
+    MLflow: four seconds of every process that saves.
+    """
+    with patch.object(modeling_utils, "unwrap_model", lambda model: model):
+        model.save_pretrained(dir, **options)
 
 
 def save_config(config: ModelConfig, dir: str | Path) -> None:

@@ -6,6 +6,7 @@ directories, `indexed.py` those on tokenised datasets.
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from pathlib import Path
@@ -49,6 +50,7 @@ app.add_typer(indexed.app, name="indexed")
 
 def main() -> None:
     """Run the command line. An error that the user can fix is printed as one line; others keep their traceback."""
+    gc.set_threshold(50_000)  # Imports make a million objects that stay: to look for garbage among them takes a second.
     if "--no-code" in sys.argv:  # a module of this directory could stand in for one that Coalign imports
         sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
     else:

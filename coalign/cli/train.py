@@ -47,9 +47,10 @@ def check(config: Config, overrides: Overrides = None, no_code: NoCode = False):
         from coalign.commands.pipeline import check_pipeline as examine_stages
 
         return examine_stages(load_pipeline(config, overrides or []), Display())
-    from coalign.launch.check import check as examine
+    loaded = load_config(config, overrides, planned=True)
+    from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
 
-    examine(load_config(config, overrides, planned=True), Display())
+    examine(loaded, Display())
 
 
 def pipeline(
@@ -92,10 +93,12 @@ def inspect_data(
     """Show rows as the trainer sees them: text after the chat template, trained parts, preferences and labels."""
     _refuse(no_code)
     from coalign.api import load_config
-    from coalign.commands.evaluate import show_data
     from coalign.report.display import Display
 
-    show_data(load_config(config, overrides, planned=True), rows, Display(), tokens=tokens)
+    loaded = load_config(config, overrides, planned=True)
+    from coalign.commands.evaluate import show_data
+
+    show_data(loaded, rows, Display(), tokens=tokens)
 
 
 def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):

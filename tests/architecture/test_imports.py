@@ -199,3 +199,15 @@ def test_json_lines_are_split_at_newlines_alone():
     folders = [PACKAGE.parent / name for name in ("coalign", "tests", "examples", "benchmarks")]
     sources = [file for folder in folders for file in folder.rglob("*.py")]
     assert not [str(file) for file in sources if split.search(file.read_text(encoding="utf-8"))]
+
+
+def test_a_file_that_cannot_be_read_is_named_before_torch_is_imported(tmp_path):
+    (tmp_path / "run.yaml").write_text("models: [")
+    code = (
+        "import sys, coalign\n"
+        "for call in (coalign.load_config, coalign.train):\n"
+        f"    try: call({str(tmp_path / 'run.yaml')!r})\n"
+        "    except ValueError as error: print(error, 'torch' in sys.modules)"
+    )
+    shown = run(code).splitlines()
+    assert len(shown) == 2 and all("run.yaml:1" in line and line.endswith("False") for line in shown), shown

@@ -7,8 +7,11 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
+import coalign
 from coalign import hub as module
 from coalign.hub import HubError, fetch, find_directory, is_hub_name, pin
+from coalign.launch.check import check
+from coalign.report.display import Display
 from tests.hub.conftest import run_in_process
 from tests.tiny import tiny_model_dir
 
@@ -160,14 +163,13 @@ def settings_of_a_run(tmp_path, name, *, steps=1):
     return tmp_path / "run.yaml"
 
 
-def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path):
+def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, monkeypatch):
     commit = hub.add("org/tiny", tiny_model_dir(tmp_path / "one"))
     path = settings_of_a_run(tmp_path, "org/tiny@main")
-    checked = run_in_process(hub, tmp_path, "check", str(path))
-    assert checked.returncode == 0, checked.stdout
+    monkeypatch.chdir(tmp_path)
+    check(coalign.load_config(path), Display(quiet=True))
     assert "model.safetensors" not in hub.downloads()
-    first = run_in_process(hub, tmp_path, "train", str(path))
-    assert first.returncode == 0, first.stdout
+    coalign.train(path, quiet=True)
     kept = json.loads((tmp_path / "run" / "hub.json").read_text())
     assert kept == {"org/tiny@main": f"org/tiny@{commit}"}
     assert f"org/tiny@{commit}" in (tmp_path / "run" / "config.yaml").read_text()

@@ -37,7 +37,7 @@ class Sender(Module):
             if self.fault == "break" and i == 1 and self.context.rank == self.context.world_size - 1:
                 raise RuntimeError("the export broke")
             if self.fault == "stall" and i == 1:
-                time.sleep(4)
+                time.sleep(2.5)
             if self.fault == "die" and i == 1:
                 os._exit(1)
             if self.fault == "forget" and i == 1:

@@ -209,12 +209,12 @@ def test_broadcast_is_refused_between_models_that_take_turns(make, syncing):
 )
 def test_a_sender_that_stalls_is_named(make, syncing, transport):
     trainer, policy = make()
-    sync = syncing(trainer, policy, transport, timeout=2.0, bucket_mib=1)
+    sync = syncing(trainer, policy, transport, timeout=1.0, bucket_mib=1)
     sync(0)
     trainer.call("misbehave", "stall")
     # By broadcast the tensor is in a bucket that has not left.
     after = "before its first tensor" if transport == "broadcast" else "after 'layers.0.weight'"
-    with pytest.raises(WorkerError, match=rf"trainer, rank 0 sent nothing for 2 s \(sync.timeout\) {after}"):
+    with pytest.raises(WorkerError, match=rf"trainer, rank 0 sent nothing for 1 s \(sync.timeout\) {after}"):
         sync(1)
     assert policy.call("serving")[0][0] == 0
 
