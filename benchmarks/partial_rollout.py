@@ -27,8 +27,7 @@ from coalign.backends.engines.request import begin_samples
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.buffer import Buffer
-from coalign.engine.environment import Environment
+from coalign.engine.environment import Buffer, Environment
 from coalign.engine.filters import build_group_selection
 from coalign.engine.ledger import Ledger
 from coalign.launch.plan import Plan, find_recipe

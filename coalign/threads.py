@@ -47,12 +47,12 @@ class CallQueue:
     """One thread that runs its tasks in the order given. A task must handle its own errors."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
         self._thread = start_thread(self._work, f"coalign-{name}")
 
-    def submit(self, task: Callable[[], Any]) -> None:
-        """Run ``task`` after all earlier ones."""
-        self._tasks.put(task)
+    def submit(self, task: Callable[[], Any], deliver: Callable[[Any], Any] = lambda result: None) -> None:
+        """Run ``task`` after all earlier ones, and call ``deliver`` with what it returns."""
+        self._tasks.put((task, deliver))
 
     def close(self) -> None:
         """End the thread after the tasks submitted so far."""
@@ -67,8 +67,10 @@ class CallQueue:
             self._thread.join(seconds)
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
+        while (item := self._tasks.get()) is not None:
+            task, deliver = item
+            deliver(task())
+            del item, task, deliver  # what they refer to can be freed while the thread waits
 
 
 def _call(function: Callable[[], Any]) -> CallResult:

@@ -241,6 +241,21 @@ class LossInput:
     groups: int = 0  # G; sequences of a group are compared with each other (chosen and rejected)
     columns: Mapping[str, Any] = field(default_factory=dict)  # all columns of the micro-batch, token columns as [T]
 
+    def require(self, name: str, because: str | None = None) -> Tensor:
+        """The field ``name``. ValueError if it is missing; ``because`` names the setting of the loss that needs it."""
+        if (value := getattr(self, name)) is None:
+            reason = f" because loss.{because} is set" if because else ""
+            raise ValueError(f"the loss needs `{name}`{reason}, but the batch does not have it")
+        return value
+
+    def require_column(self, name: str, because: str | None = None) -> Any:
+        """The column ``name`` of the micro-batch. ValueError if it is missing; ``because`` as in `require`."""
+        if name not in self.columns:
+            reason = f" because loss.{because} is set" if because else ""
+            have = sorted(self.columns)
+            raise ValueError(f"the loss needs the column `{name}`{reason}, but the batch has only {have}")
+        return self.columns[name]
+
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:

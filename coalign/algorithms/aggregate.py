@@ -1,18 +1,24 @@
-"""Weights that turn per-token loss values into one number, with denominators that are global over an optimizer step.
+"""What a loss declares about its values, and the weights that turn them into one number.
 
-A loss never divides. The framework counts tokens and sequences over all micro-batches and ranks of the step, and sums
-``value * weight``. So neither the loss nor its gradient depends on how the step was split. A sequence without trained
-tokens counts neither as tokens nor as a sequence.
+The denominators are global over an optimizer step: a loss never divides. The framework counts tokens and sequences
+over all micro-batches and ranks of the step, and sums ``value * weight``. So neither the loss nor its gradient depends
+on how the step was split. A sequence without trained tokens counts neither as tokens nor as a sequence. The
+declarations are the attributes ``needs``, ``per`` and ``aggregations`` of the function: see coalign.types.LossInput and
+LossOutput.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coalign.algorithms.segments import segment_count
+from coalign.types import Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +80,38 @@ def sequence_weights(segment: Tensor, sequences: int, *, totals: LossTotals) -> 
 def group_weights(groups: int, *, totals: LossTotals, device: torch.device | str = "cpu") -> Tensor:
     """f64[G]: the weights of a loss with one value per group: the mean over the groups."""
     return torch.full((groups,), 1.0 / totals.groups, dtype=torch.float64, device=device)
+
+
+def required_inputs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the LossInput fields that ``loss`` reads with these arguments and that exist only on request.
+
+    The model computes ``entropy``, ``candidate_logprobs`` and ``collision``; ``ref`` makes the recipe run a reference.
+    The attribute ``loss.needs``, if there is one, is called with the loss's keyword arguments, defaults included.
+    """
+    declared = getattr(loss, "needs", None)
+    if declared is None:
+        return ()
+    bound = signature(loss).bind(None, **arguments)
+    bound.apply_defaults()
+    return tuple(declared(**bound.kwargs))
+
+
+def value_unit(loss: Loss) -> str:
+    """What one value of ``loss`` belongs to: token, sequence, group or batch (see coalign.types.LossOutput)."""
+    return getattr(loss, "per", "token")
+
+
+def check_aggregation(loss: Loss, name: str, aggregation: str, where: str = "loss") -> None:
+    """Raise ValueError for an ``aggregation`` that has no effect on ``loss``, or that the loss is not defined for.
+
+    ``loss.aggregations``, if there is one, lists those it is defined for. ``name`` is the loss's name in the
+    configuration at ``where``.
+    """
+    setting = f"{where}.aggregation is `{aggregation}`"
+    if value_unit(loss) != "token" and aggregation != "token_mean":
+        raise ValueError(
+            f"{setting} and has no effect: `{name}` gives a value per {value_unit(loss)}, of which the mean is taken"
+        )
+    allowed: Sequence[str] = getattr(loss, "aggregations", (aggregation,))
+    if aggregation not in allowed:
+        raise ValueError(f"{setting}, which `{name}` is not defined for; expected {' or '.join(allowed)}")

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coalign.algorithms.segments import segment_count, segment_sum
-from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput, Stat, Stats, Total
 
 __all__ = ["all_pairs", "best_worst"]  # what `pairs.fn` can name
@@ -112,7 +111,7 @@ def build_pairs(preference: Tensor, group: Tensor, groups: int) -> PreferencePai
 
 def read_pairs(x: LossInput) -> PreferencePairs:
     """The pairs of a micro-batch, from its column `preference`; ValueError if it is missing."""
-    return build_pairs(require_column(x, "preference"), require_input(x, "group"), x.groups)
+    return build_pairs(x.require_column("preference"), x.require("group"), x.groups)
 
 
 # Sums over a response, and all that follows, run in float64: N numbers cost nothing, and a log-ratio is a small
@@ -121,7 +120,7 @@ def read_pairs(x: LossInput) -> PreferencePairs:
 
 def response_logprobs(x: LossInput) -> Tensor:
     """f64[N]: log π(response | prompt), summed over the trained tokens."""
-    return segment_sum(require_input(x, "logprobs").double(), x.segment, x.sequences)
+    return segment_sum(x.require("logprobs").double(), x.segment, x.sequences)
 
 
 def log_ratios(x: LossInput) -> Tensor:
@@ -131,7 +130,7 @@ def log_ratios(x: LossInput) -> Tensor:
 
 def token_log_ratios(x: LossInput) -> Tensor:
     """f64[T]: log π - log π_ref."""
-    return require_input(x, "logprobs").double() - require_input(x, "ref").double()
+    return x.require("logprobs").double() - x.require("ref").double()
 
 
 def lengths(x: LossInput) -> Tensor:

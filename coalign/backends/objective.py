@@ -9,9 +9,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import LossTotals, aggregation_weights, group_weights, sequence_weights
+from coalign.algorithms.aggregate import (
+    LossTotals,
+    aggregation_weights,
+    check_aggregation,
+    group_weights,
+    required_inputs,
+    sequence_weights,
+    value_unit,
+)
 from coalign.algorithms.importance import mismatch_stats
-from coalign.algorithms.traits import check_aggregation, required_inputs, value_unit
 from coalign.backends.layout import get_loss_mask
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig

@@ -2,7 +2,7 @@
 
 - ``local.py`` runs models in this process, ``ray.py`` on a Ray cluster; ``dry.py`` records a flow on stand-ins.
 - ``worker.py`` runs a module in its process. ``future.py`` has calls, futures and references to batches;
-  ``answers.py`` waits for workers; ``balance.py`` splits batches; ``functions.py`` applies functions to columns.
+  ``shards.py`` splits batches over workers and merges what they answer.
 - ``placement/`` decides which process gets which devices, ``residency.py`` which models are on the devices now.
 - ``standins.py`` has tiny batches for ``dry.py``, ``numpy_batch.py`` the form of batches in Ray's object store, and
   ``stacks.py`` reads the Python stacks of processes that hang.

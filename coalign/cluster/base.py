@@ -17,15 +17,14 @@ from functools import partial
 from typing import Any
 
 from coalign.cluster import stacks
-from coalign.cluster.answers import CallDeadlines, WorkerHandle, merge_answers, wait
 from coalign.cluster.dist import DistActor, DistModel
-from coalign.cluster.functions import name_of
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, Store
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray_space import check_ray
 from coalign.cluster.residency import Residency
-from coalign.cluster.worker import find_module_class
+from coalign.cluster.shards import CallDeadlines, WorkerHandle, merge_answers, wait
+from coalign.cluster.worker import find_module_class, name_of
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.batch import Batch

@@ -15,19 +15,24 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from coalign.cluster.answers import (
+from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
+from coalign.cluster.shards import (
+    By,
+    ShardedCall,
     TaskFuture,
     WorkerHandle,
     WorkerTask,
+    concat_outcomes,
     is_streamed,
     merge_answers,
     merge_parts,
+    reorder,
+    shard_rows,
+    shard_updates,
     stream_rows,
     wait,
     watch_task,
 )
-from coalign.cluster.balance import By, ShardedCall, concat_outcomes, reorder, shard_rows, shard_updates
-from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory import PARTS
@@ -57,7 +62,7 @@ class DistActor:
 class DistModel(Generic[Role]):
     """All replicas of one model, in the ``Role`` that it has in the run.
 
-    A batch is split over the replicas so that all take equally long (coalign.cluster.balance); the result has the order
+    A batch is split over the replicas so that all take equally long (coalign.cluster.shards); the result has the order
     of the batch. The ranks of an SPMD model are all called, even with an empty shard, since they meet in collectives;
     ranks that compute rows together get the same shard. Any other attribute is a method of the module:
     ``model.my_method(batch, key=1)``.
@@ -87,43 +92,48 @@ class DistModel(Generic[Role]):
 
     def generate(self: DistModel[Rollout], prompts: BatchRef | Future, **keywords: Any) -> Future:
         """Generate responses to prompts: a BatchRef."""
-        return self._call("generate", (prompts,), keywords, by="work")
+        work = self._shard((prompts,), keywords, by="work")
+        return self.cluster.launch(Call(self.name, "generate"), work, self._queue)
 
     def forward_step(self: DistModel[Scorer], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Compute columns for the rows of ``batch``: a BatchRef of these columns alone."""
-        return self._call("forward_step", (batch,), keywords, by="cost", by_row=True)
+        work = self._shard((batch,), keywords, by="cost", by_row=True)
+        return self.cluster.launch(Call(self.name, "forward_step"), work, self._queue)
 
     def train_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Learn from ``batch``: Stats. The rows of each update do not depend on the number of ranks."""
-        return self._call("train_step", (batch,), keywords, by="cost", updates=self.config.updates_per_batch)
+        work = self._shard((batch,), keywords, by="cost", updates=self.config.updates_per_batch)
+        return self.cluster.launch(Call(self.name, "train_step"), work, self._queue)
 
     def eval_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Compute the loss of ``batch``, without learning: Stats."""
-        return self._call("eval_step", (batch,), keywords, by="cost")
+        work = self._shard((batch,), keywords, by="cost")
+        return self.cluster.launch(Call(self.name, "eval_step"), work, self._queue)
 
     def save(self, directory: str) -> Future:
         """Write everything needed to resume bit for bit. A failure (a full disk) ends this call only, not the run."""
-        return self._call("save", (directory,), {}, fatal=False)
+        return self.call("save", directory, fatal=False)
 
     def load(self, directory: str) -> Future:
         """Load what ``save`` wrote."""
-        return self._call("load", (directory,), {})
+        return self.call("load", directory)
 
     def save_hf(self, directory: str, **keywords: Any) -> Future:
         """Write a directory that ``from_pretrained`` loads. A failure ends this call only, not the run."""
-        return self._call("save_hf", (directory,), keywords, fatal=False)
+        return self.call("save_hf", directory, fatal=False, **keywords)
 
     def save_adapter(self, directory: str) -> Future:
         """Write the adapters alone, in peft's format. A failure ends this call only, not the run."""
-        return self._call("save_adapter", (directory,), {}, fatal=False)
+        return self.call("save_adapter", directory, fatal=False)
 
-    def call(self, method: str, *arguments: Any, **keywords: Any) -> Future:
-        """Call any method of the module. A plain result is the first worker's.
+    def call(self, method: str, *arguments: Any, fatal: bool = True, **keywords: Any) -> Future:
+        """Call any method of the module. A plain result is the first worker's. An error of a ``fatal`` call ends the
+        run.
 
         Batches among the positional arguments are split alike, so they must hold the same sequences. A batch passed by
         keyword is split on its own.
         """
-        return self._call(method, arguments, keywords)
+        return self.cluster.launch(Call(self.name, method), self._shard(arguments, keywords), self._queue, fatal)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         if method.startswith("_"):
@@ -189,23 +199,22 @@ class DistModel(Generic[Role]):
 
     # ---- private ---------------------------------------------------------------------------------------------------
 
-    def _call(
+    def _shard(
         self,
-        method: str,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
         by: By = "order",
-        fatal: bool = True,
         by_row: bool = False,
         updates: int | None = None,
-    ) -> Future:
-        """Call a method of the module on every replica with its shard of the batches, which is split ``by`` cost.
+    ) -> Callable[[Future], Outcome]:
+        """The work of a call of a method: every replica gets its shard of the batches, which are split ``by`` cost.
 
         ``by_row``: the method computes each row on its own. ``updates`` are those of a training step.
         """
-        needs = {self.name: self._parts.get(method, PARTS)}
 
         def work(future: Future) -> Outcome:
+            method = future.call.method
+            needs = {self.name: self._parts.get(method, PARTS)}
             self.cluster.residency.announce(self.name, needs[self.name])
             if by_row and self._can_stream(arguments[0]):
                 return self._call_streamed(future, method, needs, arguments[0], keywords)
@@ -236,7 +245,7 @@ class DistModel(Generic[Role]):
                 counted = merged if self._counted is None else [merged[i] for i in self._counted]
                 return sharded.restore_order(outcome, counted)
 
-        return self.cluster.launch(Call(self.name, method), work, self._queue, fatal)
+        return work
 
     def _call_free_replicas(
         self, future: Future, method: str, sharded: ShardedCall

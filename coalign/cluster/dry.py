@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.functions import apply_columns, merge_columns, name_of, transform_batches
-from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
+from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, merge_columns
 from coalign.cluster.local import LocalReference, LocalStore
-from coalign.cluster.worker import find_module_class
+from coalign.cluster.worker import apply_columns, find_module_class, name_of, transform_batches
 from coalign.config.functions import list_columns
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch

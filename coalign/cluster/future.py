@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coalign.cluster.functions import check_same_sequences, merge_columns
 from coalign.data.batch import Batch
 from coalign.types import Stats, Status, Total
 
 if TYPE_CHECKING:
-    from coalign.cluster.answers import TaskFuture, WorkerTask
+    from coalign.cluster.shards import TaskFuture, WorkerTask
 
 
 ROW_FIELDS = ("group", "work", "status")  # optional columns that the driver keeps, as fields of BatchRef and Meta
@@ -47,6 +46,27 @@ class Store(Protocol):
     def rows(self, ref: Any, rows: np.ndarray) -> Batch:
         """Return the sequences ``rows`` (i64) of a stored batch, in this order."""
         ...
+
+
+def merge_columns(batches: Sequence[Batch]) -> Batch:
+    """Merge the columns of batches of the same sequences; a later column replaces an earlier one of the same name."""
+    base = batches[0]
+    for position, other in enumerate(batches[1:], start=2):
+        check_same_sequences(base, other, position)
+    token, sequence = dict(base.token), dict(base.sequence)
+    for other in batches[1:]:
+        token = {k: v for k, v in token.items() if k not in other.sequence} | dict(other.token)
+        sequence = {k: v for k, v in sequence.items() if k not in other.token} | dict(other.sequence)
+    return Batch(base.lengths, token, sequence)
+
+
+def check_same_sequences(base: Batch | BatchRef, other: Batch | BatchRef, position: int) -> None:
+    """ValueError if the batch at this ``position`` (from 1) has other lengths than the first one."""
+    if not torch.equal(base.lengths, other.lengths):
+        raise ValueError(
+            f"batches of one apply must hold the same sequences: the first has {len(base)} with {base.tokens_total} "
+            f"tokens, number {position} has {len(other)} with {other.tokens_total}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from coalign.cluster.answers import WorkerHandle, WorkerTask
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.placement.devices import find_accelerator
-from coalign.cluster.placement.nodes import Node, assign_nodes, place_processes
+from coalign.cluster.future import Meta
+from coalign.cluster.placement.nodes import Node, assign_nodes, find_accelerator, place_processes
 from coalign.cluster.placement.slots import Slot, list_slots
+from coalign.cluster.shards import WorkerHandle, WorkerTask
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.memory import Arena
+from coalign.threads import CallQueue
 
 
 class LocalReference:
@@ -47,27 +49,30 @@ class LocalStore:
 
 
 class LocalWorker:
-    """A worker of this process whose verbs run on the thread behind ``submit``."""
+    """A worker of this process whose verbs run on the thread of ``calls``."""
 
-    def __init__(self, where: str, worker: Worker, submit: Callable[[Callable[[], object]], None]) -> None:
-        self.where, self._worker, self._submit = where, worker, submit
+    def __init__(self, where: str, worker: Worker, calls: CallQueue) -> None:
+        self.where, self._worker, self._calls = where, worker, calls
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         task = WorkerTask(self.where, concurrent.futures.Future(), LocalReference())
-
-        def work() -> None:
-            meta, task.payload.value = self._worker.execute(verb, *arguments)
-            task.meta.set_result(meta)
-
-        self._submit(work)
+        self._calls.submit(partial(self._worker.execute, verb, *arguments), partial(_answer, task))
         return task
 
     def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
-        works: list[Callable[[], object]] = []
-        collector = LocalWorker(self.where, self._worker, works.append)
-        tasks = [collector.execute(*verb) for verb in verbs]
-        self._submit(lambda: [work() for work in works])  # one task of the thread: nothing comes in between
+        tasks = [WorkerTask(self.where, concurrent.futures.Future(), LocalReference()) for _ in verbs]
+
+        def work() -> None:  # one task of the thread: nothing comes in between
+            for task, verb in zip(tasks, verbs, strict=True):
+                _answer(task, self._worker.execute(*verb))
+
+        self._calls.submit(work)
         return tasks
+
+
+def _answer(task: WorkerTask, result: tuple[Meta, Batch | None]) -> None:
+    meta, task.payload.value = result
+    task.meta.set_result(meta)
 
 
 class LocalCluster(Cluster):
@@ -103,14 +108,14 @@ class LocalCluster(Cluster):
         if self.residency.slots and exclusive:
             limit = self.residency.capacity if slot.name in self.residency.slots else None
             arena = self._arenas.setdefault(device, Arena(device, limit))
-        return [DistActor([LocalWorker(name, Worker(self.store, threads, arena), calls.submit)], device)]
+        return [DistActor([LocalWorker(name, Worker(self.store, threads, arena), calls)], device)]
 
     def _hold(self, slot: Slot, *models: str) -> AbstractContextManager[None]:
         one_thread = not slot.devices and slot.name not in self.residency.slots  # which already runs calls in turn
         return nullcontext() if one_thread else super()._hold(slot, *models)
 
     def _function_worker(self) -> WorkerHandle:
-        return LocalWorker("this process", Worker(self.store, self._threads), self._cpu.submit)
+        return LocalWorker("this process", Worker(self.store, self._threads), self._cpu)
 
     def _kill(self) -> None:
         """Do nothing: threads cannot be killed; they end when idle, or with the process."""

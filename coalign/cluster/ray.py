@@ -36,15 +36,24 @@ from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from coalign.cluster.answers import LOAD_SECONDS, WorkerHandle, WorkerTask
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta, WorkerFailure
 from coalign.cluster.numpy_batch import NumpyBatch, to_numpy
-from coalign.cluster.placement.devices import find_accelerator, group_devices, read_nvidia_buses
-from coalign.cluster.placement.nodes import Domain, Node, Nodes, ProcessPlacement, assign_nodes, place_processes
+from coalign.cluster.placement.nodes import (
+    Domain,
+    Node,
+    Nodes,
+    ProcessPlacement,
+    assign_nodes,
+    find_accelerator,
+    group_devices,
+    place_processes,
+    read_nvidia_buses,
+)
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.ray_space import RayStoreError, StoreSpace, describe_open_cluster
+from coalign.cluster.shards import LOAD_SECONDS, WorkerHandle, WorkerTask
 from coalign.cluster.stacks import StackFile, collect_stacks, listen
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig

@@ -7,6 +7,7 @@ also traces calls for a profiler, and reports what was in memory when there was 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import pickle
 import resource
@@ -23,17 +24,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from coalign.cluster.functions import apply_columns, sort_result, transform_batches
 from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
-from coalign.config.functions import resolve_class
+from coalign.config.functions import list_columns, resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
 from coalign.hub import fetch_model
 from coalign.memory import PARTS, Arena
 from coalign.roles import Context
+from coalign.types import Metric, Stats
 
 if TYPE_CHECKING:
     from coalign.backends.base import Module
+
+    pass
 
 
 class Tracer:
@@ -241,13 +244,13 @@ class Worker:
             return Meta(value=function(self.module, self.store, *arguments)), None
 
     def apply(self, function: Callable[..., Any], rows: WorkerRows, keywords: Mapping[str, Any]) -> Answer:
-        """Call a pure function on columns (coalign.cluster.functions); returns the columns that it adds."""
+        """Call a pure function on columns (coalign.cluster.worker); returns the columns that it adds."""
         batch = rows.gather(self.store)
         columns, stats = apply_columns(function, batch, keywords)
         return _answer({**columns, **stats}, batch)
 
     def transform(self, function: Callable[..., Any], inputs: list[WorkerRows], keywords: Mapping[str, Any]) -> Answer:
-        """Call a pure function on whole batches (coalign.cluster.functions); returns the batch that it makes."""
+        """Call a pure function on whole batches (coalign.cluster.worker); returns the batch that it makes."""
         batch, stats = transform_batches(function, [rows.gather(self.store) for rows in inputs], keywords)
         return Meta.of(batch, stats), batch
 
@@ -346,3 +349,66 @@ def _portable(error: BaseException) -> BaseException | None:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return None
+
+
+DERIVED = ("segment", "lengths")  # columns that every batch has
+
+
+def apply_columns(
+    function: Callable[..., Any], batch: Batch, keywords: Mapping[str, Any]
+) -> tuple[dict[str, Any], Stats]:
+    """Call ``function`` on columns of a batch; returns its columns and its metrics.
+
+    The function returns a mapping: tensors and lists are columns, values of the metrics' types are metrics. Raises
+    ValueError for a missing column and for a result of another kind.
+    """
+    result = function(*bind_columns(function, batch), **keywords)
+    if not isinstance(result, Mapping):
+        raise ValueError(
+            f"{name_of(function)} returned a {type(result).__name__}; expected a dict of columns and metrics"
+        )
+    columns, metrics, others = sort_result(result)
+    if others:
+        raise ValueError(
+            f"{name_of(function)} returned {', '.join(f'{k!r} of type {type(v).__name__}' for k, v in others.items())}"
+            "; expected tensors or lists (columns) and Stat, Max, Total or EffectiveSize (metrics)"
+        )
+    return columns, metrics
+
+
+def transform_batches(
+    function: Callable[..., Any], batches: Sequence[Batch], keywords: Mapping[str, Any]
+) -> tuple[Batch, Stats]:
+    """Call ``function`` on whole batches; it returns a batch, or a batch and metrics. ValueError for anything else."""
+    result = function(*batches, **keywords)
+    batch, stats = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(batch, Batch):
+        raise ValueError(f"{name_of(function)} returned a {type(batch).__name__}; expected a Batch")
+    return batch, stats
+
+
+def bind_columns(function: Callable[..., Any], batch: Batch) -> list[Any]:
+    """The columns that the function's positional parameters name; a column with a default may be missing."""
+    needed, optional = list_columns(function)
+    there = {*batch.token, *batch.sequence, *DERIVED}
+    for name in needed:
+        if name not in there:
+            raise ValueError(
+                f"{name_of(function)} needs the column '{name}', which nobody produced; "
+                f"there are: {', '.join(sorted(there.difference(DERIVED)))}"
+            )
+    defaults = inspect.signature(function).parameters
+    return [batch[name] if name in there else defaults[name].default for name in (*needed, *optional)]
+
+
+def sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Metric], dict[str, Any]]:
+    """Sort the values of a result into (columns, metrics, everything else)."""
+    columns = {k: v for k, v in result.items() if isinstance(v, Tensor | list)}
+    metrics = {k: v for k, v in result.items() if isinstance(v, Metric)}
+    others = {k: v for k, v in result.items() if k not in columns and k not in metrics}
+    return columns, metrics, others
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function in messages and metrics."""
+    return getattr(function, "__name__", type(function).__name__)

@@ -22,8 +22,7 @@ from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.buffer import Buffer
-from coalign.engine.environment import Environment
+from coalign.engine.environment import Buffer, Environment
 from coalign.engine.filters import build_group_selection
 from coalign.engine.ledger import Ledger
 from coalign.engine.metrics import WatchedCalls, watch

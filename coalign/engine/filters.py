@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from coalign.cluster.base import find_footprint
-from coalign.cluster.functions import bind_columns, name_of
+from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.worker import bind_columns, name_of
 from coalign.config.schema import RunConfig
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
@@ -23,7 +25,6 @@ from coalign.data.examples import MARKS
 from coalign.data.loader import Loader
 from coalign.engine.curriculum import Curriculum, hash_row, list_first_rows
 from coalign.engine.metrics import find_sources
-from coalign.engine.replay import Replay
 from coalign.types import SEQUENCE_COLUMNS, Stats, Total
 
 if TYPE_CHECKING:
@@ -203,3 +204,26 @@ def build_group_selection(plan: Plan, cluster: Cluster, loader: Loader) -> Group
         lengths=ResponseLengths() if policy and find_footprint("policy", policy).parts > 1 else None,
         add_budgets=budgets,
     )
+
+
+class Replay:
+    """Keeps the newest batch and the ``steps`` before it; ``function`` mixes them into one batch.
+
+    Replayed samples may be older than the bound on staleness. The trainer computes their log-probs anew, so the
+    importance weights of the loss account for their age.
+    """
+
+    def __init__(self, cluster: Cluster, function: partial[Any], steps: int) -> None:
+        self.cluster = cluster
+        self.function = function
+        self.remembered: deque[BatchRef] = deque(maxlen=steps + 1)
+
+    def mix(self, batch: BatchRef) -> Future:
+        """Add the newest batch, and return the batch to train on."""
+        self.remembered.append(batch)
+        return self.cluster.transform(self.function.func, *self.remembered, **self.function.keywords)
+
+    def restore(self, batches: list[Batch]) -> None:
+        """Remember these batches alone, oldest first."""
+        self.remembered.clear()
+        self.remembered.extend(self.cluster.put(batch) for batch in batches)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
 from coalign.algorithms.shaping import RewardTerm, combine
-from coalign.cluster.functions import merge_columns
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.future import BatchRef, Future, merge_columns
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished

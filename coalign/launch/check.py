@@ -15,7 +15,7 @@ from coalign.backends.base import Module
 from coalign.backends.objective import Objective, loss_input
 from coalign.cluster.base import Cluster, plan_slots
 from coalign.cluster.dry import DryCluster, FlowGraph, TracedCall, draw_graph
-from coalign.cluster.placement.devices import find_accelerator
+from coalign.cluster.placement.nodes import find_accelerator
 from coalign.cluster.placement.slots import list_slots
 from coalign.cluster.residency import list_movable_parts
 from coalign.cluster.standins import STANDINS

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.cluster.functions import apply_columns, merge_columns
-from coalign.cluster.future import BatchRef, PayloadJoin, WorkerRows
-from coalign.cluster.worker import Worker
+from coalign.cluster.future import BatchRef, PayloadJoin, WorkerRows, merge_columns
+from coalign.cluster.worker import Worker, apply_columns
 from coalign.data.batch import Batch
 from coalign.types import Stat, Status, Total
 from tests.runs import run, settings

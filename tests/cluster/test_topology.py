@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from coalign.cluster.placement.devices import find_accelerator, group_devices, read_nvidia_buses
+from coalign.cluster.placement.nodes import find_accelerator, group_devices, read_nvidia_buses
 
 # (PCI address, NUMA node, way through the PCI tree)
 MACHINE = {

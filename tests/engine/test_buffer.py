@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coalign.engine.buffer import Buffer
+from coalign.engine.environment import Buffer
 
 
 def test_synchronous_training_begins_one_batch_at_a_time():

@@ -6,7 +6,7 @@ import torch
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.engine.buffer import GroupPool
+from coalign.engine.environment import GroupPool
 
 STORE = LocalStore()
 

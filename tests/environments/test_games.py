@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from coalign.algorithms.advantages import rloo
-from coalign.cluster.functions import apply_columns
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
+from coalign.cluster.worker import apply_columns
 from coalign.data.batch import Batch
 from coalign.environments.conversation import simulated_user
 from coalign.environments.games import GuessTheNumber, IllegalMove, Nim, game, self_play

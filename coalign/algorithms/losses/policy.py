@@ -20,7 +20,6 @@ from coalign.algorithms.losses.terms import (
     policy_loss,
     sequence_mean,
 )
-from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput, Stat, Stats
 
 
@@ -44,7 +43,7 @@ def policy_gradient(
         raise ValueError(
             f"loss.dual_clip is {dual_clip}: it bounds the ratio from above and must exceed 1 (3 is usual)"
         )
-    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     ratio = bounded_exp(logprobs - old)
     surrogate, stats = clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
     if dual_clip is not None:
@@ -83,7 +82,7 @@ def gspo(
         raise ValueError(f"loss.form is '{form}': expected sequence or token")
     if form == "sequence" and is_level == "token":
         raise ValueError("loss.is_level is 'token': `gspo` in the form `sequence` takes `sequence` or `product`")
-    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     log_ratio = sequence_mean(x, logprobs - old)
     if form == "sequence":
         advantages = sequence_mean(x, advantages)
@@ -112,7 +111,7 @@ def cispo(
 
     Reads and raises as policy_gradient does; the other settings are those of terms.add_policy_terms.
     """
-    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     ratio = bounded_exp(logprobs.detach() - old)
     weight = ratio.clamp(*clip_range(clip_low, clip_high))
     return -weight * advantages * logprobs, ratio, {"clip_fraction": Stat.of(weight != ratio)}
@@ -131,7 +130,7 @@ def sapo(x: LossInput, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrog
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg is {tau_neg}: both temperatures must exceed 0")
-    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     ratio = bounded_exp(logprobs - old)
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio)
     opened = (tau * (ratio - 1)).sigmoid()
@@ -154,7 +153,7 @@ def gmpo(x: LossInput, *, clip_low: float = 0.4, clip_high: float = 0.4, is_leve
     check_clips(clip_low, clip_high)
     if is_level == "token":
         raise ValueError("loss.is_level is 'token': in `gmpo` a response has one ratio; take `sequence` or `product`")
-    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     advantages = sequence_mean(x, advantages)
     log_ratio = logprobs - old
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
@@ -176,8 +175,8 @@ def kl_cov(x: LossInput, *, cov_coef: float = 1.0) -> Surrogate:
     Reads and raises as policy_gradient does, and ValueError without that column; the other settings are those of
     terms.add_policy_terms.
     """
-    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
-    marked = require_column(x, "high_covariance")
+    logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
+    marked = x.require_column("high_covariance")
     log_ratio = logprobs - old
     ratio, distance = bounded_exp(log_ratio), log_ratio.abs()
     penalty = torch.where(marked, cov_coef * distance, 0.0)
@@ -193,7 +192,7 @@ def reinforce(x: LossInput) -> Surrogate:
 
     Reads logprobs and advantages; the other settings are those of terms.add_policy_terms.
     """
-    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     return -advantages * logprobs, bounded_exp(logprobs.detach() - old), {}
 
 
@@ -213,7 +212,7 @@ def topr(x: LossInput, *, ratio_limit: float = 1.0, is_level: Level) -> Surrogat
         raise ValueError(f"loss.ratio_limit is {ratio_limit}: it bounds the weight of a mistake and must exceed 0")
     if is_level != "none":
         raise ValueError(f"loss.is_level is '{is_level}': `topr` has the sampler in its own ratio; leave it out")
-    logprobs, rollout, advantages = (require_input(x, name) for name in ("logprobs", "rollout", "advantages"))
+    logprobs, rollout, advantages = (x.require(name) for name in ("logprobs", "rollout", "advantages"))
     ratios = importance_ratios(logprobs.detach(), rollout, x.segment, x.sequences, level="product")
     ratio = ratios[x.segment].to(logprobs)
     weight = torch.where(advantages < 0, ratio.clamp(max=ratio_limit), 1.0)
@@ -226,11 +225,11 @@ def value(x: LossInput, *, clip: float | None = None) -> LossOutput:
 
     The clipped form is that of OpenAI's PPO. Reads values, returns; old_values if ``clip``.
     """
-    values, returns = require_input(x, "values"), require_input(x, "returns")
+    values, returns = x.require("values"), x.require("returns")
     error = (values - returns).square()
     stats: Stats = {"values": Stat.of(values), "returns": Stat.of(returns), "squared_error": Stat.of(error)}
     if clip is not None:
-        old = require_input(x, "old_values", "clip")
+        old = x.require("old_values", "clip")
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
         stats["clip_fraction"] = Stat.of(clipped > error)
         error = torch.maximum(error, clipped)

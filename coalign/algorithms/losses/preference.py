@@ -33,7 +33,6 @@ from coalign.algorithms.comparisons import (
     token_log_ratios,
 )
 from coalign.algorithms.segments import segment_sum
-from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput, Stat, Stats
 
 MAX_EXPONENT = 80.0  # e^80: beyond any log-ratio of use, and its square does not overflow float64
@@ -73,7 +72,7 @@ def dpo(
         winner, loser = (r / n for r, n in zip((winner, loser), pairs.split(lengths(x)), strict=True))
     z = beta * (winner - loser)
     if margin_coef:
-        z = z - margin_coef * pairs.difference(require_column(x, "margin", "margin_coef"))
+        z = z - margin_coef * pairs.difference(x.require_column("margin", "margin_coef"))
     if robust:
         losses = ((1 - label_smoothing) * F.softplus(-z) - label_smoothing * F.softplus(z)) / (1 - 2 * label_smoothing)
     else:
@@ -175,7 +174,7 @@ def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor
 @torch.no_grad()
 def _likelihood_weights(x: LossInput) -> Tensor:
     """f64[N]: the policy's likelihood of each response per token, relative to its certainty (WPO)."""
-    aligned = require_input(x, "logprobs").double() - require_input(x, "collision", "weighted")
+    aligned = x.require("logprobs").double() - x.require("collision", "weighted")
     return (segment_sum(aligned, x.segment, x.sequences) / lengths(x)).exp()
 
 
@@ -292,7 +291,7 @@ def kto(
     over the whole batch, not over a micro-batch. λ_D and λ_U are the weights; with n_D and n_U responses of each kind,
     the authors advise λ_D n_D / (λ_U n_U) between 1 and 4/3. A batch may lack one kind.
     """
-    point = require_column(x, "reference_point")
+    point = x.require_column("reference_point")
     result = _compute_unpaired_loss(x, point, beta, desirable_weight, undesirable_weight)
     return LossOutput(result.value, result.stats | {"kl": Stat.of(point)})
 
@@ -312,7 +311,7 @@ for _loss in (kto, apo_zero_unpaired):
 def _compute_unpaired_loss(
     x: LossInput, point: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> LossOutput:
-    desirable = _read_desirable(require_column(x, "preference"))
+    desirable = _read_desirable(x.require_column("preference"))
     ratios = log_ratios(x)
     sign = torch.where(desirable, 1.0, -1.0)
     gain = sign * beta * (ratios - point.to(ratios))

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coalign.algorithms.comparisons import accuracy, logistic, read_pairs, reward_stats
-from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput, Stat, Stats
 
 
 def sft(x: LossInput) -> LossOutput:
     """Negative log-likelihood of each trained token, in nats. Reads logprobs."""
-    nll = -require_input(x, "logprobs")
+    nll = -x.require("logprobs")
     return LossOutput(nll, {"nll": Stat.of(nll)})
 
 
@@ -48,10 +47,10 @@ def distillation(
         raise ValueError(f"loss.kd_coef is {kd_coef}: it is the share of distillation, from 0 to 1")
     if divergence == "jsd" and not 0 < jsd_beta < 1:
         raise ValueError(f"loss.jsd_beta is {jsd_beta}: it lies between 0 and 1 (`forward` and `reverse` are its ends)")
-    student = append_tail(require_input(x, "candidate_logprobs"))
-    teacher = append_tail(require_column(x, "teacher_logprobs").to(student.device))
+    student = append_tail(x.require("candidate_logprobs"))
+    teacher = append_tail(x.require_column("teacher_logprobs").to(student.device))
     distance = _divergence(teacher, student, divergence, jsd_beta)
-    nll = -require_input(x, "logprobs")
+    nll = -x.require("logprobs")
     stats: Stats = {"kd": Stat.of(distance), "nll": Stat.of(nll), "teacher_tail": Stat.of(teacher[:, -1].exp())}
     return LossOutput((1 - kd_coef) * nll + kd_coef * distance, stats)
 
@@ -92,7 +91,7 @@ def bradley_terry(x: LossInput, *, centre_coef: float = 0.0) -> LossOutput:
     Reads scores and the column `preference`. Statistics over pairs: `accuracy` (ties count half), `margin`,
     `rewards/chosen`, `rewards/rejected`. Over responses: `scores` and `scores_squared`, which give mean and variance.
     """
-    pairs, scores = read_pairs(x), require_input(x, "scores").double()
+    pairs, scores = read_pairs(x), x.require("scores").double()
     z = pairs.difference(scores)
     if "margin" in x.columns:
         z = z - pairs.difference(x.columns["margin"])
@@ -115,7 +114,7 @@ def process_reward(x: LossInput) -> LossOutput:
 
     Statistics: `accuracy` (P(+) on the label's side of ½; exactly ½ counts half), `nll`, and `positive`, the mean P(+).
     """
-    logprobs, label = require_input(x, "candidate_logprobs").double(), require_column(x, "label").double()
+    logprobs, label = x.require("candidate_logprobs").double(), x.require_column("label").double()
     if logprobs.shape[1] != 2:
         raise ValueError(
             f"process_reward compares 2 candidates, + and -; the column `candidates` has {logprobs.shape[1]}"

@@ -13,7 +13,6 @@ from torch import Tensor
 from coalign.algorithms.importance import MAX_LOG_RATIO, Level, Mode, importance_weights
 from coalign.algorithms.kl import estimate_kl
 from coalign.algorithms.segments import segment_count, segment_sum
-from coalign.algorithms.traits import require_input
 from coalign.types import Loss, LossInput, LossOutput, Max, Stat, Stats
 
 Surrogate = tuple[Tensor, Tensor, Stats]  # what is differentiated and its ratio, [T] each, and statistics of them
@@ -78,12 +77,12 @@ def add_policy_terms(
     Reads rollout if ``is_level`` or ``drift_limit``, ref if ``kl_coef``, entropy if requested; ValueError if one is
     missing.
     """
-    logprobs, old = require_input(x, "logprobs"), require_input(x, "old")
+    logprobs, old = x.require("logprobs"), x.require("old")
     stats = {**stats, "policy_gradient": Stat.of(surrogate), **_ratio_stats(x, logprobs, old, ratio)}
     if is_level != "none":
-        require_input(x, "rollout", "is_level")
+        x.require("rollout", "is_level")
     if measure_entropy:
-        require_input(x, "entropy", "measure_entropy")
+        x.require("entropy", "measure_entropy")
     value = surrogate
     if x.rollout is not None:
         weights, weight_stats = importance_weights(
@@ -96,10 +95,10 @@ def add_policy_terms(
         stats["drift_fraction"] = Stat.of(drifted)
         value = torch.where(drifted, 0.0, value)
     if kl_coef:
-        kl = estimate_kl(logprobs, require_input(x, "ref", "kl_coef"), kl_estimator)
+        kl = estimate_kl(logprobs, x.require("ref", "kl_coef"), kl_estimator)
         value = value + kl_coef * (kl * bounded_exp(logprobs - old) if kl_corrected else kl)
     if entropy_coef:
-        value = value - entropy_coef * require_input(x, "entropy", "entropy_coef")
+        value = value - entropy_coef * x.require("entropy", "entropy_coef")
     return LossOutput(value, stats)
 
 
@@ -132,8 +131,8 @@ def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, 
 @torch.no_grad()
 def _find_drifted(x: LossInput, logprobs: Tensor, limit: float) -> Tensor:
     """bool[T]: tokens with negative advantage in sequences that have become unlikely under the policy."""
-    drift = sequence_mean(x, require_input(x, "rollout", "drift_limit") - logprobs)
-    return (require_input(x, "advantages") < 0) & (drift > limit)
+    drift = sequence_mean(x, x.require("rollout", "drift_limit") - logprobs)
+    return (x.require("advantages") < 0) & (drift > limit)
 
 
 @torch.no_grad()

@@ -229,5 +229,7 @@ class InferenceEngine(ABC):
                     total = sum(request.samples for request in requests)
                     raise RuntimeError(f"the engine returned {total - sum(waiting)} of {total} responses")
                 if part < len(bounds) - 1:
-                    yield answers[start:stop]
+                    # In the session's own mode the caller could make no columns to train on.
+                    with torch.inference_mode(False):
+                        yield answers[start:stop]
         yield answers[slice(*bounds[-1])]

@@ -15,7 +15,7 @@ from coalign.backends import lora, pretrained
 from coalign.backends.base import Module
 from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
 from coalign.backends.engines.episodes import EpisodeRunner
-from coalign.backends.engines.request import Request, begin_samples, count_missing_groups, extend_samples
+from coalign.backends.engines.request import Request, Response, begin_samples, count_missing_groups, extend_samples
 from coalign.backends.pretrained import get_directory
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
@@ -115,21 +115,21 @@ class RolloutModule(Module):
             if parts > 1:
                 where = f"models.{self.context.model}.parts_per_call"
                 raise ValueError(f"{where}: episodes are handed over all at once; set it to 1")
-            yield self.runner.run(
-                self.engine, begun, sampling, min_groups=min_groups, progress=progress, on_token=on_token
-            )
-            return
+            options = {"min_groups": min_groups, "progress": progress, "on_token": on_token}
+            return iter([self.runner.run(self.engine, begun, sampling, **options)])
         pieces = begun.split(parts, keep="group", by="sequences")
         planned = [
             _plan_requests(piece, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for piece in pieces
         ]
         requests = [request for _, own in planned for request in own]
         sizes = [len(own) for _, own in planned]
+
+        def finish(piece: Batch, rows: list[int], answers: list[list[Response]]) -> Batch | tuple[Batch, Stats]:
+            responses = [response for responses in answers for response in responses]
+            return extend_samples(piece, rows, responses, self.engine.experts)
+
         ready = self.engine.generate(requests, sampling, progress, on_token, min_groups, sizes=sizes)
-        for piece, (rows, _), answers in zip(pieces, planned, ready, strict=True):
-            with torch.inference_mode(False):  # the session's own mode would make the columns unusable for training
-                responses = [response for responses in answers for response in responses]
-                yield extend_samples(piece, rows, responses, self.engine.experts)
+        return map(finish, pieces, [rows for rows, _ in planned], ready)
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
