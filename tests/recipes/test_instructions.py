@@ -45,7 +45,7 @@ def test_a_sentence_is_paid_if_it_is_about_the_topic_and_follows_the_instruction
 def test_evaluation_has_other_topics_and_other_words(tmp_path):
     make_data(tmp_path)
     train, held_out = (
-        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_bytes().splitlines()]
         for name in ("train", "eval")
     )
     assert (len(train), len(held_out)) == (200, 70)
