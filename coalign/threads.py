@@ -5,6 +5,7 @@ All of them are daemons. Python cannot stop a thread, so one that hangs is left 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import concurrent.futures
 import os
@@ -23,6 +24,18 @@ CallResult = tuple[Any, BaseException | None]  # what a call returned, or what i
 
 _THREADS = min(32, (os.cpu_count() or 1) + 4)  # enough to overlap some waiting
 MAX_HUNG = 16  # threads that missed their deadline and still run
+
+_PARSER_LOCK = threading.RLock()
+
+
+def parse_python(text: str, mode: str = "exec") -> Any:
+    """Parse as `ast.parse` does, one thread at a time.
+
+    CPython 3.11 counts the depth of all threads' trees in one place: two that are built at once can raise SystemError
+    ("AST constructor recursion depth mismatch").
+    """
+    with _PARSER_LOCK:
+        return ast.parse(text, mode=mode)
 
 
 class CallTimeout(Exception):

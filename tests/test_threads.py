@@ -1,12 +1,14 @@
 """Plain functions in threads: order, deadlines a call, going on after a thread that hangs."""
 
 import asyncio
+import gc
+import sys
 import threading
 import time
 
 import pytest
 
-from coalign.threads import MAX_HUNG, CallTimeout, ThreadPool, TooManyHung
+from coalign.threads import MAX_HUNG, CallTimeout, ThreadPool, TooManyHung, parse_python
 
 
 def run(call, arguments, seconds=5.0):
@@ -72,3 +74,33 @@ def test_many_cheap_calls_cost_little():
     start = time.process_time()
     assert len(run(lambda i: i, range(20_000))) == 20_000
     assert time.process_time() - start < 2.0
+
+
+@pytest.mark.slow
+def test_threads_that_parse_python_at_once_do_not_disturb_each_other():
+    """A tool's answer became an error, once in many runs: collecting garbage within a parse lets other threads run."""
+    give_way = lambda *_: time.sleep(0)  # noqa: E731
+    interval, threshold, end = sys.getswitchinterval(), gc.get_threshold(), time.monotonic() + 20
+    errors: list[BaseException] = []
+
+    def work():
+        try:
+            while time.monotonic() < end and not errors:
+                parse_python("1+17*3", "eval")
+        except BaseException as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20, 2, 2)
+    gc.callbacks.append(give_way)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.callbacks.remove(give_way)
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
+    assert not errors

@@ -12,6 +12,8 @@ from typing import Annotated, NoReturn
 
 from pydantic import Field
 
+from coalign.threads import parse_python
+
 _MAX_NODES = 200
 _MAX_BITS = 512  # of an intermediate number
 _TOO_LARGE = "the number is too large"
@@ -41,7 +43,7 @@ def evaluate(expression: str) -> Fraction:
     if len(expression) > 5 * _MAX_NODES:
         raise ValueError("the expression is too long")
     try:
-        tree = ast.parse(expression, mode="eval")
+        tree = parse_python(expression, "eval")
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"not an arithmetic expression: {expression[:80]!r}") from error
     if sum(1 for _ in ast.walk(tree)) > _MAX_NODES:

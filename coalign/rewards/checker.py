@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from coalign.threads import parse_python
+
 SECONDS = 5.0  # of processor time for one check; usual ones take milliseconds
 _WAIT = 4  # times as long on a busy machine
 AT_ONCE = min(8, os.cpu_count() or 1)  # processes of a kind; more would slow each other down
@@ -35,7 +37,7 @@ def read_literal(text: str) -> Any:
     """The value of a Python literal. Raises ValueError for what is none, or takes more than a second to read."""
     if not check("literal", text, seconds=1.0):
         raise ValueError("no Python literal, or one that takes too long to read")
-    return ast.literal_eval(text)
+    return ast.literal_eval(parse_python(text.lstrip(" \t"), "eval"))
 
 
 def check(name: str, *arguments: Any, seconds: float | None = None) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, TypeGuard
 
 from coalign.rewards.checker import read_literal
 from coalign.rewards.sandbox.sandbox import SandboxResult
+from coalign.threads import parse_python
 
 _CLOSE = 1e-6  # relative or absolute difference of floating-point numbers that count as equal
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -116,7 +117,7 @@ def _statement_test(text: str, function: str = "") -> CodeTest:
     """Statements: the asserts that always run (at the top, and in ``function``) are judged outside if they can be."""
     checks: list[ValueCheck] = []
     try:
-        tree = ast.parse(text)
+        tree = parse_python(text)
         _take_asserts(tree, checks)
         for node in tree.body:
             may_leave = any(isinstance(inner, ast.Return) for inner in ast.walk(node))

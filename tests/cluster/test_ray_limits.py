@@ -53,7 +53,7 @@ FULL = """
 ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, namespace="coalign")
 cluster, judge = start()
 try:
-    kept = [judge.generate(big, samples=2).result() for _ in range(10)]
+    kept = [judge.generate(big, samples=2).result() for _ in range(20)]
 except Exception as error:
     print("worker:", error)
 try:
