@@ -66,9 +66,8 @@ def pin(name: str, kind: RepositoryKind = "model") -> str:
         with explain(name, kind):
             commit = huggingface_hub.HfApi().repo_info(repository, repo_type=kind, revision=revision).sha
     except HubError:
-        if not reference.is_file():
+        if not (commit := _read_commit(reference)):
             raise
-        commit = reference.read_text().strip()
         log.warning("%s: the hub does not answer; the commit is that of the cache, %s", name, commit)
     else:
         reference.parent.mkdir(parents=True, exist_ok=True)
@@ -83,8 +82,7 @@ def find_directory(name: str) -> Path:
     if not is_hub_name(name):
         return Path(name)
     repository, revision = split_name(name)
-    reference = _cache_of(repository) / "refs" / revision
-    commit = reference.read_text().strip() if os.path.isfile(reference) else revision
+    commit = _read_commit(_cache_of(repository) / "refs" / revision) or revision
     directory = _cache_of(repository) / "snapshots" / commit
     if not os.path.isdir(directory):
         raise HubError(f"{name} is not in the cache {constants.HF_HUB_CACHE}, and there is no directory of this name")
@@ -109,7 +107,7 @@ def fetch(name: str, *, weights: bool = True, code: bool = False, pickles: bool 
     directory = _cache_of(repository) / "snapshots" / commit
     kinds = [kind for kind, wanted in (("weights", weights), ("code", code), ("pickles", pickles)) if wanted]
     record = find_cache() / "complete" / f"{repository.replace('/', '--')}@{'+'.join([commit, *kinds])}.json"
-    if record.is_file() and all((directory / file).is_file() for file in json.loads(record.read_text())):
+    if _is_complete(record, directory):
         return directory
     try:
         with explain(name):
@@ -127,19 +125,19 @@ def fetch(name: str, *, weights: bool = True, code: bool = False, pickles: bool 
     return directory
 
 
-def list_sources(model: ModelConfig) -> Iterator[tuple[str, str, bool]]:
-    """Yield the key, the value, and whether weights are read, of each setting of a model that names another."""
+def list_sources(model: ModelConfig) -> Iterator[tuple[str, bool]]:
+    """Yield each name of another model in a model's settings, and whether its weights are read."""
     if model.load:
-        yield "load", model.load, model.init == "load"
+        yield model.load, model.init == "load"
     if model.lora and model.lora.load:
-        yield "lora.load", model.lora.load, True
+        yield model.lora.load, True
     if model.tokenizer:
-        yield "tokenizer", model.tokenizer, False
+        yield model.tokenizer, False
 
 
 def fetch_model(model: ModelConfig, *, weights: bool = True) -> None:
     """Fetch all that a model of a run reads; without ``weights`` configuration and tokenizer. Raises as `fetch`."""
-    for _, source, read in list_sources(model):
+    for source, read in list_sources(model):
         fetch(source, weights=weights and read, code=model.trust_remote_code, pickles=model.pickled_weights)
 
 
@@ -152,6 +150,16 @@ def split_name(name: str) -> tuple[str, str]:
 
 def _cache_of(repository: str, kind: RepositoryKind = "model") -> Path:
     return Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}"
+
+
+def _read_commit(reference: Path) -> str:
+    """Return the commit that the cache knows for a revision; empty for none."""
+    return reference.read_text().strip() if os.path.isfile(reference) else ""  # False for a name too long
+
+
+def _is_complete(record: Path, directory: Path) -> bool:
+    """Whether all files were verified that ``record`` lists, and are still there."""
+    return record.is_file() and all((directory / file).is_file() for file in json.loads(record.read_text()))
 
 
 def _directory_of_gguf(file: Path) -> Path:
@@ -199,7 +207,7 @@ def fetch_dataset(name: str, files: list[str]) -> Path:
     directory = _cache_of(repository, "dataset") / "snapshots" / commit
     content = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
     record = find_cache() / "complete" / f"datasets--{repository.replace('/', '--')}@{commit}+{content}.json"
-    if record.is_file() and all((directory / file).is_file() for file in files):
+    if _is_complete(record, directory):
         return directory
     try:
         with explain(name, "dataset"):

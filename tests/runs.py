@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,17 @@ def command(config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 90) -> None:
+    """Wait until ``condition()``; fail with what the process wrote if it ends before, or needs longer."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        if time.monotonic() > end:
+            process.kill()
+            pytest.fail(f"it did not happen within {seconds} s:\n{process.communicate()[0]}")
+        time.sleep(0.01)
 
 
 def processes_of(config: dict[str, Any]) -> list[psutil.Process]:

@@ -55,9 +55,9 @@ def fetch_sources(config: RunConfig, *, weights: bool = True, rows: bool = True)
 def write_commits(folder: Path, before: RunConfig, after: RunConfig) -> None:
     """Keep in the run folder which commits stand in ``after`` for the names in ``before``."""
     pairs = [
-        (named[1], fetched[1])
+        (named, fetched)
         for name, model in before.models.items()
-        for named, fetched in zip(list_sources(model), list_sources(after.models[name]), strict=True)
+        for (named, _), (fetched, _) in zip(list_sources(model), list_sources(after.models[name]), strict=True)
     ]
     pairs += [
         (named.path, fetched.path)

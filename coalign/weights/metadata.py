@@ -13,20 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint._nested_dict import set_element  # pyright: ignore[reportPrivateImportUsage]: torch's own planner has it so
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 METADATA = ".metadata"
@@ -37,12 +29,12 @@ _KEYS = (str, int, float, bytes, type(None))  # a nested tuple could take for ev
 class DistributedCheckpointReader(FileSystemReader):
     """torch's reader of a directory, with this module's reader of `.metadata`, which is read once."""
 
-    _found: Metadata | None = None
+    _found: dcp.Metadata | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         if self._found is None:
             self._found = read_metadata(Path(self.path))
-            self._found.storage_meta = StorageMeta(load_id=self.load_id)
+            self._found.storage_meta = dcp.StorageMeta(load_id=self.load_id)
         return self._found
 
     def fill(self, state: Any, planner: LoadPlanner, *, alone: bool = False) -> None:
@@ -65,7 +57,7 @@ class DistributedCheckpointPlanner(DefaultLoadPlanner):
             self.state_dict[name] = loaded
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path) -> dcp.Metadata:
     """Read `.metadata`. Raises ValueError for another content, OSError for a file that cannot be read.
 
     Its shapes, chunks and locations are left; nothing that Coalign loads needs more.
@@ -169,35 +161,35 @@ def _set_items(container: Any, items: list[Any]) -> None:
 # ---- the records
 
 
-def _build_metadata(found: Any) -> Metadata:
-    fields = _read_state(found, Metadata)
+def _build_metadata(found: Any) -> dcp.Metadata:
+    fields = _read_state(found, dcp.Metadata)
     entries = {_check(k, str): _build_entry(each) for k, each in _check(fields["state_dict_metadata"], dict).items()}
     stored = _check(fields.get("storage_data") or {}, dict)
-    return Metadata(entries, storage_data={_build_index(key): _build_storage(each) for key, each in stored.items()})
+    return dcp.Metadata(entries, storage_data={_build_index(key): _build_storage(each) for key, each in stored.items()})
 
 
-def _build_entry(found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(found, PickledObject) and found.name == _name(BytesStorageMetadata):
-        return BytesStorageMetadata()
-    fields = _read_state(found, TensorStorageMetadata)
+def _build_entry(found: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+    if isinstance(found, PickledObject) and found.name == _name(dcp.BytesStorageMetadata):
+        return dcp.BytesStorageMetadata()
+    fields = _read_state(found, dcp.TensorStorageMetadata)
     size = _build_size(fields["size"])
-    dtype = _read_state(fields["properties"], TensorProperties, tuple)[0]
+    dtype = _read_state(fields["properties"], dcp.TensorProperties, tuple)[0]
     chunks = [_build_chunk(each, size) for each in _check(fields["chunks"], list)]
-    return TensorStorageMetadata(TensorProperties(_DTYPES[_check(dtype, _PickledName).name]), size, chunks)
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(_DTYPES[_check(dtype, _PickledName).name]), size, chunks)
 
 
-def _build_chunk(found: Any, size: torch.Size) -> ChunkStorageMetadata:
-    fields = _read_state(found, ChunkStorageMetadata)
+def _build_chunk(found: Any, size: torch.Size) -> dcp.ChunkStorageMetadata:
+    fields = _read_state(found, dcp.ChunkStorageMetadata)
     offsets, sizes = _build_size(fields["offsets"]), _build_size(fields["sizes"])
     if any(at + length > whole for at, length, whole in zip(offsets, sizes, size, strict=True)):
         raise ValueError(f"a chunk {list(sizes)} at {list(offsets)} of a tensor {list(size)}")
-    return ChunkStorageMetadata(offsets, sizes)
+    return dcp.ChunkStorageMetadata(offsets, sizes)
 
 
-def _build_index(found: Any) -> MetadataIndex:
-    fields = _read_state(found, MetadataIndex)
+def _build_index(found: Any) -> dcp.MetadataIndex:
+    fields = _read_state(found, dcp.MetadataIndex)
     offset = fields.get("offset")
-    return MetadataIndex(_check(fields["fqn"], str), None if offset is None else _build_size(offset))
+    return dcp.MetadataIndex(_check(fields["fqn"], str), None if offset is None else _build_size(offset))
 
 
 def _build_storage(found: Any) -> _StorageInfo:

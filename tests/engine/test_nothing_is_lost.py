@@ -4,14 +4,13 @@ import errno
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from coalign.files import RecordFile, Sink
 from tests.digits import digits
-from tests.runs import command, metrics, run, settings, weights_hash
+from tests.runs import command, metrics, run, settings, wait_for, weights_hash
 
 
 def refuses_some(sample, *, broken):
@@ -166,14 +165,6 @@ def test_a_run_outlasts_a_folder_that_cannot_be_written(tmp_path, monkeypatch, c
 
 
 # ---- signals -------------------------------------------------------------------------------------------------------
-
-
-def wait_for(condition, process, seconds=90):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

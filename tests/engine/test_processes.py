@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 
 from coalign import cli
-from tests.runs import MARK, command, metrics, processes_of, run, settings, weights_hash
+from tests.runs import MARK, command, metrics, processes_of, run, settings, wait_for, weights_hash
 
 
 def wait_for_step(process, config, step, seconds=90):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if any(line["step"] >= step for line in metrics(config)):
-            return
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
-    process.kill()
-    pytest.fail(f"no step {step} within {seconds} s:\n{process.communicate()[0]}")
+    wait_for(lambda: any(line["step"] >= step for line in metrics(config)), process, seconds)
 
 
 def finish(process, code=0):

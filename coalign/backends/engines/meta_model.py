@@ -1,21 +1,26 @@
 """The model that an engine in this process computes with: a transformers causal LM and the weights loaded into it.
 
 It is built on the meta device and owns no memory until ``MetaModel.load`` adopts the tensors of another model (zero
-copy) or copies them.
+copy) or copies them. The native engine and the one on transformers' cache share the classes of this file.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from coalign.backends import pretrained
+from coalign.backends.engines.contract import InferenceEngine
+from coalign.backends.engines.module import RolloutModule
+from coalign.backends.engines.request import Decoder
 from coalign.backends.pretrained import build_model, read_context_length
+from coalign.config.schema import ModelConfig
 
 # Of the logits' difference, relative to their spread; wrong tokens give about 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -155,3 +160,68 @@ def _find_aliases(module: nn.Module) -> dict[str, list[str]]:
     for name, tensor in named:
         groups.setdefault(id(tensor), []).append(name)
     return {name: names for names in groups.values() for name in names}
+
+
+class MetaModelEngine(InferenceEngine):
+    """Generates with ``model``, in this process.
+
+    seed: of the sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request. reserve:
+    called with the bytes that the KV cache is about to have; may raise.
+    """
+
+    def __init__(
+        self,
+        model: MetaModel,
+        *,
+        seed: int,
+        end_tokens: Iterable[int],
+        decoder: Decoder,
+        reserve: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.seed = seed
+        self.end_tokens = frozenset(end_tokens)
+        self.decoder = decoder
+        self.reserve = reserve
+
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        return self.model.weights_dtype
+
+
+class MetaModelModule(RolloutModule):
+    """Generates with a MetaModelEngine."""
+
+    adopts = True
+    engine: MetaModelEngine
+
+    @classmethod
+    def build_model(cls, architecture: PreTrainedConfig, config: ModelConfig, device: str) -> MetaModel:
+        """Build the model without weights. ValueError or NotImplementedError if the engine cannot run it."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        cls.build_model(pretrained.read_config(config), config, "cpu")
+
+    @classmethod
+    def notes(cls, config: ModelConfig) -> Sequence[str]:
+        limit = pretrained.read_rope_limit(pretrained.read_config(config))
+        return [f"sequences end at {limit[1]} tokens, above which `{limit[0]}` changes all positions"] if limit else []
+
+    def find_engine_settings(self, architecture: PreTrainedConfig) -> dict[str, Any]:
+        """The arguments of MetaModelEngine but for the model."""
+        return {
+            "seed": self.context.seed,
+            "end_tokens": self.find_end_tokens(architecture),
+            "decoder": self.decoder,
+            "reserve": lambda size: self.arena.reserve(self.context.model, "kv", size),
+        }
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, live tensor) of all weights, to compare them with the trainer's."""
+        return self.engine.model.weights()
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        return self.engine.model.module.parameters() if part == "weights" else ()

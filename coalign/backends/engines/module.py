@@ -55,20 +55,9 @@ class RolloutModule(Module):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return pretrained.read_tokenizer(self.config)
 
-    def generate(
-        self,
-        prompts: Batch,
-        *,
-        samples: int | None = None,
-        round_tokens: int | None = None,
-        min_complete: float | None = None,
-        progress: Progress | None = None,
-        on_token: OnToken | None = None,
-        **overrides: Any,
-    ) -> Batch | tuple[Batch, Stats]:
+    def generate(self, prompts: Batch, **options: Any) -> Batch | tuple[Batch, Stats]:
         """Generate the whole batch as one part; see ``generate_in_parts``."""
-        options = {"samples": samples, "round_tokens": round_tokens, "min_complete": min_complete}
-        [out] = self.generate_in_parts(1, prompts, **options, progress=progress, on_token=on_token, **overrides)
+        [out] = self.generate_in_parts(1, prompts, **options)
         return out
 
     def generate_in_parts(

@@ -21,16 +21,8 @@ from typing import IO, Any, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.utils.serialization import config as serialization
 
 from coalign.weights.convert.files import HashedFile, write_hashed
@@ -143,7 +135,7 @@ class TorchDistWeights:
         tensors = {
             key: each
             for key, each in found.state_dict_metadata.items()
-            if isinstance(each, TensorStorageMetadata) and not key.startswith(OTHERS)
+            if isinstance(each, dcp.TensorStorageMetadata) and not key.startswith(OTHERS)
         }
         self.naming = _find_naming(tensors, parameters, config)
         self.chunks: dict[str, StoredChunk] = {}
@@ -161,7 +153,10 @@ class TorchDistWeights:
         self.ranks = [shards]
 
     def _group_by_key(
-        self, tensors: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, Parameter], config: MegatronConfig
+        self,
+        tensors: Mapping[str, dcp.TensorStorageMetadata],
+        parameters: Mapping[str, Parameter],
+        config: MegatronConfig,
     ) -> dict[str, list[tuple[TorchDistKey, Parameter]]]:
         keys: dict[str, list[tuple[TorchDistKey, Parameter]]] = {}
         for parameter in parameters.values():
@@ -179,8 +174,10 @@ class TorchDistWeights:
             raise ValueError(f"{self.folder}: shapes that differ from config.json: {', '.join(wrong)}")
         return keys
 
-    def _find_chunk(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> StoredChunk:
-        where = found.storage_data.get(MetadataIndex(key, chunk.offsets))
+    def _find_chunk(
+        self, found: dcp.Metadata, key: str, chunk: dcp.ChunkStorageMetadata, dtype: torch.dtype
+    ) -> StoredChunk:
+        where = found.storage_data.get(dcp.MetadataIndex(key, chunk.offsets))
         if where is None:
             raise ValueError(f"{self.folder / METADATA} does not say where '{key}' at {list(chunk.offsets)} is")
         return StoredChunk(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
@@ -206,7 +203,7 @@ class TorchDistWeights:
 def count_vocabulary_rows(folder: Path) -> int:
     """Count the rows of the word embedding, padding included. Raises ValueError if there is none."""
     found = read_metadata(folder).state_dict_metadata.get("embedding.word_embeddings.weight")
-    if not isinstance(found, TensorStorageMetadata):
+    if not isinstance(found, dcp.TensorStorageMetadata):
         raise ValueError(f"{folder} has no embedding.word_embeddings.weight")
     return found.size[0]
 
@@ -219,7 +216,7 @@ def _find_naming(
     return min(candidates, key=lambda each: len({each.place(p, config).key for p in parameters.values()} - keys.keys()))
 
 
-def _make_shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[TorchDistKey, Parameter]]) -> Shard:
+def _make_shard(key: str, chunk: dcp.ChunkStorageMetadata, held: Sequence[tuple[TorchDistKey, Parameter]]) -> Shard:
     """Describe a chunk in boxes of Hugging Face tensors. It may have parts of several layers or experts."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     box: Box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
@@ -330,24 +327,24 @@ def write_metadata(
     stored: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the other files. ``stored``: the record of each file with tensors, with the `places` of its chunks."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    data: dict[MetadataIndex, _StorageInfo] = {}
+    tensors: dict[str, dcp.TensorStorageMetadata] = {}
+    data: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for record, held in zip(stored, chunks, strict=True):
         for chunk, (start, length) in zip(held, record["places"], strict=True):
             key = chunk.place.key
-            new = TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(chunk.size), [])
+            new = dcp.TensorStorageMetadata(dcp.TensorProperties(chunk.dtype), torch.Size(chunk.size), [])
             whole = tensors.setdefault(key, new)
-            index = MetadataIndex(key, chunk.offsets, len(whole.chunks))
-            whole.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            index = dcp.MetadataIndex(key, chunk.offsets, len(whole.chunks))
+            whole.chunks.append(dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
             data[index] = _StorageInfo(Path(record["name"]).name, start, length)
     name = f"__{len(chunks)}_0.distcp"
     with write_hashed(folder / name) as file:
         for each in objects:
-            data[MetadataIndex(each)] = _StorageInfo(name, *append_archive(file, [None]))
+            data[dcp.MetadataIndex(each)] = _StorageInfo(name, *append_archive(file, [None]))
     with write_hashed(folder / COMMON) as file:
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, cast(IO[bytes], file))
     with write_hashed(folder / METADATA) as file:
-        entries = tensors | {each: BytesStorageMetadata() for each in objects}
-        record = Metadata(entries, storage_data=data, storage_meta=StorageMeta(), version="1.0.0")
+        entries = tensors | {each: dcp.BytesStorageMetadata() for each in objects}
+        record = dcp.Metadata(entries, storage_data=data, storage_meta=dcp.StorageMeta(), version="1.0.0")
         file.write(pickle.dumps(record))
     (folder / BACKEND).write_text(json.dumps(FORMAT))

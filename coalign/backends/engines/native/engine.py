@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained
-from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
-from coalign.backends.engines.module import RolloutModule
+from coalign.backends.engines.contract import GenerationSession, OnToken
+from coalign.backends.engines.meta_model import MetaModelEngine, MetaModelModule
 from coalign.backends.engines.native import kernels
 from coalign.backends.engines.native import model as probe
 from coalign.backends.engines.native.attention import (
@@ -30,7 +30,7 @@ from coalign.backends.engines.native.attention import (
 )
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.native.slots import KEY, POSITION, TOKEN, ActiveSequence, QueuedRequest, SequenceSlots
-from coalign.backends.engines.request import Decoder, OnDone, Request
+from coalign.backends.engines.request import OnDone, Request
 from coalign.backends.engines.sampling import check_finite, sample, uniforms
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.types import Status
@@ -249,44 +249,26 @@ class NativeSession(GenerationSession):
         sequence.submitted.on_done(sequence.place, sequence.response(status))
 
 
-class NativeEngine(InferenceEngine):
-    """Generates with ``model``.
+class NativeEngine(MetaModelEngine):
+    """Generates with ``model``, with keys and values in slots.
 
-    seed: of the sampling. max_sequences: decoded at once. kv_tokens: tokens the KV cache may hold (None: enough for
-    max_sequences of the longest). prefill_tokens: prompt tokens in one forward (a longer prompt goes alone).
-    end_tokens: ids that end a response. decoder: see coalign.backends.engines.request. reserve: called with the bytes
-    that the KV cache is about to have; may raise.
+    max_sequences: decoded at once. kv_tokens: tokens the KV cache may hold (None: enough for max_sequences of the
+    longest). prefill_tokens: prompt tokens in one forward (a longer prompt goes alone). ``settings`` are those of
+    MetaModelEngine.
 
     ``is_invariant``, known once weights are loaded: a token has the same bits in any batch.
     """
 
+    model: NativeModel
     is_invariant = False
 
     def __init__(
-        self,
-        model: NativeModel,
-        *,
-        seed: int,
-        max_sequences: int,
-        kv_tokens: int | None,
-        prefill_tokens: int,
-        end_tokens: Iterable[int],
-        decoder: Decoder,
-        reserve: Callable[[int], None] = lambda size: None,
+        self, model: NativeModel, *, max_sequences: int, kv_tokens: int | None, prefill_tokens: int, **settings: Any
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.seed = seed
+        super().__init__(model, **settings)
         self.max_sequences = max_sequences
         self.kv_tokens = kv_tokens
         self.prefill_tokens = prefill_tokens
-        self.end_tokens = frozenset(end_tokens)
-        self.decoder = decoder
-        self.reserve = reserve
-
-    @property
-    def weights_dtype(self) -> torch.dtype | None:
-        return self.model.weights_dtype
 
     @property
     def experts(self) -> tuple[int, int] | None:
@@ -318,31 +300,30 @@ class NativeEngine(InferenceEngine):
             self.model.pack()
 
 
-class NativeModule(RolloutModule):
+class NativeModule(MetaModelModule):
     """Generates with the native engine, in this process."""
 
-    adopts = True
-    engine: NativeEngine
-
     @classmethod
-    def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        _build_model(pretrained.read_config(config), config, "cpu")
+    def build_model(
+        cls, architecture: PreTrainedConfig, config: ModelConfig, device: str, *, record_experts: bool = False
+    ) -> NativeModel:
+        dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
+        settings = {"trust_remote_code": config.trust_remote_code, "record_experts": record_experts}
+        return NativeModel(architecture, dtype=dtype, device=device, **settings)
 
     @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
         try:
-            _build_model(pretrained.read_config(config), config, "cpu", record_experts=True)
+            cls.build_model(pretrained.read_config(config), config, "cpu", record_experts=True)
         except ValueError as problem:
             raise ValueError(f"rollout.routing_replay is true, and models.{name} cannot record: {problem}") from problem
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        hf = pretrained.read_config(config)
-        limit = pretrained.read_rope_limit(hf)
-        notes = [f"sequences end at {limit[1]} tokens, above which `{limit[0]}` changes all positions"] if limit else []
+        notes = [*super().notes(config)]
         if config.num_gpu:
             return notes
-        model = _build_model(hf, config, "cpu")
+        model = cls.build_model(pretrained.read_config(config), config, "cpu")
         notes += [str(model.kernel)] if model.kernel else []
         if config.compute_dtype == "bfloat16" and model.dtype == torch.float32:
             notes.append(kernels.FLOAT32_INSTEAD)
@@ -353,27 +334,11 @@ class NativeModule(RolloutModule):
     def build(self, architecture: PreTrainedConfig) -> NativeEngine:
         native = self.config.native
         return NativeEngine(
-            _build_model(architecture, self.config, self.context.device, record_experts=self.context.routing_replay),
-            seed=self.context.seed,
+            self.build_model(
+                architecture, self.config, self.context.device, record_experts=self.context.routing_replay
+            ),
             max_sequences=native.max_sequences,
             kv_tokens=native.kv_tokens,
             prefill_tokens=native.prefill_tokens,
-            end_tokens=self.find_end_tokens(architecture),
-            decoder=self.decoder,
-            reserve=lambda size: self.arena.reserve(self.context.model, "kv", size),
+            **self.find_engine_settings(architecture),
         )
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, live tensor) of all weights, to compare them with the trainer's."""
-        return self.engine.model.weights()
-
-    def tensors(self, part: str) -> Iterable[Tensor]:
-        return self.engine.model.module.parameters() if part == "weights" else ()
-
-
-def _build_model(
-    architecture: PreTrainedConfig, config: ModelConfig, device: str, *, record_experts: bool = False
-) -> NativeModel:
-    dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
-    trust = config.trust_remote_code
-    return NativeModel(architecture, dtype=dtype, device=device, trust_remote_code=trust, record_experts=record_experts)

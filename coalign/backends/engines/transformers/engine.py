@@ -7,19 +7,20 @@ group, index, position). The batch matters only as far as torch's kernels round 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained
-from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
-from coalign.backends.engines.module import RolloutModule
+from coalign.backends.engines.contract import GenerationSession, OnToken
+from coalign.backends.engines.meta_model import MetaModelEngine, MetaModelModule
 from coalign.backends.engines.native.kernels import choose_compute_dtype
-from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
+from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import check_finite, sample, uniforms
 from coalign.backends.engines.transformers.model import CachedRows, TransformersModel
 from coalign.config.schema import ModelConfig, SamplingConfig, TransformersConfig
@@ -236,36 +237,15 @@ class TransformersSession(GenerationSession):
         each.submitted.on_done(each.place, each.response(status))
 
 
-class TransformersEngine(InferenceEngine):
-    """Generates with ``model``.
+class TransformersEngine(MetaModelEngine):
+    """Generates with ``model``, with transformers' own cache. ``others`` are the arguments of MetaModelEngine."""
 
-    seed: of the sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request. reserve:
-    called with the bytes of the cache; may raise.
-    """
-
+    model: TransformersModel
     _session: TransformersSession | None
 
-    def __init__(
-        self,
-        model: TransformersModel,
-        *,
-        seed: int,
-        settings: TransformersConfig,
-        end_tokens: Iterable[int],
-        decoder: Decoder,
-        reserve: Callable[[int], None] = lambda size: None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.seed = seed
+    def __init__(self, model: TransformersModel, *, settings: TransformersConfig, **others: Any) -> None:
+        super().__init__(model, **others)
         self.settings = settings
-        self.end_tokens = frozenset(end_tokens)
-        self.decoder = decoder
-        self.reserve = reserve
-
-    @property
-    def weights_dtype(self) -> torch.dtype | None:
-        return self.model.weights_dtype
 
     @contextmanager
     def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[TransformersSession]:
@@ -284,46 +264,25 @@ class TransformersEngine(InferenceEngine):
             self.model.probe()
 
 
-class TransformersModule(RolloutModule):
+class TransformersModule(MetaModelModule):
     """Generates with transformers' own cache, in this process."""
 
-    adopts = True
-    engine: TransformersEngine
-
     @classmethod
-    def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        _build_model(pretrained.read_config(config), config, "cpu")
+    def build_model(cls, architecture: PreTrainedConfig, config: ModelConfig, device: str) -> TransformersModel:
+        return TransformersModel(
+            architecture,
+            dtype=choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device)),
+            device=device,
+            batching=config.transformers.batching,
+            trust_remote_code=config.trust_remote_code,
+        )
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        hf = pretrained.read_config(config)
-        limit = pretrained.read_rope_limit(hf)
-        notes = [f"sequences end at {limit[1]} tokens, above which `{limit[0]}` changes all positions"] if limit else []
-        return [*notes, f"sampled with transformers' cache, batching: {_build_model(hf, config, 'cpu').batching}"]
+        model = cls.build_model(pretrained.read_config(config), config, "cpu")
+        return [*super().notes(config), f"sampled with transformers' cache, batching: {model.batching}"]
 
     def build(self, architecture: PreTrainedConfig) -> TransformersEngine:
-        return TransformersEngine(
-            _build_model(architecture, self.config, self.context.device),
-            seed=self.context.seed,
-            settings=self.config.transformers,
-            end_tokens=self.find_end_tokens(architecture),
-            decoder=self.decoder,
-            reserve=lambda size: self.arena.reserve(self.context.model, "kv", size),
-        )
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, live tensor) of all weights, to compare them with the trainer's."""
-        return self.engine.model.weights()
-
-    def tensors(self, part: str) -> Iterable[Tensor]:
-        return self.engine.model.module.parameters() if part == "weights" else ()
-
-
-def _build_model(architecture: PreTrainedConfig, config: ModelConfig, device: str) -> TransformersModel:
-    return TransformersModel(
-        architecture,
-        dtype=choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device)),
-        device=device,
-        batching=config.transformers.batching,
-        trust_remote_code=config.trust_remote_code,
-    )
+        model = self.build_model(architecture, self.config, self.context.device)
+        settings = self.find_engine_settings(architecture)
+        return TransformersEngine(model, settings=self.config.transformers, **settings)
