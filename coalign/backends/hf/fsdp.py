@@ -158,7 +158,7 @@ class HuggingFaceModule(TrainableModule):
                 everything = self._add_up(torch.stack([self._count_choices(micro, needs) for micro in micros]).sum(0))
 
         def add(value: Tensor) -> Tensor:
-            if not routers.logits:
+            if routers.unfit or not routers.logits:
                 return value
             here = routers.count()
             self.routing.add_counts(here)

@@ -145,7 +145,7 @@ def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     vLLM 0.32.0 packs experts for its kernels on CPUs only when it makes the kernel: with one there, it would compute
     with new weights that are not packed, and nothing would tell.
     """
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     found = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in found:
         method.moe_kernel = None
