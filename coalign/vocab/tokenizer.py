@@ -71,7 +71,7 @@ def _read_sentencepiece(path: Path) -> TokenSource:
     except ImportError as missing:
         raise ValueError(f"{path}: reading a SentencePiece model needs `pip install coalign[vocab]`") from missing
     try:
-        model: Any = SentencePieceProcessor(model_file=str(path))  # it makes its methods when it is imported
+        model: Any = SentencePieceProcessor(model_file=str(path))  # pyright: ignore[reportCallIssue] (made on import)
     except (RuntimeError, OSError) as problem:
         raise ValueError(f"{path} is not a SentencePiece model ({problem})") from problem
     tokens, control = [], []
