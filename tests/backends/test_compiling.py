@@ -36,7 +36,8 @@ def test_log_probs_and_gradients_are_those_of_plain_layers_and_lengths_compile_n
     assert graphs == [8] * len(PROMPTS)
 
 
-def test_a_compiler_that_is_missing_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(RuntimeError, match=r"models\.trainer\.compile: .*no-such-compiler"):
+def test_a_compiler_that_is_missing_is_named(tmp_path):
+    # monkeypatch would delete the setting in the end: it takes `config.cpp` for a class.
+    missing = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with missing, pytest.raises(RuntimeError, match=r"models\.trainer\.compile: .*no-such-compiler"):
         module(str(tiny_model_dir(tmp_path)), compile=True)
