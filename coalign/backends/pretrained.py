@@ -34,8 +34,8 @@ from coalign.roles import Context
 log = logging.getLogger(__name__)
 
 OWN_ATTENTION = (
-    "{} does not call transformers' attention interface, so it cannot compute packed sequences; `module: megatron` "
-    "computes Bloom and Falcon (docs/backends.md)"
+    "{} does not call transformers' attention interface, so it cannot compute packed sequences; set `rows: padded` "
+    "(docs/backends.md)"
 )
 MIXERS = {"full_attention", "sliding_attention"}
 
@@ -48,6 +48,8 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     hf = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     text = hf.get_text_config()
     text.use_cache = False
+    if hasattr(text, "rescale_every"):  # RWKV would divide its weights in place whenever it does not train
+        text.rescale_every = 0
     if config.head != "lm":
         hf.num_labels = 1
     return hf
@@ -233,11 +235,20 @@ def build_model(make: Callable[..., Any], refusal: Exception, *arguments: Any, *
         raise refusal from problem
 
 
+def describe_encoder(model: PreTrainedModel) -> str | None:
+    """Why ``model`` cannot predict the next token, if it is an encoder; None for a decoder."""
+    layers = [layer for layer in model.modules() if not isinstance(layer, PreTrainedModel)]
+    sides = [layer.is_decoder for layer in layers if hasattr(layer, "is_decoder")]
+    if not sides or any(sides):
+        return None
+    return "it is an encoder: its tokens see those that follow (`is_decoder` is false in config.json)"
+
+
 def _check_interface(model: PreTrainedModel) -> None:
     """Raise NotImplementedError for a model that cannot compute packed rows, as where layers mix tokens by other means
     than attention: the sequences would see each other."""
     if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - MIXERS:
-        raise NotImplementedError(f"layers of type {sorted(other)} cannot compute packed sequences")
+        raise NotImplementedError(f"layers of type {sorted(other)} cannot compute packed sequences; set `rows: padded`")
     if not model._supports_attention_backend:
         raise NotImplementedError(OWN_ATTENTION.format(type(model).__name__))
 

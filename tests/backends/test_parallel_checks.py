@@ -89,5 +89,5 @@ def test_offload_needs_shards():
 @pytest.mark.parametrize("case", ["falcon_7b", "falcon_40b", "falcon_rw", "falcon_11b", "bloom"])
 def test_attention_of_its_own_is_refused(case, tmp_path):
     native(case).save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match="cannot compute packed sequences; `module: megatron`"):
+    with pytest.raises(NotImplementedError, match="cannot compute packed sequences; set `rows: padded`"):
         pretrained.load(ModelConfig(load=str(tmp_path)), seed=0)

@@ -61,8 +61,14 @@ def test_a_step_and_what_can_be_cut(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", OWN_ATTENTION)
-def test_attention_past_the_interface_is_refused(case, tmp_path):
-    module = build(case, tmp_path)
-    for refusing in (module.setup, lambda: module.check_architecture(module.config, "trainer")):
-        with pytest.raises(NotImplementedError, match=r"does not call transformers' .* `module: megatron` computes"):
+def test_attention_past_the_interface_is_computed_in_padded_rows(case, tmp_path):
+    module, expected, batch = build(case, tmp_path), reference(case), rows()
+    module.check_architecture(module.config, "trainer")
+    module.setup()
+    assert module.model.rows == "padded"
+    [found] = module.run([batch], needs=("entropy",))
+    assert max(float((found[name] - expected.outputs[name]).abs().max()) for name in found) <= 5e-6
+    packed = module.config.model_copy(update={"rows": "packed"})
+    for refusing in (FSDPModule(packed, Context()).setup, lambda: FSDPModule.check_architecture(packed, "trainer")):
+        with pytest.raises(NotImplementedError, match=r"does not call transformers' .* `rows: padded`"):
             refusing()

@@ -17,6 +17,7 @@ FSDP = [
     Backend("experts", "fsdp", 2, {"expert_parallel": 2}),
     Backend("layers", "fsdp", 2, {"tensor_parallel": 2}),
     Backend("rows", "fsdp", 2, {"context_parallel": 2}),
+    Backend("padded", "fsdp", 2, {"rows": "padded"}),
 ]
 MEGATRONS = [
     Backend("megatron", "megatron", 2),
@@ -24,7 +25,10 @@ MEGATRONS = [
     Backend("stages", "megatron", 2, {"pipeline_parallel": 2, "activation_checkpointing": "full"}),
     Backend("experts", "megatron", 2, {"expert_parallel": 2}),
 ]
-ZERO = [Backend(f"deepspeed-{stage}", "deepspeed", 2, {"deepspeed": {"stage": stage}}) for stage in (2, 3)]
+ZERO = [
+    Backend(f"deepspeed-{stage}", "deepspeed", 2, {"deepspeed": {"stage": stage}, **rows})
+    for stage, rows in ((2, {"rows": "padded"}), (3, {}), (3, {"rows": "padded"}))
+]
 
 
 def train(rank, port, backends, path, rows):

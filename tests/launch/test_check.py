@@ -115,8 +115,6 @@ def test_check_refuses_settings_as_setup_does(tmp_path, model, changes, message)
             EXPERTS | {"output_router_logits": True},
             "`output_router_logits: true`.*router_aux_loss_coef",
         ),
-        ("trainer", "fsdp", {"family": "nemotron"}, "NemotronAttention cannot compute packed sequences"),
-        ("trainer", "fsdp", {"family": "gptj"}, "`gptj` does not call transformers' attention interface"),
         (
             "policy",
             "native",

@@ -1,4 +1,4 @@
-"""Models of transformers over packed rows: what all of their trainers have in common, and the one in plain torch.
+"""Models of transformers: what all of their trainers have in common, and the one in plain torch.
 
 FSDPModule runs in one process, or sharded over several with FSDP2. Ranks can also share rows, layers and experts
 (coalign.backends.hf.parallel). Log-probs come from coalign.backends.hf.heads, attention over packed sequences from
@@ -7,6 +7,7 @@ coalign.backends.attention, the order of events in a training step from coalign.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -25,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from coalign.backends import checkpoint, lora, optim, pretrained
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.engines.native import kernels
-from coalign.backends.hf.heads import LanguageModel, PackedModel, ScalarModel
+from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
 from coalign.backends.hf.layers import (
     check_compile,
     check_float8,
@@ -47,6 +48,8 @@ from coalign.memory import get_storage
 from coalign.roles import Context
 from coalign.types import Stats
 
+log = logging.getLogger(__name__)
+
 # glibc maps larger blocks anew each time, page by page: larger activations made a step 13 % slower.
 CPU_BLOCK = 32 * 2**20
 
@@ -66,17 +69,38 @@ class HuggingFaceModule(TrainableModule):
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        model = pretrained.build_skeleton(config, name=name)
-        cls.check_model(model, config, name)
-        packed = PackedModel(model)
-        packed.check()
+        packed = cls.build_skeleton(config, name)
+        check_rows(packed.rows, config, name)
+        cls.check_model(packed.model, config, name)
         check_routers(packed.routers, config, name)
 
     @classmethod
+    def build_skeleton(cls, config: ModelConfig, name: str) -> PackedModel:
+        """Build the model without weights, with the rows that `rows` names, or for `auto` the fastest that its
+        architecture declares to compute. Raises NotImplementedError if there are none."""
+
+        def build(rows: str) -> PackedModel:
+            model = PackedModel(pretrained.build_skeleton(config, name=name, packed=rows == "packed"), rows)
+            model.check()
+            return model
+
+        if config.rows != "auto":
+            return build(config.rows)
+        try:
+            return build("packed")
+        except NotImplementedError:
+            return build("padded")
+
+    @classmethod
+    def notes(cls, config: ModelConfig) -> Sequence[str]:
+        rows = cls.build_skeleton(config, "*").rows
+        return [*super().notes(config), *([] if rows == "packed" else [f"computes {rows} rows"])]
+
+    @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
-        model = PackedModel(pretrained.build_skeleton(config, name=name))
-        model.check()
-        if reason := find_hidden_routers(model.routers, config):
+        model = cls.build_skeleton(config, name)
+        alone = "single rows do not show their routers" if model.rows == "single" else None
+        if reason := alone or find_hidden_routers(model.routers, config):
             raise ValueError(f"rollout.routing_replay is true, and models.{name} cannot replay: {reason}")
 
     @classmethod
@@ -117,7 +141,8 @@ class HuggingFaceModule(TrainableModule):
     # ---- methods of TrainableModule
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
-        if limit := pretrained.read_rope_limit(self.model.model.config):
+        limit = pretrained.read_rope_limit(self.model.model.config)
+        if limit and self.model.rows != "single":  # there each length has its own frequencies
             lengths = (int(micro.lengths.max()) for micro in micros if len(micro))
             pretrained.check_rope_length(*limit, max(lengths, default=0))
         self.model.train(loss is not None)
@@ -137,7 +162,7 @@ class HuggingFaceModule(TrainableModule):
         return results
 
     def _pack(self, micro: Batch) -> Layout:
-        layout = pack(micro, share_prefix=self.config.share_prefix)
+        layout = pack(micro, share_prefix=self.config.share_prefix and self.model.rows == "packed")
         return replace(layout, copies=torch.zeros_like(layout.tokens)) if micro is IDLE else layout
 
     # ---- experts
@@ -253,12 +278,31 @@ class HuggingFaceModule(TrainableModule):
     # ---- building
 
     def _read(self, device: torch.device) -> PackedModel:
-        model = self._wrap(pretrained.load(self.config, seed=self.context.seed, name=self.context.model)).to(device)
-        model.check()
-        check_routers(model.routers, self.config, self.context.model)
-        return model
+        """Load the model with rows that give the log-probs of its own forward. For `rows: auto` in one process, ways
+        that ask less of it are tried after the one that it declares."""
+        declared = self.build_skeleton(self.config, self.context.model).rows
+        ways = (
+            ROWS[ROWS.index(declared) :] if self.config.rows == "auto" and self.context.world_size == 1 else [declared]
+        )
+        problem: Exception = NotImplementedError()
+        for rows in ways:
+            check_rows(rows, self.config, self.context.model)
+            source = pretrained.load(
+                self.config, seed=self.context.seed, name=self.context.model, packed=rows == "packed"
+            )
+            model = self._wrap(source, rows).to(device)
+            try:
+                model.check()
+            except NotImplementedError as refusal:
+                problem = refusal
+                continue
+            if rows != "packed":
+                log.info("models.%s computes %s rows (docs/backends.md)", self.context.model, rows)
+            check_routers(model.routers, self.config, self.context.model)
+            return model
+        raise problem
 
-    def _wrap(self, model: PreTrainedModel) -> PackedModel:
+    def _wrap(self, model: PreTrainedModel, rows: str) -> PackedModel:
         self.check_model(model, self.config, self.context.model)
         if self.context.adapter_rank is not None and lora.adapts_experts(model):
             raise ValueError(
@@ -272,8 +316,23 @@ class HuggingFaceModule(TrainableModule):
         if self.config.head == "lm":
             # Greedy sampling (temperature 0) has no distribution of its own; log-probs are then at temperature 1.
             temperature = self.config.sampling.temperature or 1.0
-            return LanguageModel(model, temperature=temperature, top=self.config.candidates)
-        return ScalarModel(model, output=HEADS[self.config.head][0])
+            return LanguageModel(model, rows, temperature=temperature, top=self.config.candidates)
+        return ScalarModel(model, rows, output=HEADS[self.config.head][0])
+
+
+def check_rows(rows: str, config: ModelConfig, name: str) -> None:
+    """Raises ValueError for settings that need packed rows, and for `single` rows over several processes, which would
+    call the layers different numbers of times."""
+    if rows == "packed":
+        return
+    why = f"and models.{name} computes `rows: {rows}`"
+    keys = ("tensor_parallel", "context_parallel", "expert_parallel")
+    if key := next((key for key in keys if getattr(config, key) > 1), None):
+        raise ValueError(f"models.{name}.{key} is {getattr(config, key)}, {why}: it needs packed rows")
+    if rows == "single" and config.processes > 1 and not config.frozen:
+        raise ValueError(f"models.{name} has {config.processes} processes, {why}: they need packed or padded rows")
+    if rows == "single" and (config.router_aux_loss_coef or config.router_z_loss_coef):
+        raise ValueError(f"models.{name} has losses of routers, {why}: they need packed or padded rows")
 
 
 def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
@@ -328,9 +387,10 @@ class FSDPModule(HuggingFaceModule):
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
+        notes = super().notes(config)
         if config.num_gpu or config.compute_dtype != "bfloat16" or kernels.has_bf16():
-            return ()
-        return (kernels.FLOAT32_INSTEAD,)
+            return notes
+        return [*notes, kernels.FLOAT32_INSTEAD]
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
@@ -416,7 +476,8 @@ class FSDPModule(HuggingFaceModule):
             state, buffers = full.state_dict(), dict(full.named_buffers())
             with torch.no_grad():
                 known = full.eval()(pack(PROBE))[HEADS[self.config.head][0]].float()
-        model = self._wrap(pretrained.build_skeleton(self.config, name=self.context.model))
+        skeleton = self.build_skeleton(self.config, self.context.model)
+        model = self._wrap(skeleton.model, skeleton.rows)
         model.heads = rows.heads
         if self.config.fp8:
             convert_to_float8(decoder_layers(model.model))

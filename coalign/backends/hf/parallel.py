@@ -213,6 +213,8 @@ def _apply_to_row(function: type[AllGather] | type[ReduceScatter], x: Tensor, gr
 def check_cuts(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig, name: str) -> None:
     """Raises ValueError, naming the key of ``models.<name>``, for an architecture that cannot be cut as configured.
     ``model`` may be on the meta device; ``layers`` are its decoder layers."""
+    if config.tensor_parallel == config.context_parallel == config.expert_parallel == 1:
+        return
     for key, reason in _find_problems(model, layers, config):
         raise ValueError(f"models.{name}.{key} is {getattr(config, key)}: {reason}")
 

@@ -216,6 +216,10 @@ class ModelConfig(Section):
     """Compute the prompt of a group once for all its samples (exact; needs layers that mix tokens by attention only).
     All samples of a group then go to one process. Without it they are distributed singly, unless the loss compares
     them, which balances better if responses are much longer than prompts and differ in length."""
+    rows: Literal["auto", "packed", "padded", "single"] = "auto"
+    """How the sequences of a micro-batch are computed: end to end in one row; below each other, padded on the right; or
+    those of equal length together. `packed` is the fastest and needs layers that mix tokens by attention alone; `auto`
+    takes it where the architecture can, else `padded`. For the modules `fsdp` and `deepspeed`."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per batch (PPO mini-batches)."""
     epochs_per_batch: PositiveInt = 1

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, compare_logits
-from coalign.backends.pretrained import MIXERS
+from coalign.backends.pretrained import MIXERS, describe_encoder
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +118,6 @@ class TransformersModel(MetaModel):
         batching: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if hasattr(config, "rescale_every"):  # RWKV would divide its weights in place, which may be the trainer's
-            config.rescale_every = 0
         kind = f"the model type `{config.model_type}`"
         refusal = ValueError(REFUSAL.format(kind, "transformers cannot build it"))
         super().__init__(config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -134,11 +132,8 @@ class TransformersModel(MetaModel):
         self.batching = batching or self.choose_batching()
 
     def check(self) -> None:
-        layers = [layer for layer in self.module.modules() if not isinstance(layer, PreTrainedModel)]
-        sides = [layer.is_decoder for layer in layers if hasattr(layer, "is_decoder")]
-        if sides and not any(sides):
-            why = "it is an encoder: its tokens see those that follow (`is_decoder` is false in config.json)"
-            raise ValueError(REFUSAL.format(type(self.module).__name__, why))
+        if reason := describe_encoder(self.module):
+            raise ValueError(REFUSAL.format(type(self.module).__name__, reason))
 
     def choose_batching(self) -> str:
         """Choose by what the architecture declares; the probe may find that less holds."""
