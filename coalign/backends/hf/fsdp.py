@@ -141,8 +141,7 @@ class HuggingFaceModule(TrainableModule):
     # ---- methods of TrainableModule
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
-        limit = pretrained.read_rope_limit(self.model.model.config)
-        if limit and self.model.rows != "single":  # there each length has its own frequencies
+        if limit := pretrained.read_rope_limit(self.model.model.config):
             lengths = (int(micro.lengths.max()) for micro in micros if len(micro))
             pretrained.check_rope_length(*limit, max(lengths, default=0))
         self.model.train(loss is not None)
