@@ -22,7 +22,7 @@ from tests.runs import metrics, run, settings
 from tests.tiny import tiny_model_dir
 
 PACKED = {"llama", "qwen2", "gpt2", "opt", "gemma3_text"}
-QUICK = ("gptj", "gpt_oss", "mamba", "qwen3_next")
+QUICK = ("gptj", "mamba", "qwen3_next")
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 SHAPES = {family: shape | (NO_DROPOUT if family == "opt" else {}) for family, shape, _ in ARCHITECTURES}
 LOSS = {"fn": "tests.backends.test_fsdp:sequence_loss"}
