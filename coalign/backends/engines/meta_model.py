@@ -131,7 +131,9 @@ def compare_logits(found: Tensor, expected: Tensor) -> float:
 def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
     """Compute non-persistent buffers (rotary frequencies, embedding scales), which no checkpoint holds."""
     rebuilt = []
+    owner_of: dict[str, PreTrainedModel] = {}  # whose initialiser it is: some read what only the model within has
     for name, child in module.named_modules():
+        owner_of[name] = child if isinstance(child, PreTrainedModel) else owner_of[name.rpartition(".")[0]]
         for key in child._non_persistent_buffers_set:
             buffer = child._buffers[key]
             if buffer is not None:
@@ -140,12 +142,12 @@ def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
                 rebuilt.append((f"{name}.{key}", child, key))
         # The initialiser writes what the constructor computes on other devices than meta.
         if child._non_persistent_buffers_set:
-            module._init_weights(child)
+            owner_of[name]._init_weights(child)
     lost = lambda: [name for name, child, key in rebuilt if child._buffers[key].isnan().any()]  # noqa: E731
     for owner in {path.rpartition(".")[0] for path in lost()}:  # some are written by the initialiser of a module above
         while owner:
             owner = owner.rpartition(".")[0]
-            module._init_weights(module.get_submodule(owner))
+            owner_of[owner]._init_weights(module.get_submodule(owner))
     if still := lost():
         raise ValueError(
             f"cannot rebuild the buffers {still} of {type(module).__name__}: its _init_weights does not set them"

@@ -141,7 +141,7 @@ class RolloutModule(Module):
 
     def find_end_tokens(self, architecture: PreTrainedConfig) -> set[int]:
         """Collect the end-of-sequence ids of generation_config.json, config.json and the tokenizer."""
-        named = [architecture.get_text_config().eos_token_id, self.tokenizer.eos_token_id]
+        named = [getattr(architecture.get_text_config(), "eos_token_id", None), self.tokenizer.eos_token_id]
         directory = get_directory(self.config)
         if (directory / "generation_config.json").is_file():
             named.append(GenerationConfig.from_pretrained(directory).eos_token_id)

@@ -183,8 +183,10 @@ class LanguageModel(PackedModel):
     def __init__(self, model: PreTrainedModel, rows: str = "packed", *, temperature: float = 1.0, top: int = 0) -> None:
         super().__init__(model, rows)
         text = model.config.get_text_config()
-        # What Cohere, Granite, Gemma, Recurrent Gemma and xLSTM do to their logits.
-        scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
+        # What Cohere, Granite, Inkling, Gemma, Recurrent Gemma and xLSTM do to their logits.
+        widths = ("logits_scaling", "logits_mup_width_multiplier")
+        width = next((found for found in (getattr(text, name, None) for name in widths) if found), 1.0)
+        scale = getattr(text, "logit_scale", None) or 1.0 / width
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for cap in (getattr(text, name, None) for name in caps) if cap), None)
         self.read = LanguageModelHead(temperature=temperature, top=top, scale=scale, softcap=softcap)
@@ -216,13 +218,22 @@ class LanguageModel(PackedModel):
         except Exception as problem:  # a model fails by whatever it stumbles over
             kind, why = type(self.model).__name__, shorten(f"{type(problem).__name__}: {problem}", 200)
             raise NotImplementedError(f"{kind} cannot compute {self.rows} rows: {why}") from problem
-        difference = float((found.double() - expected).abs().max())
         rounding = 0.002 if self.model.dtype == torch.float32 else 0.5
+        difference = float((found.double() - expected).abs().max())
         if not difference < rounding:
             raise NotImplementedError(
                 f"{type(self.model).__name__} changes its logits in a way that Coalign does not know, its attention "
                 "does not call transformers' interface, or its positions depend on the longest sequence of a row: "
                 f"log-probs differ by {difference:.3g}"
+            )
+        if self.rows == "packed":  # attention is Coalign's, and causal
+            return
+        first = row.tokens[: LENGTHS[0]]
+        cut = self._compute_unpacked_logprobs(first[:-1])
+        if not float((cut - expected[: len(cut)]).abs().max()) < rounding:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} is no decoder: its tokens see those that follow, so log-probs of a "
+                "response are not those with which it was sampled"
             )
 
     def _compute_unpacked_logprobs(self, tokens: Tensor) -> Tensor:

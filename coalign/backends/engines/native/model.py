@@ -13,6 +13,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -149,15 +150,22 @@ _STEPS = 4  # tokens decoded after the prefill
 def check_against_transformers(model: NativeModel) -> None:
     """Compare the logits of one short sequence, prefilled and then decoded, with a plain forward.
 
-    Raises ValueError where they differ at more than half of the positions (in bfloat16 a router may flip at a few).
+    Raises ValueError where they differ at more than half of the positions (in bfloat16 a router may flip at a few), and
+    for a model that fails on such rows.
     """
+    kind = type(model.module).__name__
     tokens = _probe_tokens(model)
     model.module.set_attn_implementation("eager")
     expected = model.module(input_ids=tokens[None], use_cache=False).logits[0, ROWS - 1 :].float()
     model.module.set_attn_implementation(NAME)
-    error = compare_logits(_compute_stepwise(model, tokens), expected)
+    try:
+        found = _compute_stepwise(model, tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as problem:  # a layer that expects another layout in memory
+        raise ValueError(REFUSAL.format(kind, shorten(str(problem), 200))) from problem
+    error = compare_logits(found, expected)
     if error > TOLERANCE[model.dtype]:  # false for NaN: weights that are not numbers are reported by generation
-        kind = type(model.module).__name__
         raise ValueError(
             f"the native engine cannot run {kind}: its logits would differ from those of a plain forward by "
             f"{error:.1e} of their spread"

@@ -204,13 +204,14 @@ class TransformersModel(MetaModel):
         ]
         off = {key: False for key in self.switch}
         whole = [self.module(input_ids=self._as_tensor([text]), **off).logits[0] for text in texts]
-        found: list[Tensor] = []
-        expected: list[Tensor] = []
+        found: list[list[Tensor]] = [[] for _ in texts]
+        expected: list[list[Tensor]] = [[] for _ in texts]
 
         def note(names: list[int], logits: Tensor, rows: CachedRows) -> CachedRows:
             ends = (rows.length - rows.padding - 1).tolist()
-            found.extend(logits)
-            expected.extend(whole[name][end] for name, end in zip(names, ends, strict=True))
+            for name, row, end in zip(names, logits, ends, strict=True):
+                found[name].append(row)
+                expected[name].append(whole[name][end])
             return rows
 
         def begin(*names: int) -> CachedRows:
@@ -231,7 +232,9 @@ class TransformersModel(MetaModel):
                 feed([0, 0, 2], same)
                 feed([1], other)
             feed([2], same.select([2]))
-        return compare_logits(torch.stack(found), torch.stack(expected))
+        # Of each text: where positions count padding, only the shortest shows it.
+        pairs = zip(found, expected, strict=True)
+        return float(torch.tensor([compare_logits(torch.stack(a), torch.stack(b)) for a, b in pairs]).max())
 
     def _as_tensor(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(tokens, device=self.device)
