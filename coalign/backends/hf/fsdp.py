@@ -351,7 +351,7 @@ def widest_output(model: PreTrainedModel) -> int:
     """The largest number of outputs per token of any linear layer below the head."""
     linears = [m for m in model.base_model.modules() if isinstance(m, nn.Linear | Conv1D)]
     widths = (m.nf if isinstance(m, Conv1D) else m.out_features for m in linears)
-    return max(widths, default=cast(nn.Embedding, model.get_input_embeddings()).weight.shape[1])
+    return max(widths, default=cast(nn.Embedding, model.get_input_embeddings()).embedding_dim)
 
 
 # A row that every model can read, to compare a cut model with the whole one.
