@@ -26,7 +26,7 @@ def find_model() -> Path:
 
 def main() -> None:
     folder = Path(os.environ.setdefault("DEMO", "runs/demo"))
-    os.environ.setdefault("SMOLLM2", str(find_model()))
+    os.environ["SMOLLM2"] = os.environ.get("SMOLLM2") or str(find_model())
     make_data(folder / "data")
     begun = time.perf_counter()
     result = coalign.train(Path(__file__).with_name("instructions_grpo.yaml"), {"runtime.resume": "never"})

@@ -1,0 +1,199 @@
+"""Learning curves: Coalign and TRL train one model on the same rows in the same order, each in its own process.
+
+    python benchmarks/curves_vs_trl.py sft --model MODEL --data runs/smollm2/data/train.jsonl --steps 100
+    python benchmarks/curves_vs_trl.py grpo --model MODEL --data runs/smollm2/data/train.jsonl --steps 20
+
+SFT: 16 rows a step, AdamW at 1e-4, mean over the trained tokens. GRPO: 8 prompts x 8 samples x 192 tokens, KL 0.01,
+AdamW at 5e-6, 1 for the right answer. Weights in float32, computed in bf16, no warmup, constant learning rate. Each
+side draws its own samples, so curves of GRPO agree within noise only; losses of SFT agree step by step. Writes a line
+per step to OUTPUT/{stage}_{side}.jsonl while it runs (a side with all its steps is not run again), then prints both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from common import peak_mib, stopwatch
+
+ROWS = {"sft": 16, "grpo": 8}
+RATES = {"sft": 1e-4, "grpo": 5e-6}
+SAMPLES, NEW, KL = 8, 192, 0.01
+FORMAT = "{question}\nEnd with #### and the answer."
+SHOWN = {"sft": "loss", "grpo": "reward"}
+
+
+def is_right(response: str, answer: str) -> float:
+    """1.0 if the number after the last `####` is that of the answer."""
+    numbers = [re.findall(r"####\s*\$?(-?[\d,]*\.?\d+)", text) for text in (response, answer)]
+    found, truth = (values[-1].replace(",", "") if values else "" for values in numbers)
+    return float(bool(found) and math.isclose(float(found), float(truth)))
+
+
+def reward(sample: Any) -> float:
+    return is_right(sample.response, sample.meta["answer"])
+
+
+def run_coalign(stage: str, model: Path, data: Path, steps: int, file: Path) -> None:
+    import coalign
+
+    bf16 = {"compute_dtype": "bfloat16"}
+    models: dict[str, Any] = {"trainer": {"load": str(model), "optimizer": {"lr": RATES[stage]}} | bf16}
+    models["trainer"]["optimizer"]["schedule"] = "constant"
+    config: dict[str, Any] = {
+        "algorithm": stage,
+        "output": str(file.with_suffix("")),
+        "runtime": {"steps": steps, "prompts_per_step": ROWS[stage], "trackers": [], "resume": "never", "plots": False},
+        "data": {
+            "train": str(data),
+            "prompt_key": "question",
+            "prompt_format": FORMAT.replace("question", "prompt"),
+            "shuffle": False,
+        },
+        "models": models,
+    }
+    if stage == "grpo":
+        models["policy"] = {"load": str(model), "sampling": {"max_new_tokens": NEW}} | bf16
+        config["runtime"]["samples_per_prompt"] = SAMPLES
+        config["loss"] = {"fn": "policy_gradient", "kl_coef": KL}
+        result = coalign.train(config, reward=reward, quiet=True)
+    else:
+        result = coalign.train(config, quiet=True)
+    for line in result.metrics:
+        length = line["tokens/generated"] / (ROWS[stage] * SAMPLES) if stage == "grpo" else None
+        value = line["loss/value" if stage == "sft" else "reward/mean"]
+        append(file, value, line["loss/grad_norm"], line["time/step"], length)
+
+
+def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path) -> None:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+    clock, seconds = stopwatch()
+
+    class Log(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if name := next((n for n in ("reward", "loss") if logs and n in logs), None):
+                append(file, logs[name], logs["grad_norm"], seconds[-1], logs.get("completions/mean_length"))
+
+    lines = data.read_bytes().splitlines()[: ROWS[stage] * steps]
+    rows = []
+    for row in map(json.loads, lines):
+        asked = {"prompt": [{"role": "user", "content": FORMAT.format(**row)}]}
+        if stage == "sft":
+            rows.append(asked | {"completion": [{"role": "assistant", "content": row["answer"]}]})
+        else:
+            rows.append(asked | {"answer": row["answer"]})
+    same: dict[str, Any] = {
+        "output_dir": str(file.with_suffix("")),
+        "learning_rate": RATES[stage],
+        "lr_scheduler_type": "constant",
+        "max_steps": steps,
+        "gradient_checkpointing": False,
+        "bf16": True,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    common: dict[str, Any] = {
+        "model": AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": tokenizer,
+        "callbacks": [clock, Log()],
+    }
+    if stage == "sft":
+        arguments = SFTConfig(
+            per_device_train_batch_size=ROWS[stage], train_sampling_strategy="sequential", max_length=None, **same
+        )
+        SFTTrainer(args=arguments, **common).train()
+        return
+    arguments = GRPOConfig(
+        per_device_train_batch_size=2 * SAMPLES,  # logits of more samples do not fit into 24 GiB
+        gradient_accumulation_steps=ROWS[stage] // 2,
+        num_generations=SAMPLES,
+        max_completion_length=NEW,
+        beta=KL,
+        shuffle_dataset=False,
+        **same,
+    )
+
+    def grade(completions, answer, **_):
+        return [is_right(c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
+
+    GRPOTrainer(args=arguments, reward_funcs=grade, **common).train()
+
+
+def append(file: Path, value: float, norm: float, seconds: float, tokens: float | None) -> None:
+    line = {
+        "value": value,
+        "grad_norm": norm,
+        "seconds": seconds,
+        "tokens": tokens,
+        "peak": peak_mib(),
+    }
+    with file.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def read(file: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+
+
+def show(stage: str, steps: int, sides: dict[str, list[dict[str, float]]]) -> None:
+    print(f"{stage}: {SHOWN[stage]}, gradient's norm" + (", tokens of a response" if stage == "grpo" else ""))
+    for i in range(0, steps, max(1, steps // 20)):
+        cells = []
+        for side, lines in sides.items():
+            line = lines[i]
+            length = f" {line['tokens']:6.1f}" if line["tokens"] else ""
+            cells.append(f"{side} {line['value']:.4f} {line['grad_norm']:.3f}{length}")
+        print(f"step {i + 1:>3}   " + "   ".join(cells))
+    for side, lines in sides.items():
+        values = [line["value"] for line in lines]
+        error = statistics.stdev(values) / len(values) ** 0.5
+        print(
+            f"{side}: mean {statistics.mean(values):.4f} ± {error:.4f} (standard error), last quarter "
+            f"{statistics.mean(values[-len(values) // 4 :]):.4f}; median step "
+            f"{statistics.median(line['seconds'] for line in lines[1:]):.2f} s; peak {lines[-1]['peak']:.0f} MiB"
+        )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("stage", choices=list(ROWS))
+    options.add_argument("--model", required=True, help="a directory, a GGUF file, or a name of the hub")
+    options.add_argument("--data", type=Path, required=True, help="a JSONL file of questions and answers")
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--output", type=Path, default=Path("runs/curves"))
+    options.add_argument("--only", choices=["coalign", "trl"], help="run this side alone, in this process")
+    given = options.parse_args()
+    from coalign.hub import fetch
+
+    given.output.mkdir(parents=True, exist_ok=True)
+    files = {side: given.output / f"{given.stage}_{side}.jsonl" for side in ("coalign", "trl")}
+    if given.only:
+        run = {"coalign": run_coalign, "trl": run_trl}[given.only]
+        run(given.stage, fetch(given.model), given.data, given.steps, files[given.only])
+        return
+    for side, file in files.items():
+        if len(read(file)) != given.steps:
+            file.unlink(missing_ok=True)
+            subprocess.run([sys.executable, *sys.argv, "--only", side], check=True)
+    show(given.stage, given.steps, {side: read(file) for side, file in files.items()})
+
+
+if __name__ == "__main__":
+    main()
