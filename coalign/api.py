@@ -125,16 +125,18 @@ def evaluate(
     model: PathText | None = None,
     reward: Function | Sequence[Function] | None = None,
     loss: Function | None = None,
+    quiet: bool = False,
 ) -> dict[str, float]:
     """Measure a model on the evaluation set of a run: mean@n and pass@k, or the loss and its statistics.
 
     ``model`` is the directory to measure in place of the one that the run starts from; see `load_config` for the
-    others. Returns numbers by their names (`eval/mean`). Raises ValueError if the run has no `data.eval`.
+    others. ``quiet`` shows no progress bar. Returns numbers by their names (`eval/mean`). Raises ValueError if the run has no `data.eval`.
     """
     from coalign.commands.evaluate import evaluate as measure
+    from coalign.report.display import Display
 
     config = load_config(source, overrides, reward=reward, loss=loss)
-    return measure(config, None if model is None else Path(model))
+    return measure(config, None if model is None else Path(model), Display(quiet=quiet))
 
 
 def generate(

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
+def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[str, float]:
     """Return the metrics on a run's evaluation set, with ``model`` in place of the directory that training starts from.
 
-    The reference and other frozen models stay those of the run. Raises ValueError without evaluation data.
+    ``display`` shows a bar meanwhile. The reference and other frozen models stay those of the run. Raises ValueError without evaluation data.
     """
     names = find_recipe(config.algorithm).evaluates
     if not config.data.eval:
@@ -44,7 +44,7 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
     with start_cluster(config) as cluster:
         engine = build(plan, cluster)
         assert engine.evaluator is not None  # the configuration has evaluation data
-        stats, _ = engine.evaluator.evaluate()
+        stats, _ = engine.evaluator.evaluate(display)
     return flatten_stats(stats)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import comb
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan
+    from coalign.report.display import Display
 
 
 @dataclass(frozen=True)
@@ -140,18 +142,22 @@ class Evaluator:
         self.loader = loader
         self.limit = limit
 
-    def evaluate(self) -> tuple[Stats, list[BatchRef]]:
+    def evaluate(self, display: Display | None = None) -> tuple[Stats, list[BatchRef]]:
         """Evaluate all prompts; return the metrics, named `eval/…`, and the batches that the flow returned.
 
-        With several sources each has its own as well, named `eval/<source>/…`.
+        With several sources each has its own as well, named `eval/<source>/…`. ``display`` shows a bar meanwhile.
         """
         begun = time.perf_counter()
-        futures, calls = [], dict[str, list[WatchedCalls]]()
+        futures, calls, results = [], dict[str, list[WatchedCalls]](), []
         for source, prompts in self.loader.all(self.limit):
             with watch(self.cluster) as own:
-                futures.append(self.flow(self.cluster.put(_separate_groups(prompts))))
+                futures.append((len(prompts), self.flow(self.cluster.put(_separate_groups(prompts)))))
             calls.setdefault(source, []).append(own)
-        results = [future.result() for future in futures]
+        total = sum(rows for rows, _ in futures)
+        with display.progress("evaluating", total) if display else nullcontext(lambda rows: None) as advance:
+            for rows, future in futures:
+                results.append(future.result())
+                advance(rows)
         parts = {source: merge_stats(each.stats() for each in own) for source, own in calls.items()}
         named = [(f"eval/{source}/", own) for source, own in parts.items() if len(parts) > 1]
         stats = {

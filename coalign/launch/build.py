@@ -75,14 +75,17 @@ def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> Pre
 def load_split(
     config: RunConfig, kind: str, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "eval"]
 ) -> Loader:
-    """The training or evaluation data of a run."""
+    """The training or evaluation data of a run. A batch of either gives as many sequences."""
+    runtime, rows = config.runtime, config.runtime.prompts_per_step
+    if split == "eval":
+        rows = max(1, rows * runtime.samples_per_prompt // runtime.eval_samples)
     return build_loader(
         config.data,
         tokenizer,
         kind=kind,
         split=split,
-        batch_size=config.runtime.prompts_per_step,
-        batch_tokens=config.runtime.tokens_per_step,
+        batch_size=rows,
+        batch_tokens=runtime.tokens_per_step,
         seed=config.seed,
-        allow_changed="data" in config.runtime.allow_changed,
+        allow_changed="data" in runtime.allow_changed,
     )

@@ -10,7 +10,7 @@ from coalign import load_config
 from coalign.algorithms.shaping import RewardTerm
 from coalign.backends.base import Module
 from coalign.cluster.local import LocalCluster
-from coalign.commands.evaluate import evaluate
+from coalign.api import evaluate
 from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
@@ -334,7 +334,7 @@ def test_a_run_with_two_models_and_a_function(tmp_path):
 
 
 def test_evaluation_asks_the_same_parts(tmp_path):
-    found = evaluate(loaded(two_judges(tmp_path)), None)
+    found = evaluate(two_judges(tmp_path), quiet=True)
     assert all(f"eval/reward/{name}/mean" in found for name in ("digits", "kind", "terse"))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from coalign import load_config
 from coalign.algorithms.shaping import RewardTerm, combine
-from coalign.commands.evaluate import evaluate
+from coalign.api import evaluate
 from coalign.data.batch import Batch
 from coalign.engine.filters import filter_groups
 from coalign.engine.metrics import describe_sources
@@ -159,7 +159,7 @@ def test_a_run_with_two_sources(tmp_path):
     samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
     evaluated = [sample["row"].get("data_source", "sums") for sample in samples if sample["phase"] == "eval"]
     assert evaluated == ["sums", "words"]  # spread over the sources
-    found = evaluate(load_config(config), None)
+    found = evaluate(config, quiet=True)
     assert found["eval/sums/mean@1"] == 1.0
     assert found["eval/mean@1"] == pytest.approx((found["eval/sums/mean@1"] + found["eval/words/mean@1"]) / 2)
     assert found["eval/words/reward/length/mean"] == found["eval/reward/length/mean"]  # sums have none

@@ -7,6 +7,7 @@ import pytest
 from coalign import load_config
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
+from coalign.launch.build import load_data
 from coalign.launch.check import check
 from coalign.launch.plan import prepare
 from coalign.recipes.grpo import GRPO
@@ -59,3 +60,11 @@ def test_a_run_is_prepared_once(tmp_path, counts):
 def test_check_prepares_once_and_builds_one_engine(tmp_path, counts):
     check(load_config(settings(tmp_path, "grpo")), Display(quiet=True))
     assert counts == {"prepared": 1, "DryCluster": 1}
+
+
+@pytest.mark.parametrize("samples, rows", [(1, 16), (3, 5), (32, 1)])
+def test_an_evaluation_batch_gives_as_many_sequences_as_a_step(tmp_path, samples, rows):
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 4, "eval_samples": samples}
+    config = settings(tmp_path, "grpo", **sizes, eval_sampling={"temperature": 1.0})
+    held_out = load_data(prepare(load_config(config))).eval
+    assert held_out is not None and held_out.batch_size == rows

@@ -127,10 +127,10 @@ def test_check_draws_the_flow(tmp_path, algorithm, capsys):
 @pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
 def test_a_trained_model_is_evaluated_against_the_reference_of_its_run(tmp_path, algorithm):
     from coalign import load_config
-    from coalign.commands.evaluate import evaluate
+    from coalign.api import evaluate
 
     config = configuration(tmp_path, algorithm, eval_every=8)
     run(config)
     loaded = load_config(config)
-    found = evaluate(loaded, tmp_path / "run" / "model")
+    found = evaluate(loaded, model=tmp_path / "run" / "model", quiet=True)
     assert found["eval/loss/margin"] == pytest.approx(metrics(config)[-1]["eval/loss/margin"], rel=1e-2)

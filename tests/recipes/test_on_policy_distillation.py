@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coalign import load_config
-from coalign.commands.evaluate import evaluate
+from coalign.api import evaluate
 from coalign.data.batch import Batch
 from coalign.launch.check import trace
 from coalign.launch.plan import prepare
@@ -185,5 +185,5 @@ def test_bad_teachers_are_named(tmp_path):
 
 def test_they_are_there_in_evaluation(tmp_path, taught):
     config = with_teachers(tmp_path, taught, ["sums", None])
-    found = evaluate(load_config(config), None)
+    found = evaluate(config, quiet=True)
     assert found["eval/teacher_kl"] > 0 and {"eval/teacher_kl/sums", "eval/teacher_kl/teacher"} <= found.keys()
