@@ -130,7 +130,8 @@ def evaluate(
     """Measure a model on the evaluation set of a run: mean@n and pass@k, or the loss and its statistics.
 
     ``model`` is the directory to measure in place of the one that the run starts from; see `load_config` for the
-    others. ``quiet`` shows no progress bar. Returns numbers by their names (`eval/mean`). Raises ValueError if the run has no `data.eval`.
+    others. ``quiet`` shows no progress bar. Returns numbers by their names (`eval/mean`). Raises ValueError if the run
+    has no `data.eval`.
     """
     from coalign.commands.evaluate import evaluate as measure
     from coalign.report.display import Display

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[str, float]:
     """Return the metrics on a run's evaluation set, with ``model`` in place of the directory that training starts from.
 
-    ``display`` shows a bar meanwhile. The reference and other frozen models stay those of the run. Raises ValueError without evaluation data.
+    ``display`` shows a bar meanwhile. The reference and other frozen models stay those of the run. Raises ValueError
+    without evaluation data.
     """
     names = find_recipe(config.algorithm).evaluates
     if not config.data.eval:

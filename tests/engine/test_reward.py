@@ -8,9 +8,9 @@ import torch
 
 from coalign import load_config
 from coalign.algorithms.shaping import RewardTerm
+from coalign.api import evaluate
 from coalign.backends.base import Module
 from coalign.cluster.local import LocalCluster
-from coalign.api import evaluate
 from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch

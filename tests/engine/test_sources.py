@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coalign import load_config
 from coalign.algorithms.shaping import RewardTerm, combine
 from coalign.api import evaluate
 from coalign.data.batch import Batch
