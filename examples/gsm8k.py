@@ -1,32 +1,46 @@
-"""GSM8K for the examples: a small model with a tokenizer of its own, and preference data from solutions marked right or
-wrong.
+"""GSM8K for the examples: its files, preference data from solutions marked right or wrong, and a small random model.
 
-    GSM8K=DIRECTORY python examples/gsm8k.py runs/gsm8k    # writes model/, pairs, labelled and scored solutions there
+    python examples/gsm8k.py             # downloads GSM8K (5 MB) to runs/gsm8k, and makes the rest there
+    python examples/gsm8k.py --made      # without a network: problems of the same form, made by a program
 
-DIRECTORY has gsm8k_train.jsonl and gsm8k_model_solutions.jsonl; README.md says where they come from.
-The solutions are those that four models of OpenAI gave to the test questions (2110.14168).
+GSM8K is of OpenAI (2110.14168, MIT licence), with solutions of four of its models to the test questions. If the
+environment variable GSM8K names a directory that has the files (gsm8k_train.jsonl and so on), nothing is downloaded.
 Questions, not solutions, are held out: no question of the evaluation files is in the training files.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 HELD_OUT = 5  # every fifth question
+FOLDER = Path("runs/gsm8k")
+SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+FILES = {
+    "gsm8k_train.jsonl": "train.jsonl",
+    "gsm8k_test.jsonl": "test.jsonl",
+    "gsm8k_model_solutions.jsonl": "example_model_solutions.jsonl",
+}
 
 Row = dict[str, Any]
 
 
 def read(name: str) -> list[Row]:
-    """The rows of a file in the directory that the environment variable GSM8K names."""
-    if "GSM8K" not in os.environ:
-        sys.exit(f"the environment variable GSM8K is not set; set it to the directory of {name} (see README.md)")
-    return [json.loads(line) for line in Path(os.environ["GSM8K"], name).read_bytes().splitlines()]
+    """The rows of a file of GSM8K, which is downloaded if it is not there."""
+    path = Path(os.environ.get("GSM8K", FOLDER), name)
+    if not path.exists() and name in FILES and "GSM8K" not in os.environ:
+        from coalign.hub_data import fetch_data
+
+        (fetched,) = fetch_data(SOURCE + FILES[name])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(fetched, path)
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def write(path: Path, rows: Iterator[Row] | list[Row]) -> None:
@@ -141,7 +155,28 @@ def write_model(
     return model.num_parameters()
 
 
+def main() -> None:
+    from coalign.report.display import Display
+
+    options = argparse.ArgumentParser(description="GSM8K for the examples, in runs/gsm8k")
+    options.add_argument("--made", action="store_true", help="problems made by a program, in place of GSM8K")
+    if options.parse_args().made:
+        if "GSM8K" in os.environ:
+            sys.exit("--made: the environment variable GSM8K names other files; unset it")
+        if any((FOLDER / name).exists() for name in FILES):
+            sys.exit(f"--made: {FOLDER} has problems already; move it away")
+        from word_problems import write_files
+
+        write_files(FOLDER)
+    try:
+        for name in FILES:
+            read(name)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{error}\nGSM8K=DIRECTORY takes its files from there; --made makes problems without a network.")
+    make_data(FOLDER)
+    make_model(FOLDER / "model")
+    Display().show(f"{FOLDER}: {', '.join(sorted(path.name for path in FOLDER.iterdir()))}")
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/gsm8k")
-    make_data(folder)
-    make_model(folder / "model")
+    main()

@@ -1,0 +1,93 @@
+"""What a stranger does first: the commands of README.md and the tutorial, in their order, in an empty folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coalign.rewards.math_answer import math
+from examples.gsm8k import make_data
+from examples.smollm2.data import clean
+from examples.word_problems import PATTERNS, solve, spoil, write_files
+from tests.rewards.samples import sample
+from tests.runs import ROOT
+
+PAGES = ("README.md", "docs/tutorials/rlhf.md")
+SHORT = "runtime.steps=2 runtime.eval_prompts=4 runtime.eval_at_start=false runtime.plots=false"
+
+
+def read_commands(page: str) -> list[str]:
+    """The commands in a page's blocks of bash, without those that install."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("coalign ", "python "))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_in_their_order(tmp_path, page):
+    tracked = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x"], cwd=tmp_path, input=tracked, check=True)
+    environment = {k: v for k, v in os.environ.items() if k not in ("GSM8K", "MODEL")}
+    path = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment |= {"PATH": path, "PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    for command in read_commands(page):
+        if command.startswith("python examples/gsm8k.py"):
+            command = "python examples/gsm8k.py --made"  # no network here
+        if "examples/gsm8k_" in command:
+            environment["MODEL"] = "runs/gsm8k/model"
+            command += " models.policy.sampling.max_new_tokens=8"
+        if command.startswith("coalign train"):
+            command += f" {SHORT}"
+        said = "\n/quit\n" if " chat " in command else None
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, input=said, text=True, capture_output=True, timeout=600
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        assert "Traceback" not in done.stderr, f"{command}\n{done.stderr[-3000:]}"
+
+
+def test_every_page_has_commands():
+    assert all(len(read_commands(page)) > 4 for page in PAGES)
+    assert all(shlex.split(command) for page in PAGES for command in read_commands(page))
+
+
+def grade(response: str, answer: str) -> float:
+    return asyncio.run(math(sample(response, answer=answer)))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.__name__)
+def test_made_problems_are_solved_rightly(pattern):
+    draw = random.Random(3)
+    for _ in range(20):
+        _, steps = pattern(draw, "Ann", "Ben", "shells")
+        for _, how, value in steps:
+            assert eval(how) == value >= 0  # of our own making
+        right = solve(steps, "#### ")
+        assert all(f"={value}>>{value}." in right for _, _, value in steps)
+        assert grade(solve(steps, "A: "), right) == 1.0 and grade(solve(spoil(draw, steps), "A: "), right) == 0.0
+
+
+def test_made_files_serve_every_example(tmp_path, monkeypatch):
+    write_files(tmp_path, train=20, test=20)
+    monkeypatch.setenv("GSM8K", str(tmp_path))
+    make_data(tmp_path)
+    rows = {path.stem: [json.loads(line) for line in path.read_bytes().splitlines()] for path in tmp_path.iterdir()}
+    assert rows["pairs_train"] and rows["pairs_eval"] and rows["labelled_train"] and rows["scored_eval"]
+    held_out = {row["prompt"] for row in rows["labelled_eval"]}
+    assert held_out.isdisjoint(row["prompt"] for row in rows["labelled_train"])
+    assert held_out <= {row["question"] for row in rows["gsm8k_test"]}
+
+
+def test_a_solution_loses_its_marks_and_keeps_its_answer():
+    assert clean("2+3 = <<2+3=5>>5 apples\nA: 5") == "2+3 = 5 apples\n#### 5"
+    assert clean("He has <<4*2=8>>8.\n#### 8") == "He has 8.\n#### 8"
