@@ -10,10 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from coalign.cli import app
 from coalign.rewards.math_answer import math
 from examples.gsm8k import make_data
 from examples.smollm2.data import clean
@@ -91,3 +94,9 @@ def test_made_files_serve_every_example(tmp_path, monkeypatch):
 def test_a_solution_loses_its_marks_and_keeps_its_answer():
     assert clean("2+3 = <<2+3=5>>5 apples\nA: 5") == "2+3 = 5 apples\n#### 5"
     assert clean("He has <<4*2=8>>8.\n#### 8") == "He has 8.\n#### 8"
+
+
+def test_the_version_and_completion_are_there():
+    said = CliRunner().invoke(app, ["--version"])
+    assert (said.exit_code, said.output.strip()) == (0, f"coalign {version('coalign')}")
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).output

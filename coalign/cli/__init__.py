@@ -10,9 +10,11 @@ import gc
 import sys
 import traceback
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
+import coalign
 from coalign.cli import generate, indexed, models, train
 
 app = typer.Typer(
@@ -21,10 +23,26 @@ app = typer.Typer(
     "Begin with `coalign init grpo > run.yaml`, look at it with `coalign check run.yaml`, "
     "start it with `coalign train run.yaml`.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"coalign {coalign.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def show_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and end.")
+    ] = False,
+) -> None:
+    pass
+
 
 COMMANDS = {
     "train": train.train,
