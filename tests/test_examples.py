@@ -12,8 +12,10 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from coalign.cli import app
@@ -36,6 +38,7 @@ def read_commands(page: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_in_their_order(tmp_path, page):
     tracked = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
@@ -62,6 +65,32 @@ def test_the_commands_of_a_page_in_their_order(tmp_path, page):
 def test_every_page_has_commands():
     assert all(len(read_commands(page)) > 4 for page in PAGES)
     assert all(shlex.split(command) for page in PAGES for command in read_commands(page))
+
+
+def test_the_code_of_the_page_on_rewards_runs():
+    page = (ROOT / "docs/writing_a_reward.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)  # of our own making; it has an assertion of its own
+    short, long = sample("Thanks"), sample("A longer answer.")
+    assert names["polite"](short) == 1.0 and names["shortest_wins"]([short, long]) == [1.0, 0.0]
+    assert names["answer_length"](long) == {"reward": -0.03, "words": 3}
+    with pytest.raises(ValueError, match="expected low <= high"):
+        names["within"].check(low=3, high=2)
+    names |= {
+        "theirs": lambda completions, answer: [
+            float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=False)
+        ]
+    }
+    names["compute_score"] = lambda data_source, solution, truth, extra: float(
+        data_source == "gsm8k" and solution == truth
+    )
+    names["reward_func"] = lambda queries, prompts, labels: {
+        "rewards": torch.tensor([float(q == x) for q, x in zip(queries, labels, strict=False)])
+    }
+    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": "7"}, "extra_info": {}}
+    assert names["from_trl"](sample("7", answer="7")) == 1.0 and names["from_verl"](sample("7", **row)) == 1.0
+    assert names["from_openrlhf"]([sample("7", label="7"), sample("8", label="7")]) == [1.0, 0.0]
 
 
 def grade(response: str, answer: str) -> float:

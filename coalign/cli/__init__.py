@@ -28,7 +28,6 @@ app = typer.Typer(
 )
 
 
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"coalign {coalign.__version__}")

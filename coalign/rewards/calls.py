@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from coalign.function_process import FunctionPool, ProcessDied, close_pools, is_coroutine_function
 from coalign.services import PATIENCE, ServiceError, draw_pause
@@ -25,6 +25,15 @@ from coalign.types import SOURCE_KEY, Sample
 
 log = logging.getLogger(__name__)
 
+# The first parameter of other libraries' reward functions.
+FOREIGN = {
+    "completions": "TRL",
+    "prompts": "TRL",
+    "data_source": "verl",
+    "solution_str": "verl",
+    "queries": "OpenRLHF",
+    "args": "slime",
+}
 _TASKS = 256  # concurrent calls of the async functions that do not set `at_once`
 
 
@@ -51,6 +60,27 @@ class RewardFailure(NamedTuple):
 
 
 RewardOutcome = dict[str, float] | RewardFailure  # {"reward": value, further entries for the log}
+
+
+def find_argument(name: str, fn: Callable[..., Any]) -> Literal["sample", "group", "samples"]:
+    """Say what a reward function, object or class takes, from its signature. Raises ValueError for any other one."""
+    is_class = inspect.isclass(fn)
+    parameters = [*inspect.signature(fn.__call__ if is_class else fn).parameters.values()][is_class:]
+    first = next(iter(parameters), None)
+    if first is None or first.kind is first.KEYWORD_ONLY:
+        raise ValueError(
+            f"reward function '{name}' takes no positional argument; it needs one: sample, group or samples"
+        )
+    positional = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+    if len(needed) > 1 or first.name in FOREIGN:
+        library = FOREIGN.get(first.name)
+        whose = f", as in {library}; docs/writing_a_reward.md shows how to wrap it" if library else ""
+        raise ValueError(
+            f"reward function '{name}' takes {', '.join(needed)}{whose}. Coalign calls it with one argument: "
+            "`def f(sample, *, …)`, with sample.response, sample.prompt, and the row in sample.meta"
+        )
+    return first.name if first.name in ("group", "samples") else "sample"
 
 
 @dataclass(frozen=True)
@@ -84,13 +114,7 @@ class RewardFunction:
             object.__setattr__(self, "fn", self.fn(**self.arguments))
             object.__setattr__(self, "arguments", {})
             is_class = False
-        call = self.fn.__call__ if is_class else self.fn
-        first = next(iter([*inspect.signature(call).parameters.values()][is_class:]), None)
-        if first is None or first.kind is first.KEYWORD_ONLY:
-            raise TypeError(
-                f"reward function '{self.name}' takes no positional argument; it needs one: sample, group or samples"
-            )
-        object.__setattr__(self, "takes", first.name if first.name in ("group", "samples") else "sample")
+        object.__setattr__(self, "takes", find_argument(self.name, self.fn))
         object.__setattr__(self, "at_once", getattr(self.fn, "at_once", None))
         object.__setattr__(self, "is_service", getattr(self.fn, "is_service", False))
         object.__setattr__(self, "is_async", is_coroutine_function(self.fn))

@@ -283,8 +283,27 @@ def test_works_inside_a_running_loop(caller):
 
 
 def test_a_function_without_a_parameter_is_refused():
-    with pytest.raises(TypeError, match="'f' takes no positional argument"):
+    with pytest.raises(ValueError, match="'f' takes no positional argument"):
         RewardFunction("f", lambda *, k=1: 0.0)
+
+
+@pytest.mark.parametrize(
+    "function, whose",
+    [
+        (lambda completions, **columns: [0.0], "completions, as in TRL"),
+        (lambda prompts, completions, **columns: [0.0], "prompts, completions, as in TRL"),
+        (lambda data_source, solution_str, ground_truth, extra_info=None: 0.0, "ground_truth, as in verl"),
+        (lambda queries, prompts, labels: 0.0, "labels, as in OpenRLHF"),
+        (lambda sample, answer: 0.0, r"sample, answer\. Coalign calls it with one argument"),
+    ],
+)
+def test_the_signature_of_another_library_is_refused(function, whose):
+    with pytest.raises(ValueError, match=f"'theirs' takes .*{whose}"):
+        RewardFunction("theirs", function)
+
+
+def test_an_argument_with_a_default_is_no_second_sample():
+    assert RewardFunction("f", lambda group, scale=2: [0.0]).takes == "group"
 
 
 class Counter:

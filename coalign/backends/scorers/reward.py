@@ -17,7 +17,7 @@ from coalign.data.batch import Batch
 from coalign.data.templates import is_finished, read_samples
 from coalign.function_process import build_pool
 from coalign.hub import find_directory
-from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction, RewardOutcome
+from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction, RewardOutcome, find_argument
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Total, merge_stats
 
@@ -126,9 +126,10 @@ def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
 
 def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function (or class) and its checked arguments. A short name is one of coalign.rewards. Raises ConfigError for
-    wrong arguments (``where`` is the section's path), and ValueError if there is no such function or it refuses them:
-    its attribute ``check``, if it has one, is called with the arguments."""
+    wrong arguments (``where`` is the section's path), and ValueError if there is no such function, if it is not called
+    as a reward is, or if it refuses them: its attribute ``check``, if it has one, is called with the arguments."""
     fn = resolve(cast(str, config.fn), "coalign.rewards")
+    find_argument(config.called, fn)
     arguments = bind(fn, config.arguments, where)
     if hasattr(fn, "check"):
         fn.check(**arguments)
