@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ _THREADS = min(32, (os.cpu_count() or 1) + 4)  # enough to overlap some waiting
 MAX_HUNG = 16  # threads that missed their deadline and still run
 
 _PARSER_LOCK = threading.RLock()
+_FOREIGN = "<foreign text>"
+warnings.filterwarnings("ignore", category=SyntaxWarning, module=_FOREIGN)  # its author does not read our stderr
 
 
 def parse_python(text: str, mode: str = "exec") -> Any:
@@ -35,7 +38,7 @@ def parse_python(text: str, mode: str = "exec") -> Any:
     ("AST constructor recursion depth mismatch").
     """
     with _PARSER_LOCK:
-        return ast.parse(text, mode=mode)
+        return ast.parse(text, _FOREIGN, mode)
 
 
 class CallTimeout(Exception):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -104,3 +105,9 @@ def test_threads_that_parse_python_at_once_do_not_disturb_each_other():
         gc.set_threshold(*threshold)
         sys.setswitchinterval(interval)
     assert not errors
+
+
+def test_foreign_python_writes_no_warning_to_stderr():
+    code = "from coalign.threads import parse_python; parse_python('1if 1else 0'); parse_python('1 is 1')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
