@@ -116,7 +116,11 @@ def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path) -> None
     }
     if stage == "sft":
         arguments = SFTConfig(
-            per_device_train_batch_size=ROWS[stage], train_sampling_strategy="sequential", max_length=None, **same
+            per_device_train_batch_size=4,  # of 16, logits take 13 GiB
+            gradient_accumulation_steps=ROWS[stage] // 4,
+            train_sampling_strategy="sequential",
+            max_length=None,
+            **same,
         )
         SFTTrainer(args=arguments, **common).train()
         return

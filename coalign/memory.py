@@ -8,14 +8,18 @@ of a device.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, UntypedStorage
 
+CGROUP = Path("/sys/fs/cgroup")
 PARTS = ("weights", "gradients", "optimizer", "kv")
 Key = tuple[str, str]  # (model, part)
 
@@ -244,6 +248,27 @@ def allocate_host(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
             buffers.append(block[start : start + size])
             start += _align(size)
     return buffers
+
+
+def measure_free_memory() -> int:
+    """Return the bytes that this process may still take: the host's, or what its container leaves."""
+    free, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
+    if not limit.is_file() or (most := limit.read_text().strip()) == "max":
+        return free
+    used = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    files = int(used["active_file"]) + int(used["inactive_file"])  # the page cache, which gives way
+    return min(free, int(most) - int((CGROUP / "memory.current").read_text()) + files)
+
+
+def release_free_heap() -> None:
+    """Give the free pages of this process's heap back, if it has more memory than is left to it.
+
+    Micro-batches of other lengths leave holes of other sizes. glibc keeps them, and after a hundred steps on a CPU they
+    are more than a step needs. Pages that come back must be cleared again, so this waits until memory is short.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None and psutil.Process().memory_info().rss > measure_free_memory():
+        trim(0)
 
 
 def get_storage(tensor: Tensor) -> UntypedStorage:

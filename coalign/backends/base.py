@@ -24,7 +24,7 @@ from coalign.backends.objective import Objective, groups_of
 from coalign.backends.optim import compute_learning_rate
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.memory import PARTS, Arena
+from coalign.memory import PARTS, Arena, release_free_heap
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, Stat, Stats, Total, merge_stats
 
@@ -353,6 +353,8 @@ class TrainableModule(Module):
         self.tokens += int(totals.tokens)
         lr = self.learning_rate
         norm = self.optimizer_step()
+        if self.context.device == "cpu":
+            release_free_heap()
         self.updates += 1
         finite = math.isfinite(norm)
         step: Stats = {

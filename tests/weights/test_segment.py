@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from coalign.weights.sync import segment
+from coalign import memory
 from coalign.weights.sync.segment import (
     HostMemoryFull,
     JournalState,
@@ -61,15 +61,15 @@ def test_it_is_no_file_and_ends_with_its_process():
 
 
 def test_more_than_the_container_leaves_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("10000000\n")
     (tmp_path / "memory.current").write_text("9000000\n")
     (tmp_path / "memory.stat").write_text("anon 5\nactive_file 1000000\ninactive_file 2000000\n")
-    assert segment.measure_free_memory() == 4_000_000
+    assert memory.measure_free_memory() == 4_000_000
     with pytest.raises(HostMemoryFull, match="shared memory for weights: 5 MiB wanted, 4 MiB are free"):
         SharedMemorySegment.create(5 * 2**20)
     (tmp_path / "memory.max").write_text("max\n")
-    assert segment.measure_free_memory() > 10_000_000
+    assert memory.measure_free_memory() > 10_000_000
 
 
 class Record:

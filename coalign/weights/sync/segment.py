@@ -15,17 +15,15 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
+from coalign.memory import measure_free_memory
 from coalign.weights.sync.transport import WeightError
 
 ALIGNMENT = 64  # bytes: every tensor starts at a multiple of it
-CGROUP = Path("/sys/fs/cgroup")
 Address = tuple[int, int, int]  # process, file descriptor there, bytes
 
 
@@ -100,16 +98,6 @@ class SharedMemorySegment:
 def _path(address: Address) -> str:
     process, handle, _ = address
     return f"/proc/{process}/fd/{handle}"
-
-
-def measure_free_memory() -> int:
-    """Return the bytes that this process may still take: the host's, or what its container leaves."""
-    free, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
-    if not limit.is_file() or (most := limit.read_text().strip()) == "max":
-        return free
-    used = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    files = int(used["active_file"]) + int(used["inactive_file"])  # the page cache, which gives way
-    return min(free, int(most) - int((CGROUP / "memory.current").read_text()) + files)
 
 
 # ---- the journal
