@@ -58,7 +58,7 @@ ALLOWED = {
         "function_process",
         "interpreter_watch",
     },
-    "weights": {"types", "config", "cluster", "files"},
+    "weights": {"types", "config", "cluster", "files", "memory"},
     "report": {"types", "config", "files", "threads"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "hub", "memory", "threads"},
