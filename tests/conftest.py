@@ -17,6 +17,7 @@ os.environ |= {
 }
 
 import socket
+import sys
 from functools import cache
 
 import pytest
@@ -47,6 +48,14 @@ def _no_network(monkeypatch):
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", local_only)
+
+
+@pytest.fixture(autouse=True)
+def _no_run_left():
+    """A test that fails leaves no run behind that would slow the others."""
+    yield
+    if runs := sys.modules.get("tests.runs"):
+        runs.end_started_runs()
 
 
 @cache

@@ -19,6 +19,7 @@ import pytest
 from tests.tiny import tiny_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
+_started: list[tuple[subprocess.Popen[str], dict[str, Any]]] = []
 MARK = "COALIGN_TEST_RUN"  # in the environment of every process of a run that `command` started
 
 
@@ -130,7 +131,7 @@ def command(config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
     """`coalign train` in a process of its own."""
     path = Path(config["output"]).parent / "run.yaml"
     path.write_text(json.dumps(config))
-    return subprocess.Popen(
+    started = subprocess.Popen(
         [sys.executable, "-m", "coalign.cli", "train", str(path), *overrides],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: config["output"]},
@@ -138,6 +139,19 @@ def command(config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+    _started.append((started, config))
+    return started
+
+
+def end_started_runs() -> None:
+    """Kill what `command` started and a failed test left running."""
+    while _started:
+        process, config = _started.pop()
+        if process.poll() is None:
+            for left in processes_of(config):
+                with suppress(psutil.NoSuchProcess):
+                    left.kill()
+            process.communicate()
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 90) -> None:
