@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -23,11 +25,18 @@ from transformers import (
     modeling_utils,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
+from coalign.backends.vision_language import carry_towers, drop_towers, has_towers
 from coalign.config.schema import ModelConfig
+from coalign.files import list_weight_files
 from coalign.hub import find_directory
 from coalign.roles import Context
 
@@ -70,7 +79,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     ValueError, with their names, for weights that the checkpoint lacks, and for adapters that do not fit;
     NotImplementedError for a family that cannot be ``packed``.
     """
-    hf, auto, quantization = read_config(config), _auto(config), _quantization(config)
+    hf, quantization = read_config(config), _quantization(config)
+    auto = find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
     refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
     options = _options(config, packed=packed)
     if config.init == "random":
@@ -99,6 +109,9 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
         new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
         hint = f"; {new}" if "score.weight" in missing else ""
         raise ValueError(f"{config.load} lacks {sorted(missing)} for a model with head '{config.head}'{hint}")
+    _reduce_to_text(model, config, name)
+    if has_towers(model.config) and not config.frozen and not list_weight_files(get_directory(config)):
+        raise ValueError(f"{config.load} has no model.safetensors, from which an export takes the vision tower")
     if packed:
         _check_interface(model)
     if has_adapters(config):
@@ -115,7 +128,9 @@ def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True)
     hf = read_config(config)
     with torch.device("meta"):
         refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
-        model = build_model(_auto(config).from_config, refusal, hf, **_options(config, packed=packed))
+        auto = find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
+        model = build_model(auto.from_config, refusal, hf, **_options(config, packed=packed))
+        _reduce_to_text(model, config, name)
         if packed:
             _check_interface(model)
         if has_adapters(config):
@@ -178,8 +193,11 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
 
 
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
-    """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them."""
+    """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them. A vision-language model gets the
+    rest of it from the directory that was loaded."""
     save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
+    if config.head == "lm" and has_towers(model.config):
+        carry_towers(model, get_directory(config), Path(dir))
     read_tokenizer(config).save_pretrained(dir)
 
 
@@ -225,6 +243,23 @@ def save_config(config: ModelConfig, dir: str | Path) -> None:
     read_tokenizer(config).save_pretrained(dir)
 
 
+def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code: bool = False) -> Any:
+    """Choose transformers' auto class for ``hf``. Raises ValueError where it has none.
+
+    Some families have a class of the whole model and one of its language model alone: config.json names one of them.
+    """
+    causal, whole = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto, known, what = AutoModelForCausalLM, causal, "causal LM"
+    if head != "lm":
+        auto, known = AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        what = f"sequence classifier, as `head: {head}` needs one,"
+    elif type(hf) in whole and (type(hf) not in causal or whole[type(hf)].__name__ in (hf.architectures or ())):
+        auto, known = AutoModelForImageTextToText, whole
+    if (type(hf) not in known and not trust_remote_code) or (known is whole and hf.is_encoder_decoder):
+        raise ValueError(f"models.*.load: transformers has no {what} for the model type `{hf.model_type}`")
+    return auto
+
+
 def build_model(make: Callable[..., Any], refusal: Exception, *arguments: Any, **options: Any) -> Any:
     """Call ``make``. Raises ``refusal`` for a class that looks attention up in a table of its own."""
     try:
@@ -242,6 +277,23 @@ def describe_encoder(model: PreTrainedModel) -> str | None:
     if not sides or any(sides):
         return None
     return "it is an encoder: its tokens see those that follow (`is_decoder` is false in config.json)"
+
+
+def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> None:
+    """Take the towers out of a vision-language model. Raises ValueError for one that reads no text without an image,
+    and for one without weights: an export needs those of the towers."""
+    arguments = inspect.signature(model.forward).parameters.values()
+    needed = {a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD} - {"input_ids"}
+    if needed:
+        raise ValueError(
+            f"models.{name}.load: {type(model).__name__} computes no text alone: it needs {sorted(needed)}"
+        )
+    if config.init == "random" and has_towers(model.config):
+        raise ValueError(
+            f"models.{name}.init is random: {type(model).__name__} learns from text alone, so its vision tower has to "
+            "come from weights; use `init: load`"
+        )
+    drop_towers(model)
 
 
 def _check_interface(model: PreTrainedModel) -> None:
@@ -278,7 +330,3 @@ def _keep_quantized(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # repacks the weights, with less precise scales, in eval mode
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (a plain attribute of bitsandbytes)
-
-
-def _auto(config: ModelConfig) -> type:
-    return AutoModelForCausalLM if config.head == "lm" else AutoModelForSequenceClassification
