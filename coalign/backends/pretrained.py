@@ -197,7 +197,8 @@ def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: Model
     rest of it from the directory that was loaded."""
     save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
     if config.head == "lm" and has_towers(model.config):
-        carry_towers(model, get_directory(config), Path(dir))
+        own = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()}
+        carry_towers(model, own, get_directory(config), Path(dir))
     read_tokenizer(config).save_pretrained(dir)
 
 

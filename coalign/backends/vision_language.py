@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -62,12 +63,13 @@ def drop_towers(model: PreTrainedModel) -> None:
             setattr(module, name, None)
 
 
-def carry_towers(model: PreTrainedModel, source: Path, target: Path) -> None:
+def carry_towers(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path, target: Path) -> None:
     """Complete the export of ``model`` in ``target`` by what `drop_towers` took from it, and by the processor's files.
 
-    The tensors come from the files in ``source``, bit for bit and under the names that they have there.
+    The tensors come from the files in ``source``, bit for bit and under the names that they have there: all of which
+    transformers would make none of the weights in ``own``, the model's.
     """
-    towers = _read_others(model, source)
+    towers = _read_others(model, own, source)
     files = list_weight_files(target)
     count = len(files) + 1
     names: dict[str, str] = {}
@@ -81,20 +83,24 @@ def carry_towers(model: PreTrainedModel, source: Path, target: Path) -> None:
     size = sum((target / file).stat().st_size for file in set(names.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
     (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    copy_processor(source, target)
+
+
+def copy_processor(source: Path, target: Path) -> None:
+    """Copy the files that say how images are read, where there are any."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
-def _read_others(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
-    """The tensors in the files of ``source`` that are none of ``model``."""
-    own, prefix, mapping = model.state_dict(), model.base_model_prefix, get_model_conversion_mapping(model)
+def _read_others(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+    prefix, mapping, known = model.base_model_prefix, get_model_conversion_mapping(model), dict(own)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     others = {}
     for file in list_weight_files(source):
         with safe_open(file, "pt") as opened:
             for name in sorted(opened.keys()):  # transformers renames them in this order
-                if name not in own and rename_source_key(name, renamings, converters, prefix, own)[0] not in own:
+                if name not in known and rename_source_key(name, renamings, converters, prefix, known)[0] not in known:
                     others[name] = opened.get_tensor(name)
     return others

@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from coalign.backends import pretrained
+from coalign.commands.merge import merge
 from coalign.config.schema import ModelConfig
 from coalign.files import list_weight_files
 from tests.backends.architectures import PlainStep, build_trainer, compare_tokens, find_shape, load_plain, make
 from tests.backends.batches import rollout
+from tests.runs import run, run_in_two_parts, settings
 
 # family -> how the engines `native` and `transformers` sample it; empty: not
 FAMILIES = dict.fromkeys(
@@ -144,3 +146,37 @@ def test_what_has_no_text_alone_or_no_tower_to_export_is_refused(tmp_path):
     blip = make_whole(tmp_path / "blip", "blip-2")
     with pytest.raises(ValueError, match=r"Blip2For.* computes no text alone: it needs \['pixel_values'\]"):
         pretrained.build_skeleton(ModelConfig(load=str(blip)), name="policy")
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "mistral3"])
+def test_adapters_fit_the_whole_model_and_merge_into_it(family, tmp_path):
+    peft = pytest.importorskip("peft")
+    path, batch = make_whole(tmp_path / "model", family), rollout((5, 9), 3)
+    trainer = build_trainer(path, lora={"rank": 4}, optimizer={"lr": 1e-2})
+    for _ in range(2):
+        trainer.train_step(batch)
+    trainer.save_adapter(tmp_path / "adapter")
+    trainer.save_hf(tmp_path / "export")
+    adapted = peft.PeftModel.from_pretrained(load_plain(path), tmp_path / "adapter")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        found, expected = (model(input_ids=tokens).logits for model in (adapted, load_plain(tmp_path / "export")))
+        assert not torch.allclose(found, load_plain(path)(input_ids=tokens).logits, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-5)
+    merge(path, tmp_path / "adapter", tmp_path / "merged")
+    merged, exported = read_tensors(tmp_path / "merged"), read_tensors(tmp_path / "export")
+    torch.testing.assert_close(merged, exported, rtol=1e-6, atol=1e-7)
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo"])
+def test_a_run_goes_on_where_it_was_and_exports_the_whole_model(algorithm, tmp_path):
+    make_whole(tmp_path / "model", "qwen2_5_vl")
+    config = settings(tmp_path, algorithm, save_every=2)
+    run(config)
+    whole = read_tensors(tmp_path / "run" / "model")
+    assert whole.keys() == read_tensors(tmp_path / "model").keys()
+    again = read_tensors(Path(run_in_two_parts(config)["output"]) / "model")
+    torch.testing.assert_close(again, whole, rtol=0, atol=0)
