@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     modeling_utils,
 )
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import Transpose, revert_weight_conversion
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -212,10 +212,13 @@ class StoredNames:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
-        self.changed = {name for name, tensor in bare.items() if [*self._revert(name, tensor)] != [name]}
+        stored = {name: self._revert(name, tensor) for name, tensor in bare.items()}
+        same = {n for n, t in bare.items() if stored[n].keys() == {n} and stored[n][n].shape == t.shape}
+        self.changed = bare.keys() - same
 
     def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return revert_weight_conversion(self.model, {name: tensor})
+        with _transpose_back():
+            return revert_weight_conversion(self.model, {name: tensor})
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """(stored name, stored tensor) of each of ``weights``, which have the names that they have in memory."""
@@ -229,8 +232,14 @@ def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
     To unwrap it, transformers would ask accelerate, which imports DeepSpeed where it is installed, and DeepSpeed
     MLflow: four seconds of every process that saves.
     """
-    with patch.object(modeling_utils, "unwrap_model", lambda model: model):
+    with patch.object(modeling_utils, "unwrap_model", lambda model: model), _transpose_back():
         model.save_pretrained(dir, **options)
+
+
+def _transpose_back() -> Any:
+    """A context in which transformers stores experts of Qwen3-VL as on the hub. Else it leaves them as in memory, since
+    it only transposes what has another shape than there; vLLM reads them transposed alone."""
+    return patch.object(Transpose, "reverse_op", property(lambda own: Transpose(own.dim1, own.dim0)))
 
 
 def save_config(config: ModelConfig, dir: str | Path) -> None:
