@@ -212,9 +212,7 @@ class StoredNames:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
-        stored = {name: self._revert(name, tensor) for name, tensor in bare.items()}
-        same = {n for n, t in bare.items() if stored[n].keys() == {n} and stored[n][n].shape == t.shape}
-        self.changed = bare.keys() - same
+        self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
 
     def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         with _transpose_back():
