@@ -256,7 +256,8 @@ def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code
 
     Some families have a class of the whole model and one of its language model alone: config.json names one of them.
     """
-    causal, whole = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # of classes, whatever transformers declares
     auto, known, what = AutoModelForCausalLM, causal, "causal LM"
     if head != "lm":
         auto, known = AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
