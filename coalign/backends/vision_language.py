@@ -69,7 +69,9 @@ def carry_towers(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path
     The tensors come from the files in ``source``, bit for bit and under the names that they have there: all of which
     transformers would make none of the weights in ``own``, the model's.
     """
-    towers = _read_others(model, own, source)
+    copy_processor(source, target)
+    if not (towers := _read_others(model, own, source)):
+        return
     files = list_weight_files(target)
     count = len(files) + 1
     names: dict[str, str] = {}
@@ -83,7 +85,6 @@ def carry_towers(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path
     size = sum((target / file).stat().st_size for file in set(names.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
     (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    copy_processor(source, target)
 
 
 def copy_processor(source: Path, target: Path) -> None:

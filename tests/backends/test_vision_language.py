@@ -29,7 +29,6 @@ FAMILIES = dict.fromkeys(
         "llava_next",
         "llava_onevision",
         "gemma3",
-        "gemma4",
         "internvl",
         "glm4v",
         "glm46v",
