@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from coalign.backends.vision_language import has_towers
 from coalign.config.schema import LoraConfig as LoraSettings
 from coalign.config.schema import ModelConfig
 
@@ -248,6 +249,9 @@ def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, 
         return
     settings = cast("LoraConfig", copy(model.peft_config[ADAPTER]))
     settings.target_modules = sorted(settings.target_modules or ())
+    if has_towers(model.config):  # peft has shortened the names to what tells them apart here, not in the whole model
+        layers = _find_adapted_layers(model).items()
+        settings.target_modules = sorted(name for name, layer in layers if not hasattr(layer, "parameter_name"))
     if model.get_output_embeddings() is None:
         settings.modules_to_save = ["score"]
     settings.inference_mode = True

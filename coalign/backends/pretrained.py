@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -22,12 +24,19 @@ from transformers import (
     PreTrainedTokenizerBase,
     modeling_utils,
 )
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.core_model_loading import Transpose, revert_weight_conversion
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
+from coalign.backends.vision_language import carry_towers, drop_towers, has_towers
 from coalign.config.schema import ModelConfig
+from coalign.files import list_weight_files
 from coalign.hub import find_directory
 from coalign.roles import Context
 
@@ -70,7 +79,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     ValueError, with their names, for weights that the checkpoint lacks, and for adapters that do not fit;
     NotImplementedError for a family that cannot be ``packed``.
     """
-    hf, auto, quantization = read_config(config), _auto(config), _quantization(config)
+    hf, quantization = read_config(config), _quantization(config)
+    auto = find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
     refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
     options = _options(config, packed=packed)
     if config.init == "random":
@@ -99,6 +109,9 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
         new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
         hint = f"; {new}" if "score.weight" in missing else ""
         raise ValueError(f"{config.load} lacks {sorted(missing)} for a model with head '{config.head}'{hint}")
+    _reduce_to_text(model, config, name)
+    if has_towers(model.config) and not config.frozen and not list_weight_files(get_directory(config)):
+        raise ValueError(f"{config.load} has no model.safetensors, from which an export takes the vision tower")
     if packed:
         _check_interface(model)
     if has_adapters(config):
@@ -115,7 +128,9 @@ def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True)
     hf = read_config(config)
     with torch.device("meta"):
         refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
-        model = build_model(_auto(config).from_config, refusal, hf, **_options(config, packed=packed))
+        auto = find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
+        model = build_model(auto.from_config, refusal, hf, **_options(config, packed=packed))
+        _reduce_to_text(model, config, name)
         if packed:
             _check_interface(model)
         if has_adapters(config):
@@ -178,8 +193,12 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
 
 
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
-    """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them."""
+    """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them. A vision-language model gets the
+    rest of it from the directory that was loaded."""
     save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
+    if config.head == "lm" and has_towers(model.config):
+        own = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()}
+        carry_towers(model, own, get_directory(config), Path(dir))
     read_tokenizer(config).save_pretrained(dir)
 
 
@@ -193,10 +212,11 @@ class StoredNames:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
-        self.changed = {name for name, tensor in bare.items() if [*self._revert(name, tensor)] != [name]}
+        self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
 
     def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return revert_weight_conversion(self.model, {name: tensor})
+        with _transpose_back():
+            return revert_weight_conversion(self.model, {name: tensor})
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """(stored name, stored tensor) of each of ``weights``, which have the names that they have in memory."""
@@ -210,8 +230,14 @@ def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
     To unwrap it, transformers would ask accelerate, which imports DeepSpeed where it is installed, and DeepSpeed
     MLflow: four seconds of every process that saves.
     """
-    with patch.object(modeling_utils, "unwrap_model", lambda model: model):
+    with patch.object(modeling_utils, "unwrap_model", lambda model: model), _transpose_back():
         model.save_pretrained(dir, **options)
+
+
+def _transpose_back() -> Any:
+    """A context in which transformers stores experts of Qwen3-VL as on the hub. Else it leaves them as in memory, since
+    it only transposes what has another shape than there; vLLM reads them transposed alone."""
+    return patch.object(Transpose, "reverse_op", property(lambda own: Transpose(own.dim1, own.dim0)))
 
 
 def save_config(config: ModelConfig, dir: str | Path) -> None:
@@ -223,6 +249,24 @@ def save_config(config: ModelConfig, dir: str | Path) -> None:
         hf |= {"architectures": [kind], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_tokenizer(config).save_pretrained(dir)
+
+
+def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code: bool = False) -> Any:
+    """Choose transformers' auto class for ``hf``. Raises ValueError where it has none.
+
+    Some families have a class of the whole model and one of its language model alone: config.json names one of them.
+    """
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # of classes, whatever transformers declares
+    auto, known, what = AutoModelForCausalLM, causal, "causal LM"
+    if head != "lm":
+        auto, known = AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        what = f"sequence classifier, as `head: {head}` needs one,"
+    elif type(hf) in whole and (type(hf) not in causal or whole[type(hf)].__name__ in (hf.architectures or ())):
+        auto, known = AutoModelForImageTextToText, whole
+    if (type(hf) not in known and not trust_remote_code) or (known is whole and hf.is_encoder_decoder):
+        raise ValueError(f"models.*.load: transformers has no {what} for the model type `{hf.model_type}`")
+    return auto
 
 
 def build_model(make: Callable[..., Any], refusal: Exception, *arguments: Any, **options: Any) -> Any:
@@ -242,6 +286,23 @@ def describe_encoder(model: PreTrainedModel) -> str | None:
     if not sides or any(sides):
         return None
     return "it is an encoder: its tokens see those that follow (`is_decoder` is false in config.json)"
+
+
+def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> None:
+    """Take the towers out of a vision-language model. Raises ValueError for one that reads no text without an image,
+    and for one without weights: an export needs those of the towers."""
+    arguments = inspect.signature(model.forward).parameters.values()
+    needed = {a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD} - {"input_ids"}
+    if needed:
+        raise ValueError(
+            f"models.{name}.load: {type(model).__name__} computes no text alone: it needs {sorted(needed)}"
+        )
+    if config.init == "random" and has_towers(model.config):
+        raise ValueError(
+            f"models.{name}.init is random: {type(model).__name__} learns from text alone, so its vision tower has to "
+            "come from weights; use `init: load`"
+        )
+    drop_towers(model)
 
 
 def _check_interface(model: PreTrainedModel) -> None:
@@ -278,7 +339,3 @@ def _keep_quantized(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # repacks the weights, with less precise scales, in eval mode
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (a plain attribute of bitsandbytes)
-
-
-def _auto(config: ModelConfig) -> type:
-    return AutoModelForCausalLM if config.head == "lm" else AutoModelForSequenceClassification

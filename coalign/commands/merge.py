@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from coalign.backends import lora
+from coalign.backends.pretrained import find_auto_class
+from coalign.backends.vision_language import copy_processor
 from coalign.files import read_model_config, require_empty_output, write_atomically
 
 HEAD = lora.PREFIX + "score.weight"
@@ -24,15 +26,17 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
     require_empty_output(output)
     read_model_config(base)
     settings, tensors = lora.read_adapter(adapter)
-    auto = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(base)
+    auto = find_auto_class(config, "reward" if settings.task_type == "SEQ_CLS" else "lm")
     labels = {"num_labels": len(tensors[HEAD])} if HEAD in tensors else {}
     loaded: Any = auto.from_pretrained(base, dtype=torch.float32, output_loading_info=True, **labels)
     model, info = loaded  # the stubs of transformers do not know output_loading_info
     if missing := {name for name in info["missing_keys"] if lora.PREFIX + name not in tensors}:
         raise ValueError(f"neither {base} nor {adapter} has {sorted(missing)}")
-    stored = getattr(torch, dtype) if dtype else AutoConfig.from_pretrained(base).dtype or torch.float32
+    stored = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     merged: Any = lora.merge_adapter(model, adapter)  # nor that `to` takes a dtype
     output.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(output) as aside:
         merged.to(stored).save_pretrained(aside)
         AutoTokenizer.from_pretrained(base).save_pretrained(aside)
+        copy_processor(base, aside)

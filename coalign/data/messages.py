@@ -29,6 +29,7 @@ TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 ReasoningPolicy = Literal["keep", "drop", "last"]
 # Keys of messages that hold reasoning: vLLM's and Qwen's, gpt-oss', OpenAI's and others'.
+MEDIA = ("image", "video", "audio")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _THOUGHTS = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
 
@@ -124,6 +125,8 @@ def _message(value: Any, place: str) -> Message:
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict) or not isinstance(part.get("text"), str | None):
             raise BadRow(f"{place}: a part of content is an object, maybe with a text, not {str(part)[:80]}")
+        if (kind := str(part.get("type"))).removeprefix("input_").removesuffix("_url") in MEDIA:
+            raise BadRow(f"{place}: a part of content is of type '{kind}'; Coalign trains on text alone")
     if not isinstance(calls, list | None):
         raise BadRow(f"{place}: tool_calls is {type(calls).__name__}; expected a list")
     message = {"content": ""} | {key: part for key, part in value.items() if part is not None}

@@ -74,9 +74,11 @@ def estimate_memory(model: ModelConfig, role: type, config: RunConfig) -> Memory
 
     assert model.load is not None
     directory = find_directory(model.load)
-    shape = read_config(model).get_text_config()
+    whole = read_config(model)
+    shape = whole.get_text_config()
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
-    is_there = model.init == "load" and any(directory.glob("*.safetensors"))
+    # Of a vision-language checkpoint only the language model is loaded.
+    is_there = model.init == "load" and whole is shape and any(directory.glob("*.safetensors"))
     shapes = read_shapes(directory) if is_there else _build_shapes(model)
     parameters = _size(shapes)
     stored, computed = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]

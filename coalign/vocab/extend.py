@@ -81,7 +81,10 @@ def read_config(directory: Path) -> PretrainedConfig:
     read_model_config(directory)
     config = AutoConfig.from_pretrained(directory)
     if config.get_text_config() is not config:
-        raise ValueError(f"{directory}: {config.model_type} holds its language model inside another model")
+        raise ValueError(
+            f"{directory}: {config.model_type} holds its language model inside another model, and extend-vocab takes a "
+            "language model alone"
+        )
     if not hasattr(transformers, (config.architectures or ["none"])[0]):
         raise ValueError(
             f"{directory}/config.json: architectures {config.architectures} is not a class of transformers"

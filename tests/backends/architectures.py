@@ -15,6 +15,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -31,23 +32,23 @@ from tests.tiny import tiny_tokenizer
 # size -> the keys of configurations that have it, where they are there
 SIZES = {
     1: "first_k_dense_replace mamba_n_groups mamba_ngroups n_group n_groups num_dense_layers num_expert_group topk_group",
-    2: "decoder_layers encoder_layers hc_mult laurel_rank mamba_d_conv moe_k moe_topk n_layer n_layers num_blocks "
+    2: "decoder_layers depth encoder_layers hc_mult laurel_rank mamba_d_conv moe_k moe_topk n_layer n_layers num_blocks "
     "num_decoder_layers num_encoder_layers num_experts_per_tok num_experts_per_token num_hidden_layers "
     "num_key_value_heads num_layers swa_num_key_value_heads",
     4: "decoder_attention_heads encoder_attention_heads linear_num_heads linear_num_key_heads "
     "linear_num_value_heads moe_num_experts n_head n_heads n_routed_experts num_attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads num_experts num_heads num_local_experts rotary_dim "
-    "swa_num_attention_heads zero_expert_num",
+    "patch_size swa_num_attention_heads zero_expert_num",
     6: "attention_chunk_size attention_window_size chunk_size mamba_chunk_size sliding_window sliding_window_size "
     "window_size",
     8: "adapter_rank d_rel gated_norm_rank hc_lowrank head_dim heads_per_ngram index_topk linear_head_dim "
     "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_d_state mamba_dt_rank mamba_head_dim mamba_headdim "
     "mamba_n_heads mamba_num_heads n_mamba_heads qk_nope_head_dim qk_rope_head_dim ssm_state_size state_size "
     "swa_head_dim time_step_rank v_head_dim",
-    16: "attention_head_dim dim_model_base index_head_dim index_n_heads kv_channels kv_lora_rank o_lora_rank q_lora_rank",
-    32: "d_model dense_intermediate_size dim_model emb_dim embedding_size hidden_size hidden_size_global hidden_size_per_layer_input "
-    "input_embedding_size lru_width moe_latent_size moe_shared_expert_intermediate_size n_embd ple_embed_dim "
-    "pronunciation_embed_dim router_hidden_size shape_embed_dim shared_intermediate_size word_embed_proj_dim",
+    16: "attention_head_dim dim_model_base image_size index_head_dim index_n_heads kv_channels kv_lora_rank o_lora_rank q_lora_rank",
+    32: "d_model dense_intermediate_size dim_model emb_dim embed_dim embedding_size hidden_size hidden_size_global hidden_size_per_layer_input "
+    "input_embedding_size lru_width moe_latent_size moe_shared_expert_intermediate_size n_embd out_hidden_size "
+    "ple_embed_dim projector_hidden_size pronunciation_embed_dim router_hidden_size shape_embed_dim shared_intermediate_size word_embed_proj_dim",
     64: "d_ff d_inner decoder_ffn_dim dff dim_ff encoder_ffn_dim expert_ffn_hidden_size ffn_dim ffn_hidden_size "
     "intermediate_size moe_intermediate_size output_embedding_size shared_expert_intermediate_size",
     256: "n_ctx ngram_vocab_size_base rel_extent",
@@ -59,6 +60,7 @@ SIZES = {
 }
 SMALL = {key: size for size, keys in SIZES.items() for key in keys.split()}
 UNSET = {"head_dim", "n_routed_experts", "num_experts_per_tok", "num_key_value_heads", "pad_token_id"}  # if None, too
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 LATENT = {"num_key_value_heads": 4}  # as many as heads
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -78,6 +80,14 @@ OWN: dict[str, dict[str, Any]] = {
         ),
         LATENT,
     ),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"),
+        MROPE,
+    ),
+    "glm4v_text": {"rope_parameters": MROPE["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+    "qwen2_5_vl_vision": {"fullatt_block_indexes": [0], "window_size": 16},
+    "qwen3_vl_vision": {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe_vision": {"deepstack_visual_indexes": [0]},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {
@@ -130,18 +140,19 @@ def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     return found | {key: _shrink(part) | OWN.get(part.model_type, {}) for key, part in parts if part is not None}
 
 
-def make(path: Path, family: str, **shape: Any) -> Path:
+def make(path: Path, family: str, auto: Any = AutoModelForCausalLM, **shape: Any) -> Path:
     """Write a random model, far from uniform, and the tiny tokenizer. ``shape``: None takes that of `find_shape`."""
     tiny_tokenizer(path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **(shape or find_shape(family)))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.12)
     model.save_pretrained(path)
-    config.save_pretrained(path)  # of the whole family, where the model is the text part of one
+    if auto is AutoModelForCausalLM:
+        config.save_pretrained(path)  # of the whole family, where the model is the text part of one
     return path
 
 
@@ -166,7 +177,8 @@ def build_trainer(path: Path, **config: Any) -> Gradients:
 
 def load_plain(path: Path) -> Any:
     """The model as transformers loads it: without dropout, and RWKV without the division of its weights."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    kind = getattr(transformers, (AutoConfig.from_pretrained(path).architectures or ["AutoModelForCausalLM"])[0])
+    model = kind.from_pretrained(path, dtype=torch.float32).eval()
     model.config.rescale_every = 0
     return model
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.examples import KEEPS_SPECIAL_TOKENS
 from coalign.data.loader import build_loader
-from coalign.data.messages import ContentGuard, tokenize
+from coalign.data.messages import ContentGuard, parse_messages, tokenize
 from coalign.data.sources import BadRow
 from coalign.data.templates import load_template
 from tests.data.reading import assistant, reader, use, user
@@ -178,3 +178,10 @@ def test_only_rows_of_a_source_that_may_write_tokens_say_so(tmp_path, keep):
 def test_half_of_a_surrogate_pair_is_a_bad_row():
     with pytest.raises(BadRow, match="half of a surrogate pair"):
         tokenize(tiny_tokenizer(), "a\ud800b")
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+def test_a_part_that_is_no_text_is_refused(kind):
+    message = {"role": "user", "content": [{"type": kind, kind: "a.png"}, {"type": "text", "text": "What is it?"}]}
+    with pytest.raises(BadRow, match=rf"a part of content is of type '{kind}'; Coalign trains on text alone"):
+        parse_messages([message], "messages")

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends import pretrained
 from coalign.backends.engines.contract import InferenceEngine
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import Decoder
-from coalign.backends.pretrained import build_model, read_context_length
+from coalign.backends.pretrained import build_model, find_auto_class, read_context_length
+from coalign.backends.vision_language import drop_towers
 from coalign.config.schema import ModelConfig
 
 # Of the logits' difference, relative to their spread; wrong tokens give about 1.
@@ -43,13 +43,13 @@ class MetaModel:
         trust_remote_code: bool = False,
         attention: str | None = None,
     ) -> None:
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
-            raise ValueError(f"models.*.load: transformers has no causal LM for the model type `{config.model_type}`")
+        auto = find_auto_class(config, trust_remote_code=trust_remote_code)
         self.dtype = dtype
         self.device = torch.device(device)
         options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
-            model = build_model(AutoModelForCausalLM.from_config, refusal, copy.deepcopy(config), **options)
+            model = build_model(auto.from_config, refusal, copy.deepcopy(config), **options)
+        drop_towers(model)
         self.module: PreTrainedModel = model.eval()
         self.check()
         self.module.requires_grad_(False)

@@ -29,6 +29,7 @@ from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
 from coalign.backends.pretrained import describe_encoder, read_context_length
 from coalign.backends.routers import Routers
+from coalign.backends.vision_language import find_body
 from coalign.data.batch import Batch
 from coalign.types import UNKNOWN_EXPERT
 
@@ -59,7 +60,7 @@ class PackedModel(nn.Module):
         """[P, hidden], after the final norm."""
         if self.rows != "packed":
             return self._compute_unpacked(layout)
-        body = self._body
+        body = find_body(self.model)
         with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
             return body(
                 input_ids=layout.tokens[None],
@@ -68,12 +69,6 @@ class PackedModel(nn.Module):
                 layout=layout,
                 heads=self.heads,
             ).last_hidden_state[0]
-
-    @property
-    def _body(self) -> nn.Module:
-        """The decoder below the head. Language models that are parts of others (Llama 4) name it wrongly."""
-        body = cast(nn.Module, self.model.base_model)
-        return body if body is not self.model else next(m for m in body.children() if isinstance(m, PreTrainedModel))
 
     def _compute_unpacked(self, layout: Layout) -> Tensor:
         """[P, hidden], from rows of one sequence each. Padding is on the right, where no token of a decoder sees it."""
@@ -93,7 +88,7 @@ class PackedModel(nn.Module):
 
     def _compute_rows(self, layout: Layout, places: Tensor, real: Tensor) -> Tensor:
         """[B, L, hidden] of the tokens at ``places`` i64[B, L] of the row; those that are not ``real`` are padding."""
-        body, device = self._body, layout.tokens.device
+        body, device = find_body(self.model), layout.tokens.device
         places, real = places.to(device), real.to(device)
         tokens = layout.tokens[places] * real
         if self.rows == "single":  # routers would be watched group by group
@@ -239,6 +234,7 @@ class LanguageModel(PackedModel):
     def _compute_unpacked_logprobs(self, tokens: Tensor) -> Tensor:
         """f64[n - 1] of one sequence i64[n]."""
         inputs = self._name_inputs(self.model, tokens[None])
+        inputs.pop("position_ids", None)  # the model's own
         if self.rows == "packed":
             inputs["layout"] = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
         logits = self.model(**inputs).logits[0, :-1].double() / self.read.temperature

@@ -237,6 +237,7 @@ def create_engine_arguments(
         "distributed_executor_backend": "mp" if config.tensor_parallel * config.pipeline_parallel > 1 else "uni",
         "enable_sleep_mode": device != "cpu" and config.offload != [],
         "load_format": "dummy",
+        "language_model_only": True,  # of a vision-language model
         "generation_config": "vllm",
         "logits_processors": [f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
         "logprobs_mode": "processed_logits",

@@ -1,0 +1,107 @@
+"""Vision-language checkpoints, of which Coalign trains and samples the language model.
+
+The model keeps its class, so weights and adapters have the names that they have in the whole. What only images need,
+the towers, is taken out of memory. An export gets it back from the files that were loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from transformers.utils.hub import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+
+from coalign.files import list_weight_files
+
+PROCESSOR_FILES = (
+    PROCESSOR_NAME,
+    IMAGE_PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+)
+INDEX = "model.safetensors.index.json"
+
+
+def has_towers(config: PretrainedConfig) -> bool:
+    """Whether the model of ``config`` has a language model beside others."""
+    return config.get_text_config() is not config
+
+
+def find_body(model: PreTrainedModel) -> PreTrainedModel:
+    """The decoder below the head of ``model``, which makes hidden states of tokens."""
+    if has_towers(model.config):
+        decoder = cast(PreTrainedModel, model.get_decoder())
+        return decoder if decoder.get_output_embeddings() is None else find_body(decoder)
+    body = cast(PreTrainedModel, model.base_model)
+    # Language models that are parts of others (Llama 4) name it wrongly.
+    return body if body is not model else next(m for m in body.children() if isinstance(m, PreTrainedModel))
+
+
+def drop_towers(model: PreTrainedModel) -> None:
+    """Take everything out of ``model`` but its language model with the head; nothing where there is nothing else."""
+    head = model.get_output_embeddings()
+    if head is None or not has_towers(model.config):
+        return
+    body = find_body(model)
+    path = next(name for name, module in model.named_modules() if module is body).split(".")
+    for depth in range(len(path)):
+        module = model.get_submodule(".".join(path[:depth]))
+        for name, child in [*module.named_children()]:
+            if not {body, head}.intersection(child.modules()):
+                setattr(module, name, None)
+        for name, _ in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, None)
+
+
+def carry_towers(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path, target: Path) -> None:
+    """Complete the export of ``model`` in ``target`` by what `drop_towers` took from it, and by the processor's files.
+
+    The tensors come from the files in ``source``, bit for bit and under the names that they have there: all of which
+    transformers would make none of the weights in ``own``, the model's.
+    """
+    copy_processor(source, target)
+    if not (towers := _read_others(model, own, source)):
+        return
+    files = list_weight_files(target)
+    count = len(files) + 1
+    names: dict[str, str] = {}
+    for number, file in enumerate(files, 1):
+        shard = file.rename(target / f"model-{number:05}-of-{count:05}.safetensors")
+        with safe_open(shard, "pt") as opened:
+            names |= dict.fromkeys(opened.keys(), shard.name)
+    last = f"model-{count:05}-of-{count:05}.safetensors"
+    save_file(towers, target / last, metadata={"format": "pt"})
+    names |= dict.fromkeys(towers, last)
+    size = sum((target / file).stat().st_size for file in set(names.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
+    (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_processor(source: Path, target: Path) -> None:
+    """Copy the files that say how images are read, where there are any."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _read_others(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+    prefix, mapping, known = model.base_model_prefix, get_model_conversion_mapping(model), dict(own)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    others = {}
+    for file in list_weight_files(source):
+        with safe_open(file, "pt") as opened:
+            for name in sorted(opened.keys()):  # transformers renames them in this order
+                if name not in known and rename_source_key(name, renamings, converters, prefix, known)[0] not in known:
+                    others[name] = opened.get_tensor(name)
+    return others
