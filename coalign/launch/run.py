@@ -104,7 +104,14 @@ def _learn(
     if (found := _resume_from(config, folder, checkpoints)) is not None:
         restore_engine(engine, found)
         checkpoints.move_later_aside(engine.step)
-        log.info("continuing from %s", found)
+        if engine.step < engine.last:
+            log.info("continuing from %s", found)
+        else:
+            message = (
+                "this run is finished: %s has step %d of %d. For more steps raise `runtime.steps` (or `epochs`, "
+                "`tokens`); to train anew give another `output`, or `runtime.resume=never`"
+            )
+            log.warning(message, found, engine.step, engine.last)
     folder.begin(dump(config), engine.step)
     record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
     log.info("%s", engine.environment.loader.report())
