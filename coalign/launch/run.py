@@ -74,6 +74,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                     "\n".join(describe_assigned_layout(cluster.slots, cluster.placements, cluster.nodes)),
                 )
             with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
+                log.info("loading %s", ", ".join(plan.started))
                 engine = build(plan, cluster)
                 return _learn(engine, folder, display, watchdog, hooks, signals)
         finally:
