@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -363,6 +364,8 @@ def _connect(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray lowers its workers' priority by default: beside other processes of the machine they would hardly compute.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # a file or a pipe gets no control codes
     if address is not None:
         _wait_for_answer(address)
     try:
