@@ -16,12 +16,14 @@ import typer
 
 import coalign
 from coalign.cli import generate, indexed, models, train
+from coalign.cli.problems import describe_briefly
 
 app = typer.Typer(
     name="coalign",
     help="Alignment training of language models: SFT, PPO, GRPO and relatives, from a laptop to a Ray cluster.\n\n"
     "Begin with `coalign init grpo > run.yaml`, look at it with `coalign check run.yaml`, "
-    "start it with `coalign train run.yaml`.",
+    "start it with `coalign train run.yaml`.\n\n"
+    "With `--traceback` every command shows the whole traceback of an error.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -66,24 +68,28 @@ app.add_typer(indexed.app, name="indexed")
 
 
 def main() -> None:
-    """Run the command line. An error that the user can fix is printed as one line; others keep their traceback."""
+    """Run the command line. An error is printed in a few lines; with `--traceback` its traceback comes before them."""
     gc.set_threshold(50_000)  # Imports make a million objects that stay: to look for garbage among them takes a second.
     if "--no-code" in sys.argv:  # a module of this directory could stand in for one that Coalign imports
         sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
     else:
         sys.path.insert(0, "")  # `my.pkg:fn` in a YAML means a module of the current directory
+    whole = "--traceback" in sys.argv
+    sys.argv[:] = [word for word in sys.argv if word != "--traceback"]
     try:
         app()
     except Exception as error:
         from coalign.config.secrets import hide_secrets
 
-        problem = _find_user_error(error)
+        trace, problem = "".join(traceback.format_exception(error)), _find_user_error(error)
+        if whole:
+            sys.stderr.write(hide_secrets(trace))
         if problem is None:
-            sys.stderr.write(hide_secrets("".join(traceback.format_exception(error))))
-            raise SystemExit(1) from None
-        message = "\n".join([_describe(problem), *getattr(error, "__notes__", ())])
+            message = describe_briefly(error, trace)
+        else:
+            message = "\n".join([_describe(problem), *getattr(error, "__notes__", ())])
         typer.secho(f"error: {hide_secrets(message)}", fg="red", err=True)
-        raise SystemExit(2) from error
+        raise SystemExit(1 if problem is None else 2) from None
 
 
 def _find_user_error(error: Exception) -> BaseException | None:

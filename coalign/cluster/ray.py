@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -29,6 +30,7 @@ import grpc
 import numpy as np
 import ray
 from ray._private.internal_api import node_stats
+from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node, state
 from ray.core.generated.node_manager_pb2 import GetNodeStatsRequest  # pyright: ignore[reportAttributeAccessIssue]: made at import
 from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
@@ -61,6 +63,7 @@ from coalign.data.batch import Batch
 from coalign.memory import Arena
 from coalign.threads import start_thread
 
+CONNECT_SECONDS = 30.0  # how long a cluster that runs already may take to answer
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used
 log = logging.getLogger(__name__)
@@ -361,6 +364,10 @@ def _connect(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray lowers its workers' priority by default: beside other processes of the machine they would hardly compute.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # a file or a pipe gets no control codes
+    if address is not None:
+        _wait_for_answer(address)
     try:
         ray.init(address=address or "local", include_dashboard=False, namespace="coalign")
     except ConnectionError as error:
@@ -369,6 +376,23 @@ def _connect(address: str | None) -> None:
         ) from error
     if not _asks_for_token(_find_own_node()):
         log.warning("%s", describe_open_cluster(address))
+
+
+def _wait_for_answer(address: str) -> None:
+    """Refuse (ValueError) an address at which nothing answers in time: ``ray.init`` would wait for minutes, deaf to
+    signals."""
+    found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
+    if found is None or os.environ.get("RAY_USE_TLS") == "1":  # ray.init says what is missing; TLS needs certificates
+        return
+    with grpc.insecure_channel(found) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
+        except grpc.FutureTimeoutError:
+            raise ValueError(
+                f"runtime.ray_address: no Ray cluster answers at {address} ({found}) within {CONNECT_SECONDS:g} s. "
+                "Does `ray status` work there, is the port that of `ray start --head` (6379 by default), and can this "
+                "machine reach it?"
+            ) from None
 
 
 def _asks_for_token(node: Mapping[str, Any]) -> bool:

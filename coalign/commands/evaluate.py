@@ -57,7 +57,8 @@ def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = 
     drawn = list(islice((group for _ in count() for group in split_groups(data.next())), rows))
     display.show(data.report())  # after drawing: a stream knows only of rows that were drawn
     for group in drawn:
-        display.show(describe(group, tokenizer, tokens=tokens))
+        for part in describe(group, tokenizer, tokens=tokens).renderables:
+            display.show(part)
 
 
 TRAINED = "bold green"

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from coalign.config.errors import Key
-from coalign.config.schema import InputPath, NoEffect, RunConfig, Section
+from coalign.config.schema import ContinuationSetting, InputPath, NoEffect, RunConfig, Section
 
 
 @cache
@@ -66,8 +66,19 @@ def list_marked(section: type[Section], mark: type) -> set[str]:
 @cache
 def is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
     """Whether results depend on ``key``: neither it nor a section around it is marked NoEffect."""
-    kinds = (find_type(key[:depth], root) for depth in range(1, len(key) + 1))
-    return not any(isinstance(mark, NoEffect) for kind in kinds for mark in _marks(kind))
+    return not _has_mark(key, root, NoEffect)
+
+
+def is_continuable(key: Key, root: type[Section] = RunConfig) -> bool:
+    """Whether ``key`` may change when a run goes on: a ContinuationSetting, or a path whose contents are compared."""
+    mark = find_input(key, root)
+    compared = mark is not None and mark.kind in ("model", "data")
+    return compared or _has_mark(key, root, ContinuationSetting)
+
+
+def _has_mark(key: Key, root: type[Section], kind: type) -> bool:
+    around = (find_type(key[:depth], root) for depth in range(1, len(key) + 1))
+    return any(isinstance(mark, kind) for part in around for mark in _marks(part))
 
 
 def list_relevant_settings(settings: Section) -> Iterator[tuple[Key, Any]]:

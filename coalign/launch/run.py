@@ -74,6 +74,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                     "\n".join(describe_assigned_layout(cluster.slots, cluster.placements, cluster.nodes)),
                 )
             with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
+                log.info("loading %s", ", ".join(plan.started))
                 engine = build(plan, cluster)
                 return _learn(engine, folder, display, watchdog, hooks, signals)
         finally:
@@ -104,7 +105,14 @@ def _learn(
     if (found := _resume_from(config, folder, checkpoints)) is not None:
         restore_engine(engine, found)
         checkpoints.move_later_aside(engine.step)
-        log.info("continuing from %s", found)
+        if engine.step < engine.last:
+            log.info("continuing from %s", found)
+        else:
+            message = (
+                "this run is finished: %s has step %d of %d. For more steps raise `runtime.steps` (or `epochs`, "
+                "`tokens`); to train anew give another `output`, or `runtime.resume=never`"
+            )
+            log.warning(message, found, engine.step, engine.last)
     folder.begin(dump(config), engine.step)
     record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
     log.info("%s", engine.environment.loader.report())
@@ -212,9 +220,10 @@ def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
         root.addHandler(handler)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         root.removeHandler(screen)  # whoever catches it says it there
         log.exception("the run ended with an error")
+        error.add_note(f"the traceback is in {folder.path / 'log.txt'}")
         raise
     finally:
         for handler in (to_file, screen):

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RECENT = 20  # steps that the pace and the remaining time are estimated from
-_SUMMARY = ("eval/mean", "eval/loss/value", "reward/mean", "loss/value", "tokens/response", "time/step")
+_SUMMARY = (
+    *("eval/mean", "eval/loss/value", "eval/loss/accuracy", "reward/mean", "loss/value", "loss/accuracy"),
+    *("tokens/response", "time/step"),
+)
 
 
 class Display:
@@ -169,8 +172,8 @@ class Display:
         self.out.print(Panel(text, title=title, subtitle=_format_reward(sample), title_align="left"))
 
     def show(self, content: RenderableType) -> None:
-        """Print a result: a text as it is, or anything that rich can render."""
-        self.out.print(content, soft_wrap=isinstance(content, str))
+        """Print a result: a text as it is, never folded, or anything that rich can render."""
+        self.out.print(content, soft_wrap=isinstance(content, str | Text))
 
     def write(self, text: str) -> None:
         """Print a piece of a streamed result."""

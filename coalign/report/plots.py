@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.report.step_line import sum_phase_seconds
+from coalign.report.step_line import split_step_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,8 +73,11 @@ class _Plot:
 
 _PLOTS = (
     _Plot("reward", "Reward", ("reward/mean", "reward/*/mean")),
-    _Plot("eval", "Evaluation", ("eval/mean", "eval/pass@*", "eval/loss/value", "eval/loss/nll")),
-    _Plot("loss", "Loss", ("loss/value", "loss/nll")),
+    _Plot("eval", "Evaluation", ("eval/mean", "eval/pass@*")),
+    _Plot("accuracy", "Accuracy", ("loss/accuracy", "eval/loss/accuracy"), "share"),
+    _Plot("loss", "Loss", ("loss/value",)),
+    _Plot("eval_loss", "Loss of the evaluation data", ("eval/loss/value",)),
+    _Plot("nll", "Negative log-likelihood", ("loss/nll", "eval/loss/nll"), "nats per token"),
     _Plot("kl", "Divergence from the reference", ("loss/kl_ref", "kl_per_token"), "nats per token"),
     _Plot("entropy", "Entropy", ("loss/entropy",), "nats per token"),
     _Plot(
@@ -83,7 +86,8 @@ _PLOTS = (
     _Plot("ess", "Effective sample size of the importance weights", ("loss/ess",), from_zero=True),
     _Plot("grad_norm", "Gradient norm", ("loss/grad_norm",), from_zero=True),
     _Plot("length", "Response length", ("tokens/response", "tokens/response_max"), "tokens", from_zero=True),
-    _Plot("throughput", "Throughput", ("throughput/*",), "per second", from_zero=True),
+    _Plot("throughput", "Throughput", ("throughput/generated", "throughput/trained"), "tokens per second", True),
+    _Plot("samples", "Samples trained on", ("throughput/samples",), "per second", from_zero=True),
     _Plot("memory", "Peak memory", ("memory/*",), "MiB", from_zero=True),
 )
 
@@ -104,7 +108,7 @@ def plot_run(run_dir: str | Path) -> list[Path]:
             curves.setdefault(name, []).append((row["step"], value))
     written = [_draw_curves(folder, plot, chosen) for plot in _PLOTS if (chosen := _choose(plot, curves))]
     phases = {
-        row["step"]: sum_phase_seconds(_select_numbers(row)) for row in rows if "time/step" in _select_numbers(row)
+        row["step"]: split_step_seconds(_select_numbers(row)) for row in rows if "time/step" in _select_numbers(row)
     }
     if phases:
         written.append(_draw_phases(folder, phases, curves["time/step"]))
@@ -151,7 +155,7 @@ def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path
     figure, axes = new_figure(plot.title, plot.unit)
     for (name, curve), color in zip(curves.items(), pick_colors(len(curves)), strict=True):
         steps, values = zip(*curve, strict=True)
-        label = name.partition("/")[2] or name
+        label = name.removeprefix("loss/")
         if len(values) < 30:
             axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
         else:  # noise behind, trend in front
@@ -167,7 +171,7 @@ def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path
 def _draw_phases(folder: Path, phases: Mapping[int, Mapping[str, float]], total: Curve) -> Path:
     figure, axes = new_figure("Time of a step", "seconds")
     steps = list(phases)
-    names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds if name != "eval"))
+    names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds))
     bands = [[phases[step].get(name, 0.0) for step in steps] for name in names]
     if names:
         axes.stackplot(steps, bands, labels=names, colors=pick_colors(len(names)), alpha=0.75, linewidth=0)

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 _FIELDS = (
     ("reward", ("reward/mean",), True),
     ("loss", ("loss/value",), False),
+    ("acc", ("loss/accuracy",), True),
     ("kl", ("loss/kl_ref", "kl_per_token", "kl"), False),
     ("entropy", ("loss/entropy",), False),
     ("len", ("tokens/response",), False),
     ("eval", ("eval/mean", "eval/loss/value"), True),
+    ("eval acc", ("eval/loss/accuracy",), True),
 )
+_WAITS = ("rollout", "train", "sync")  # `time/…`: what the loop waits for, one after the other
 # label -> the method whose seconds it sums over all models
 _PHASES = {"gen": ".generate", "score": ".forward_step", "train": ".train_step"}
 
@@ -48,6 +51,8 @@ def format_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]) -
         change = value - smoothed.get(name, value)
         arrow = (" ▲" if change > 0 else " ▼") if has_arrow and change and math.isfinite(change) else ""
         fields.append(f"{label} {format_number(value)}{arrow}")
+    if metrics.get("loss/skipped_updates"):
+        fields.append(f"skipped {metrics['loss/skipped_updates']:.0f}")
     if metrics.get("samples/dropped"):
         fields.append(f"dropped {metrics['samples/dropped']:.0f}")
     rate = metrics.get("throughput/generated", metrics.get("throughput/trained"))
@@ -79,6 +84,15 @@ def sum_phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return seconds | {label: metrics[f"time/{label}"] for label in ("sync", "eval") if f"time/{label}" in metrics}
 
 
+def split_step_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return what the loop waited for in a step, and `other`: seconds that add up to those of the step.
+
+    `rollout` is the wait for a batch, so with overlapping steps only what the trainer had to wait.
+    """
+    seconds = {label: metrics[f"time/{label}"] for label in _WAITS if f"time/{label}" in metrics}
+    return seconds | {"other": max(0.0, metrics["time/step"] - sum(seconds.values()))} if seconds else {}
+
+
 def format_idle(metrics: Mapping[str, float]) -> str:
     """Return `idle policy 36% trainer 52%`: idle shares of the step, of models that generate or train."""
     shares = [f"{name} {share:.0%}" for name, share in _select_idle(metrics).items()]
@@ -90,6 +104,7 @@ class RunTotals:
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._waits: Counter[str] = Counter()
         self._phases: Counter[str] = Counter()
         self._idle: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -100,22 +115,37 @@ class RunTotals:
         if seconds is None:
             return
         self._seconds += seconds
-        self._phases.update(sum_phase_seconds(metrics))
+        self._waits.update(split_step_seconds(metrics))
+        self._phases.update({label: n for label, n in sum_phase_seconds(metrics).items() if label in _PHASES})
         self._idle.update({name: share * seconds for name, share in _select_idle(metrics).items()})
         rates = {what: metrics.get(f"throughput/{what}") for what in ("generated", "trained")}
         self._tokens.update({what: rate * seconds for what, rate in rates.items() if rate})
 
     def rows(self) -> dict[str, str]:
-        """Return `shares of time`, `idle` and `tokens/s` as text; empty without steps."""
+        """Return `shares of time`, `calls`, `idle` and `tokens/s` as text; empty without steps.
+
+        The shares of time add up to 100 %. Calls may overlap, so theirs may not.
+        """
         if not self._seconds:
             return {}
         share = lambda seconds: f"{seconds / self._seconds:.0%}"  # noqa: E731
         rows = {
-            "shares of time": " ".join(f"{name} {share(seconds)}" for name, seconds in self._phases.items()),
+            "shares of time": " ".join(f"{name} {part}%" for name, part in _round_shares(self._waits).items()),
+            "calls, which may overlap": " ".join(f"{name} {share(seconds)}" for name, seconds in self._phases.items()),
             "idle": " ".join(f"{name} {share(seconds)}" for name, seconds in self._idle.items()),
             "tokens/s": " ".join(f"{what} {format_number(n / self._seconds)}" for what, n in self._tokens.items()),
         }
         return {name: text for name, text in rows.items() if text}
+
+
+def _round_shares(seconds: Mapping[str, float]) -> dict[str, int]:
+    """Return whole percentages that add up to 100: the largest remainders are rounded up."""
+    whole = sum(seconds.values()) or 1.0
+    exact = {name: 100 * part / whole for name, part in seconds.items()}
+    shares = {name: int(part) for name, part in exact.items()}
+    for name in sorted(exact, key=lambda name: shares[name] - exact[name])[: 100 - sum(shares.values())]:
+        shares[name] += 1
+    return shares
 
 
 def _select_idle(metrics: Mapping[str, float]) -> dict[str, float]:

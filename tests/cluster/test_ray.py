@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 
 import pytest
 import torch
@@ -183,3 +184,13 @@ def _fail(tokens):
 
 def _nothing(tokens):
     return {}
+
+
+def test_an_address_that_does_not_answer_is_refused(monkeypatch):
+    import coalign.cluster.ray as backend
+
+    monkeypatch.setattr(backend, "CONNECT_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ValueError, match=rf"runtime\.ray_address: no Ray cluster answers at {address} .*0\.3 s"):
+            backend._connect(address)

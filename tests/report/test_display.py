@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from coalign.report.display import Display
 from coalign.report.step_line import (
@@ -33,6 +34,7 @@ METRICS = {
     "time/reference.forward_step": 0.3,
     "time/reward.forward_step": 0.1,
     "time/trainer.train_step": 2.9,
+    "time/rollout": 2.5,
     "time/train": 3.0,
     "time/sync": 0.01,
     "idle/policy": 0.62,
@@ -101,15 +103,35 @@ def test_idle_models_are_those_that_generate_or_learn():
 
 def test_totals_weigh_steps_by_their_time():
     totals = RunTotals()
-    totals.add(METRICS | {"time/step": 4.0})
+    totals.add(METRICS)
     totals.add({"time/eval": 3.0, "throughput/generated": 1e6})
-    totals.add({"time/step": 1.0, "time/policy.generate": 0.9, "idle/policy": 0.1, "throughput/generated": 34.4})
+    waits = {"time/rollout": 0.9, "time/train": 0.1}
+    totals.add(
+        {"time/step": 1.0, "time/policy.generate": 0.9, "idle/policy": 0.1, "throughput/generated": 34.4} | waits
+    )
     assert totals.rows() == {
-        "shares of time": "gen 60% score 8% train 58% sync 0%",
-        "idle": "policy 52% trainer 39%",
-        "tokens/s": "generated 994 trained 1,040",
+        "shares of time": "rollout 52% train 47% sync 0% other 1%",  # together 100 %
+        "calls, which may overlap": "gen 45% score 6% train 44%",
+        "idle": "policy 54% trainer 41%",
+        "tokens/s": "generated 1,053 trained 1,103",
     }
     assert RunTotals().rows() == {}
+
+
+def test_accuracy_and_skipped_updates_are_shown():
+    fields = format_fields({"loss/value": 0.69, "loss/accuracy": 0.75, "loss/skipped_updates": 1.0}, {})
+    assert fields == ["loss 0.690", "acc 0.750", "skipped 1"]
+    shown = display()
+    shown.start(0, 1)
+    shown.step(1, {"loss/accuracy": 0.75, "time/step": 1.0})
+    shown.finish(Path("runs/x"))
+    assert "loss/accuracy" in text(shown.out)
+
+
+def test_rows_are_never_folded():
+    shown = display(width=20)
+    shown.show(Text("a prompt that is longer than the screen"))
+    assert text(shown.out) == "a prompt that is longer than the screen\n"
 
 
 def test_fields_that_a_step_lacks_are_left_out():

@@ -6,6 +6,7 @@ Open `run.py` first (RunConfig). Unknown keys are refused, except in a section t
 
 from coalign.config.schema.base import (
     FUNCTIONS,
+    ContinuationSetting,
     DrawSetting,
     Function,
     InputPath,
@@ -50,6 +51,7 @@ __all__ = [
     "FUNCTIONS",
     "PARALLEL",
     "STAGES",
+    "ContinuationSetting",
     "CurriculumConfig",
     "DataConfig",
     "DrawSetting",

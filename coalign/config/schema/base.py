@@ -41,6 +41,13 @@ class NoEffect:
     """Marks a setting that does not change results, whatever its value."""
 
 
+class ContinuationSetting:
+    """Marks a setting that may change when a run goes on: how long it trains, what it measures, on what it computes."""
+
+
+Continuable = Annotated[Item, ContinuationSetting()]
+
+
 class DrawSetting:
     """Marks a setting of `data` that decides which rows are drawn and when, but not what a row becomes."""
 

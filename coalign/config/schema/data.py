@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
 
 from coalign.config.errors import Conflict, suggest
-from coalign.config.schema.base import Drawn, InputPath, OneOrMore, ResultNeutral, Section
+from coalign.config.schema.base import Continuable, Drawn, InputPath, OneOrMore, ResultNeutral, Section
 from coalign.hub_data import CODECS, describe_source, is_dataset, is_url
 
 
@@ -53,7 +53,7 @@ class SourceConfig(Section):
 class DataConfig(Section):
     train: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
-    eval: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["eval.jsonl"])] = []
+    eval: Annotated[Continuable[Drawn[OneOrMore[SourceConfig]]], Field(examples=["eval.jsonl"])] = []
     """Likewise, for evaluation. Metrics of several sources are also reported for each, as `eval/SOURCE/…`."""
     mixing: Drawn[Literal["weight", "size", "tokens"]] = "weight"
     """The probability of drawing from a source is proportional to its `weight`; with `size`, to weight x rows; with

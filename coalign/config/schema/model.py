@@ -8,7 +8,16 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from coalign.config.errors import Conflict
 from coalign.config.functions import is_code_refused
-from coalign.config.schema.base import Function, InputPath, LossConfig, OneOrMore, Probability, ResultNeutral, Section
+from coalign.config.schema.base import (
+    Continuable,
+    Function,
+    InputPath,
+    LossConfig,
+    OneOrMore,
+    Probability,
+    ResultNeutral,
+    Section,
+)
 from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
 
 # Kinds of parallelism; each backend supports some of them.
@@ -155,26 +164,26 @@ class ModelConfig(Section):
     """Data type of the stored parameters (a trainer's master weights)."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of matrix products; None: `dtype`."""
-    num_gpu: NonNegativeInt = 0
+    num_gpu: Continuable[NonNegativeInt] = 0
     """Devices of the whole model; 0: CPU. A trained model has one process per device. A roll-out engine or a frozen
     model has num_gpu / (tensor_parallel × pipeline_parallel) replicas, one process each."""
-    num_process: PositiveInt | None = None
+    num_process: Continuable[PositiveInt | None] = None
     """Processes of the whole model; None: one per device, or one on CPU."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Continuable[PositiveInt] = 1
     """Devices that split each layer; they must be on one node."""
-    pipeline_parallel: PositiveInt = 1
+    pipeline_parallel: Continuable[PositiveInt] = 1
     """Devices, or tensor-parallel groups, that divide the layers between them."""
-    context_parallel: PositiveInt = 1
+    context_parallel: Continuable[PositiveInt] = 1
     """Trainers only: processes, or tensor-parallel groups, that split each sequence (Ulysses)."""
-    expert_parallel: PositiveInt = 1
+    expert_parallel: Continuable[PositiveInt] = 1
     """Trainers only: neighbouring processes that divide the experts of each layer; tokens are sent to them."""
-    dp_replicate: PositiveInt = 1
+    dp_replicate: Continuable[PositiveInt] = 1
     """Trainers only: copies of the sharded model (HSDP). Weights are gathered within a copy; gradients are summed over
     all copies."""
     placement: ResultNeutral[Literal["pack", "spread"] | None] = None
     """`pack` the model on few nodes, or `spread` it over many, tensor-parallel groups excepted. None: pack devices,
     spread CPU processes."""
-    offload: Literal["auto"] | list[Literal["weights", "gradients", "optimizer", "kv"]] = "auto"
+    offload: Continuable[Literal["auto"] | list[Literal["weights", "gradients", "optimizer", "kv"]]] = "auto"
     """What may be offloaded to host memory while other models of its `runtime.colocation` group need the device.
     `auto`: everything on devices, nothing on CPU."""
     shares_per_replica: PositiveInt = 1
@@ -188,9 +197,9 @@ class ModelConfig(Section):
     more even, but each replica with samples of a prompt computes the prompt."""
     threads: ResultNeutral[PositiveInt | None] = None
     """CPU threads of each process; None: `runtime.threads`."""
-    max_tokens_per_micro: PositiveInt | None = 16384
+    max_tokens_per_micro: Continuable[PositiveInt | None] = 16384
     """Token limit of one forward / backward pass, which bounds activation memory."""
-    activation_checkpointing: Literal["full", "selective"] | None = None
+    activation_checkpointing: Continuable[Literal["full", "selective"] | None] = None
     """Recompute activations in backward to save memory: `full` layers, or `selective`: all but matrix products and
     attention."""
     compile: bool = False

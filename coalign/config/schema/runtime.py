@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import OneOrMore, Probability, ResultNeutral, Section
+from coalign.config.schema.base import Continuable, OneOrMore, Probability, ResultNeutral, Section
 from coalign.config.schema.rollout import GuardsConfig
 
 
@@ -105,15 +105,15 @@ class RuntimeConfig(Section):
     """`auto`: Ray if an address is given or a model needs several processes; otherwise this process."""
     ray_address: ResultNeutral[str | None] = None
     """None: start Ray locally if needed."""
-    accelerator: str = "GPU"
+    accelerator: Continuable[str] = "GPU"
     """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`, … Any other name simulates devices on a
     machine without any: models take turns on them and compute on the CPU."""
     wait_for_devices: ResultNeutral[NonNegativeFloat] = 0.0
     """Seconds to wait for devices that are in use or on nodes that are starting, before the run is refused."""
-    steps: PositiveInt | None = None
+    steps: Continuable[PositiveInt | None] = None
     """Training steps; None: as many as `epochs` give."""
-    epochs: PositiveInt = 1
-    tokens: PositiveInt | None = None
+    epochs: Continuable[PositiveInt] = 1
+    tokens: Continuable[PositiveInt | None] = None
     """Tokens after which training ends, unless `steps` or `epochs` end it first."""
     prompts_per_step: PositiveInt = 8
     """Rows of one step: prompts (RL), conversations (SFT), comparisons (DPO, reward models)."""
@@ -123,7 +123,7 @@ class RuntimeConfig(Section):
     samples_per_prompt: PositiveInt = 1
     max_staleness: NonNegativeInt = 0
     """Weight versions that a batch may lag behind the trainer; 0 is synchronous."""
-    colocation: list[list[str]] = []
+    colocation: Continuable[list[list[str]]] = []
     """Groups of models that share their devices in turn."""
     device_memory: ResultNeutral[PositiveFloat | None] = None
     """GiB of a device that colocated models may use together. They are offloaded only if not all fit, and the next one
@@ -134,27 +134,28 @@ class RuntimeConfig(Section):
     resume: ResultNeutral[str] = "auto"
     """`auto`: the newest good checkpoint of the run folder; `never`: start at step 0 and move the checkpoints and
     metrics of an earlier run aside; or a checkpoint directory."""
-    allow_changed: ResultNeutral[OneOrMore[Literal["models", "data"]]] = []
-    """What may have other contents than the checkpoint was made with: `models` (the directories of `load`, `lora.load`
-    and `tokenizer`), the training `data`. Refused otherwise; changed settings are listed in the log."""
+    allow_changed: ResultNeutral[OneOrMore[Literal["settings", "models", "data"]]] = []
+    """What may differ from what the checkpoint was made with; refused otherwise. `settings`: those that results depend
+    on; without it a run goes on with other devices, evaluation and length (`steps`, `epochs`, `tokens`) only. `models`:
+    contents of `load`, `lora.load` and `tokenizer`. `data`: of the training data."""
     save_every: ResultNeutral[NonNegativeInt] = 0
     """Steps between checkpoints; 0: by `save_minutes` alone. The end of a run, a signal and an error save, too."""
     save_minutes: ResultNeutral[NonNegativeFloat] = 10.0
     """Minutes between checkpoints; 0: by `save_every` alone."""
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
-    best: str | None = None
+    best: Continuable[str | None] = None
     """Metric whose best checkpoint is kept, e.g. `eval/mean`."""
-    best_mode: Literal["max", "min"] = "max"
-    early_stop: EarlyStopConfig | None = None
-    guards: GuardsConfig = GuardsConfig()
-    eval_every: NonNegativeInt = 0
-    eval_at_start: bool = True
-    eval_prompts: PositiveInt | None = None
+    best_mode: Continuable[Literal["max", "min"]] = "max"
+    early_stop: Continuable[EarlyStopConfig | None] = None
+    guards: Continuable[GuardsConfig] = GuardsConfig()
+    eval_every: Continuable[NonNegativeInt] = 0
+    eval_at_start: Continuable[bool] = True
+    eval_prompts: Continuable[PositiveInt | None] = None
     """Of each evaluation source; None: all."""
-    eval_samples: PositiveInt = 1
+    eval_samples: Continuable[PositiveInt] = 1
     """n for mean@n and pass@k."""
-    eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
+    eval_sampling: Continuable[EvalSamplingConfig] = EvalSamplingConfig()
     log_samples: ResultNeutral[NonNegativeInt] = 4
     """Samples per step to write to samples.jsonl: the first of a step, and some spread over the evaluation set."""
     plots: ResultNeutral[bool] = True

@@ -1,7 +1,8 @@
 """What a run stands on, kept in each checkpoint: settings, source files of functions, contents of models and data.
 
-When a run resumes, changed settings are listed in the log as old → new. Models with other contents are refused, unless
-`runtime.allow_changed` names them; training data are compared by their loader (coalign.data.order).
+When a run resumes, what has changed is listed in the log as old → new. Settings that results depend on, and models with
+other contents, are refused unless `runtime.allow_changed` names them; training data are compared by their loader
+(coalign.data.order).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coalign.config.errors import Key, format_key
-from coalign.config.introspect import find_input, list_relevant_settings
+from coalign.config.introspect import find_input, is_continuable, list_relevant_settings
 from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Hook
 from coalign.files import hash_file, hash_samples
@@ -35,12 +36,16 @@ class Provenance(Hook):
     def __init__(self, config: RunConfig, held_out: Mapping[str, Any] | None = None) -> None:
         """Reads the models' directories. ``held_out`` is the state of the evaluation data's loader."""
         self.allowed = config.runtime.allow_changed
+        self.output = config.output
+        self.fixed: set[str] = set()  # settings that a run keeps when it goes on
         self.settings: dict[str, Any] = {}
         self.models: dict[str, str] = {}
         hashes: dict[str, str] = {}
         for key, value in list_relevant_settings(config):
             name = format_key(key)
             self.settings[name] = hide_secrets(value)
+            if not is_continuable(key, type(config)):
+                self.fixed.add(name)
             self.settings |= fingerprint_source(key, value)
             mark = find_input(key, type(config))
             if value is not None and mark is not None and mark.kind == "model":
@@ -52,19 +57,27 @@ class Provenance(Hook):
         self._compared = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"settings": self.settings, "models": self.models}
+        return {"settings": self.settings, "models": self.models, "fixed": sorted(self.fixed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare with a checkpoint's record. ValueError for a model whose contents have changed."""
+        """Compare with a checkpoint's record. ValueError for settings or contents of models that have changed."""
         self._compared = True
         before, now = state["settings"], self.settings
-        changed = [
-            f"{name}: {_shorten(before, name)} → {_shorten(now, name)}"
+        changed = {
+            name: f"{name}: {_shorten(before, name)} → {_shorten(now, name)}"
             for name in sorted({*before, *now})
             if name not in before or name not in now or before[name] != now[name]
-        ]
+        }
+        fixed = {*self.fixed, *state.get("fixed", ())}
+        refused = [text for name, text in changed.items() if name in fixed]
+        if refused and "settings" not in self.allowed:
+            raise ValueError(
+                f"{self.output} holds a run with other settings:\n  " + "\n  ".join(refused) + "\n"
+                "Train elsewhere with `output=…`, start anew here with `runtime.resume=never` (the old run is moved "
+                "aside), or go on with the new settings: `runtime.allow_changed=settings`"
+            )
         if changed:
-            log.warning("settings that differ from the checkpoint's:\n  %s", "\n  ".join(changed))
+            log.warning("settings that differ from the checkpoint's:\n  %s", "\n  ".join(changed.values()))
         replaced = [name for name, value in self.models.items() if state["models"].get(name, value) != value]
         if not replaced:
             return

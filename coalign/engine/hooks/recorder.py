@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from itertools import chain
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
     from coalign.report.display import Display
     from coalign.report.trackers import TrackerFeed
+
+log = logging.getLogger(__name__)
 
 
 class MetricsRecorder(Hook):
@@ -46,6 +49,10 @@ class MetricsRecorder(Hook):
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         self.write(engine.step, stats)
+        for name, count in flatten_stats(stats).items():
+            if name.endswith("loss/skipped_updates") and count:
+                message = "step %d: %s is %.0f: no weights moved, as there was no token to learn from or a gradient %s"
+                log.warning(message, engine.step, name, count, "was not finite")
         if self.samples and engine.source == "prompts":  # nothing else has samples
             self._record_samples(engine, [batch.slice(0, min(self.samples, len(batch)))], "train")
 

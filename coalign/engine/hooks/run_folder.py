@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,8 +105,15 @@ class RunFolder:
                 log.warning("%s is of an earlier run; it is now %s", path, move_aside(path))
 
     def begin(self, config_text: str, step: int) -> None:
-        """Write config.yaml, and move what an earlier run recorded after ``step`` aside."""
-        write_text_atomically(self.path / "config.yaml", config_text)
+        """Write config.yaml, and move what an earlier run recorded after ``step`` aside.
+
+        A config.yaml with another text becomes config.1.yaml, config.2.yaml, …: the oldest has the lowest number.
+        """
+        config = self.path / "config.yaml"
+        if config.exists() and config.read_text() != config_text:
+            former = (self.path / f"config.{number}.yaml" for number in count(1))
+            config.rename(next(file for file in former if not file.exists()))
+        write_text_atomically(config, config_text)
         self.cut(step)
 
     def cut(self, step: int) -> None:

@@ -23,10 +23,21 @@ def begun(tmp_path, caplog):
     return config
 
 
-def test_changed_settings_are_listed(begun, caplog):
+def test_changed_settings_are_refused_until_they_are_allowed(begun, caplog):
+    before = (Path(begun["output"]) / "config.yaml").read_text()
     begun["models"]["trainer"]["optimizer"]["lr"] = 1e-3
     begun["runtime"] |= {"prompts_per_step": 3, "keep": 5}
-    assert run(begun) == 0
+    with pytest.raises(ValueError, match="holds a run with other settings") as refused:
+        run(begun)
+    said = str(refused.value)
+    assert said.splitlines()[1:3] == [
+        "  models.trainer.optimizer.lr: 0.003 → 0.001",
+        "  runtime.prompts_per_step: 4 → 3",
+    ]
+    assert "`output=…`" in said and "`runtime.resume=never`" in said and len(said.splitlines()) == 4
+    assert (Path(begun["output"]) / "config.yaml").read_text() == before
+    assert run(begun, "runtime.allow_changed=settings") == 0
+    assert (Path(begun["output"]) / "config.1.yaml").read_text() == before
     [line] = [record.message for record in caplog.records if "differ" in record.message]
     assert line.splitlines() == [
         "settings that differ from the checkpoint's:",
@@ -36,6 +47,11 @@ def test_changed_settings_are_listed(begun, caplog):
     ]
 
 
+def test_a_finished_run_says_so(begun, caplog):
+    assert run(begun, "runtime.steps=2", "models.trainer.max_tokens_per_micro=128") == 0
+    assert "this run is finished" in caplog.text and "step 2 of 2" in caplog.text and "`runtime.steps`" in caplog.text
+
+
 def test_a_reward_that_was_edited_is_listed(tmp_path, caplog, monkeypatch):
     source = tmp_path / "rewarding.py"
     source.write_text("def some(sample): return 1.0 * len(sample.response)")
@@ -43,10 +59,9 @@ def test_a_reward_that_was_edited_is_listed(tmp_path, caplog, monkeypatch):
     config = settings(tmp_path, "grpo", steps=1, eval_at_start=False) | {"reward": {"fn": "rewarding:some"}}
     run(config)
     source.write_text("def some(sample): return 2.0 * len(sample.response)")
-    config["models"]["policy"]["sampling"]["temperature"] = 0.9
     config["runtime"]["steps"] = 2
     assert run(config) == 0
-    assert "reward[0].fn (source)" in caplog.text and "sampling.temperature: 1.0 → 0.9" in caplog.text
+    assert "reward[0].fn (source)" in caplog.text and "runtime.steps: 1 → 2" in caplog.text
 
 
 def test_a_model_that_was_replaced_is_refused_until_it_is_allowed(begun, tmp_path, caplog):

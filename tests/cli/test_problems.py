@@ -1,0 +1,62 @@
+"""What a command says when people's own code fails: message, file, line and source line, on one screen."""
+
+import sys
+
+import pytest
+
+from coalign import cli
+
+SOURCE = "def fails(sample):\n    return helper(sample)\n\n\ndef helper(sample):\n    return 1 / sample\n"
+
+
+def fail(monkeypatch, capsys, action, *options):
+    monkeypatch.setattr(sys, "argv", ["coalign", "train", *options])
+    monkeypatch.setattr(cli, "app", action)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1 and "--traceback" not in sys.argv
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def reward(tmp_path, monkeypatch):
+    (tmp_path / "own_reward.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_reward  # pyright: ignore[reportMissingImports]
+
+    yield own_reward
+    del sys.modules["own_reward"]
+
+
+def test_a_reward_that_raises_is_named_with_its_line(monkeypatch, capsys, reward):
+    said = fail(monkeypatch, capsys, lambda: reward.fails(0))
+    assert said.splitlines() == [
+        "error: ZeroDivisionError: division by zero",
+        f"  at {reward.__file__}:6, in helper",
+        "      return 1 / sample",
+        "`--traceback` shows the whole traceback",
+    ]
+    whole = fail(monkeypatch, capsys, lambda: reward.fails(0), "--traceback")
+    assert whole.startswith("Traceback") and said in whole
+
+
+def test_a_syntax_error_is_named_with_its_line(monkeypatch, capsys, tmp_path):
+    (tmp_path / "broken_reward.py").write_text("def fails(sample)\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = fail(monkeypatch, capsys, lambda: __import__("broken_reward"))
+    assert "SyntaxError: expected ':'" in said and f"at {tmp_path / 'broken_reward.py'}:1\n" in said
+    assert "def fails(sample)" in said and len(said.splitlines()) <= 10
+
+
+def test_the_error_of_a_worker_is_shown_without_its_traceback(monkeypatch, capsys, tmp_path):
+    from coalign.cluster.future import Call, WorkerError, WorkerFailure
+
+    trace = f'Traceback (most recent call last):\n  File "{tmp_path}/mine.py", line 7, in loss\n    return x.y\n'
+    error = WorkerError(Call("trainer", "train_step"), "trainer", WorkerFailure("AttributeError", "no y", trace))
+
+    def work():
+        raise error
+
+    said = fail(monkeypatch, capsys, work).splitlines()
+    assert said[0].startswith("error: WorkerError: trainer.train_step failed in trainer: AttributeError: no y")
+    assert said[1:3] == [f"  at {tmp_path}/mine.py:7, in loss", "      return x.y"] and len(said) == 4
