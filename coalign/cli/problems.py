@@ -23,7 +23,9 @@ def describe_briefly(error: BaseException, trace: str) -> str:
     for file, line, function, source in own[-1:] or frames[-1:]:
         lines.append(f"  at {file}:{line}" + (f", in {function}" if function else ""))
         lines += [f"      {source.strip()}"] if source else []
-    return "\n".join([*lines, *getattr(error, "__notes__", ()), "`--traceback` shows the whole traceback"])
+    return "\n".join(
+        [*lines, *getattr(error, "__notes__", ()), "`--traceback` shows the whole traceback; log.txt of a run has it"]
+    )
 
 
 def _is_own(file: str) -> bool:

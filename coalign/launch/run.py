@@ -220,10 +220,9 @@ def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
         root.addHandler(handler)
     try:
         yield
-    except BaseException as error:
+    except BaseException:
         root.removeHandler(screen)  # whoever catches it says it there
         log.exception("the run ended with an error")
-        error.add_note(f"the traceback is in {folder.path / 'log.txt'}")
         raise
     finally:
         for handler in (to_file, screen):

@@ -34,7 +34,7 @@ def test_a_reward_that_raises_is_named_with_its_line(monkeypatch, capsys, reward
         "error: ZeroDivisionError: division by zero",
         f"  at {reward.__file__}:6, in helper",
         "      return 1 / sample",
-        "`--traceback` shows the whole traceback",
+        "`--traceback` shows the whole traceback; log.txt of a run has it",
     ]
     whole = fail(monkeypatch, capsys, lambda: reward.fails(0), "--traceback")
     assert whole.startswith("Traceback") and said in whole

@@ -110,9 +110,9 @@ class RunFolder:
         A config.yaml with another text becomes config.1.yaml, config.2.yaml, …: the oldest has the lowest number.
         """
         config = self.path / "config.yaml"
-        if config.exists() and config.read_text() != config_text:
+        if config.exists() and (text := config.read_text()) != config_text:
             former = (self.path / f"config.{number}.yaml" for number in count(1))
-            config.rename(next(file for file in former if not file.exists()))
+            write_text_atomically(next(file for file in former if not file.exists()), text)
         write_text_atomically(config, config_text)
         self.cut(step)
 

@@ -181,7 +181,7 @@ def test_going_on_after_a_stop_is_exact(tmp_path):
     assert run(healthy) == 0
     cut = configured(tmp_path / "cut", {"fn": "poisoned", "first": 9, "last": 9})
     assert run(cut) == UNHEALTHY
-    assert run(cut | {"loss": healthy["loss"]}) == 0
+    assert run(cut | {"loss": healthy["loss"]}, "runtime.allow_changed=settings") == 0
     assert weights_hash(cut, 4) == weights_hash(healthy, 4)
     kept = ("step", "loss/", "reward/", "data/", "guards/")
     told = [[{k: v for k, v in line.items() if k.startswith(kept)} for line in metrics(c)] for c in (cut, healthy)]
