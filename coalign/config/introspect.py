@@ -76,6 +76,13 @@ def is_continuable(key: Key, root: type[Section] = RunConfig) -> bool:
     return compared or _has_mark(key, root, ContinuationSetting)
 
 
+def has_default(key: Key, value: Any, root: type[Section] = RunConfig) -> bool:
+    """Whether ``value``, as JSON has it, is what the schema takes where ``key`` is not given."""
+    section = find_section(key[:-1], root)
+    field = section.model_fields.get(str(key[-1])) if section else None
+    return field is not None and not field.is_required() and field.get_default(call_default_factory=True) == value
+
+
 def _has_mark(key: Key, root: type[Section], kind: type) -> bool:
     around = (find_type(key[:depth], root) for depth in range(1, len(key) + 1))
     return any(isinstance(mark, kind) for part in around for mark in _marks(part))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coalign.config.errors import Key, format_key
-from coalign.config.introspect import find_input, is_continuable, list_relevant_settings
+from coalign.config.introspect import find_input, has_default, is_continuable, list_relevant_settings
 from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Hook
 from coalign.files import hash_file, hash_samples
@@ -38,6 +38,7 @@ class Provenance(Hook):
         self.allowed = config.runtime.allow_changed
         self.output = config.output
         self.fixed: set[str] = set()  # settings that a run keeps when it goes on
+        self.defaults: set[str] = set()  # settings that have the schema's value
         self.settings: dict[str, Any] = {}
         self.models: dict[str, str] = {}
         hashes: dict[str, str] = {}
@@ -46,6 +47,8 @@ class Provenance(Hook):
             self.settings[name] = hide_secrets(value)
             if not is_continuable(key, type(config)):
                 self.fixed.add(name)
+            if has_default(key, value, type(config)):
+                self.defaults.add(name)
             self.settings |= fingerprint_source(key, value)
             mark = find_input(key, type(config))
             if value is not None and mark is not None and mark.kind == "model":
@@ -65,7 +68,7 @@ class Provenance(Hook):
         before, now = state["settings"], self.settings
         changed = {
             name: f"{name}: {_shorten(before, name)} → {_shorten(now, name)}"
-            for name in sorted({*before, *now})
+            for name in sorted({*before, *now} - (self.defaults - before.keys()))  # a newer version's settings
             if name not in before or name not in now or before[name] != now[name]
         }
         fixed = {*self.fixed, *state.get("fixed", ())}

@@ -47,6 +47,15 @@ def test_changed_settings_are_refused_until_they_are_allowed(begun, caplog):
     ]
 
 
+def test_a_setting_that_the_checkpoint_did_not_know_counts_as_its_default(begun, caplog):
+    made = Provenance(load_config(begun))
+    record = json.loads(json.dumps(made.state_dict()))
+    for name in ("models.trainer.rows", "models.trainer.optimizer.lr"):
+        del record["settings"][name]
+    with pytest.raises(ValueError, match=r"settings:\n  models\.trainer\.optimizer\.lr: not set → 0\.003\nTrain"):
+        made.load_state_dict(record)
+
+
 def test_a_finished_run_says_so(begun, caplog):
     assert run(begun, "runtime.steps=2", "models.trainer.max_tokens_per_micro=128") == 0
     assert "this run is finished" in caplog.text and "step 2 of 2" in caplog.text and "`runtime.steps`" in caplog.text
