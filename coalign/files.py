@@ -228,8 +228,24 @@ def describe_problem(error: BaseException) -> str:
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a Hugging Face directory. Raises ValueError if there is none."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"'{folder}' is not a Hugging Face model directory (no config.json there)")
+        raise ValueError(
+            f"'{folder}' is not a Hugging Face model directory (no config.json there){_find_model(folder)}"
+        )
     return read_json_object(folder / "config.json")
+
+
+def _find_model(folder: Path) -> str:
+    """Say where the model of a directory of another kind is, as the end of a sentence; empty if that is not known."""
+    for inner in ("model", "hf"):  # of a run folder, of a checkpoint
+        if (folder / inner / "config.json").is_file():
+            return f"; the model is in '{folder / inner}'"
+    if any(folder.glob("checkpoints/step_*")):
+        return f"; it is a run folder, whose checkpoints hold models: '{folder}/checkpoints/step_N/hf'"
+    if (folder / "latest_checkpointed_iteration.txt").is_file() or any(folder.glob("*.distcp")):
+        return f"; it is a Megatron checkpoint: `coalign convert {folder} -o DIR --to hf --hf MODEL` makes one of it"
+    if (folder / "adapter_config.json").is_file():
+        return f"; it holds adapters: load the model, and these by `lora.load: {folder}`"
+    return ""
 
 
 def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[Path]:

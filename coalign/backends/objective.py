@@ -20,7 +20,8 @@ from coalign.algorithms.aggregate import (
 )
 from coalign.algorithms.importance import mismatch_stats
 from coalign.backends.layout import get_loss_mask
-from coalign.config.functions import bind, resolve
+from coalign.config.errors import parse_key
+from coalign.config.functions import bind, located_at, resolve
 from coalign.config.schema import LossConfig
 from coalign.data.batch import Batch
 from coalign.types import LossInput, Stats
@@ -55,7 +56,8 @@ class Objective:
         Raises ConfigError for wrong arguments, ValueError for a loss that is not there or an aggregation that has no
         meaning for it.
         """
-        loss = resolve(fn, home="coalign.algorithms.losses")
+        with located_at(*parse_key(where), "fn"):
+            loss = resolve(fn, home="coalign.algorithms.losses")
         arguments = bind(loss, arguments, where)
         check_aggregation(loss, fn, aggregation, where)
         self.name = fn

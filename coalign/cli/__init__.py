@@ -62,8 +62,10 @@ COMMANDS = {
     "merge": models.merge,
     "schema": train.schema,
 }
+# Their settings may be written with dashes by mistake: these reach the configuration, which says what is right.
+TAKE_SETTINGS = ("train", "check", "pipeline", "eval", "inspect-data")
 for name, command in COMMANDS.items():
-    app.command(name=name)(command)
+    app.command(name=name, context_settings={"ignore_unknown_options": name in TAKE_SETTINGS})(command)
 app.add_typer(indexed.app, name="indexed")
 
 

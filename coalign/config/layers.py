@@ -18,7 +18,7 @@ from omegaconf.errors import GrammarParseError
 
 from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Key, KeyLocations, format_value, parse_key
 from coalign.config.functions import name_object
-from coalign.config.introspect import find_section, list_keys
+from coalign.config.introspect import find_section, find_type, list_keys, unwrap_type
 from coalign.config.schema import RunConfig, Section
 from coalign.config.yaml_reader import parse
 
@@ -143,15 +143,25 @@ def apply_override(layer: ConfigLayer, override: str) -> None:
     """Apply the override ``key=value``: the value, read as YAML, replaces that of the dotted key."""
     name, equals, text = override.partition("=")
     place = ConfigLocation(f"override '{override}'")
+    if name.startswith("-"):
+        setting = f": `{override.lstrip('-')}`" if "." in name and equals else ", like runtime.steps=100"
+        message = f"the command has no such option; a setting stands without dashes{setting}"
+        layer.problems.append(ConfigProblem((), message, place))
+        return
     if not equals or not name.strip():
         layer.problems.append(ConfigProblem((), "expected key=value, like runtime.steps=100", place))
         return
+    key = parse_key(name.strip())
+    is_text = unwrap_type(find_type(key, layer.schema)) is str
     try:
         value, _ = parse(text, "")
     except ConfigError as error:
-        layer.problems += [ConfigProblem((), problem.message, place) for problem in error.problems]
-        return
-    set_key(layer, parse_key(name.strip()), value, place)
+        if not is_text:
+            layer.problems += [ConfigProblem((), problem.message, place) for problem in error.problems]
+            return
+        value = text
+    # A format like {prompt} is a mapping in YAML, and what is a text can be no mapping.
+    set_key(layer, key, text if is_text and isinstance(value, dict | list) else value, place)
 
 
 def set_key(layer: ConfigLayer, key: Key, value: Any, place: ConfigLocation) -> None:

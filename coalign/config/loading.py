@@ -33,6 +33,7 @@ from coalign.config.errors import (
     parse_key,
     suggest,
 )
+from coalign.config.foreign import translate_key
 from coalign.config.introspect import find_input, find_type, is_nullable, list_keys
 from coalign.config.layers import (
     ConfigLayer,
@@ -82,7 +83,20 @@ def load(
     ConfigError has one line per problem: file and line (or override), key, and the expected value.
     """
     layer, folder = read_layer(source, overrides)
+    _refuse_other_files(layer, source)
     return load_run(layer, LoadContext(folder, allow_planned=planned), defaults)
+
+
+def _refuse_other_files(layer: ConfigLayer, source: object) -> None:
+    """Refuse what is no run at all: a file without keys, and a pipeline."""
+    if layer.problems or "algorithm" in layer.data or isinstance(source, Mapping):
+        return
+    place = ConfigLocation(str(source))
+    if not layer.data:
+        raise ConfigError([ConfigProblem((), "is empty; `coalign init grpo` prints a run to begin with", place)])
+    if "stages" in layer.data:
+        message = f"makes this file a pipeline, not a run: start it with `coalign pipeline {source}`"
+        raise ConfigError([layer.places.on(ConfigProblem(("stages",), message))])
 
 
 def load_section(
@@ -334,7 +348,12 @@ def _problem(error: Any, data: Any, schema: type[Section]) -> ConfigProblem:
     if isinstance(cause, Conflict):
         key += cause.key
     elif error["type"] == "extra_forbidden":
-        message = f"unknown key{suggest(str(key[-1]), list_keys(key[:-1], schema))}"
+        said = translate_key(key, error["input"]) if schema is RunConfig else None
+        message = said or f"unknown key{suggest(str(key[-1]), list_keys(key[:-1], schema))}"
+    elif key == ("algorithm",) and error["type"] == "missing":
+        message += "; name a recipe, such as `algorithm: grpo` (`coalign recipes` lists them)"
+    elif key == ("algorithm",) and isinstance(error["input"], dict):
+        message = translate_key(key, error["input"]) or message
     return ConfigProblem(key, message)
 
 

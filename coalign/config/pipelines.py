@@ -59,6 +59,9 @@ def load_pipeline(source: str | os.PathLike[str], overrides: Sequence[str] = ())
     """
     layer, folder = read_layer(source, (), PipelineConfig)
     raise_problems(layer)
+    if "algorithm" in layer.data and "stages" not in layer.data:
+        message = f"makes this file a run, not a pipeline: start it with `coalign train {source}`"
+        raise ConfigError([layer.places.on(ConfigProblem(("algorithm",), message))])
     _expand_stages(layer, folder)
     for override in overrides:
         apply_override(layer, _number_stage(override, _stages(layer)))

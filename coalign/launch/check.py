@@ -29,7 +29,7 @@ from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
-from coalign.launch.validate import check_rope
+from coalign.launch.validate import check_directories, check_rope
 from coalign.report.display import Display
 from coalign.types import LossInput
 
@@ -51,6 +51,7 @@ def check(config: RunConfig, display: Display) -> None:
     planned = [model for model in plan.models.values() if _is_planned(model.config.load)]
     with locate_problems(config):
         present = [model for model in plan.models.values() if model not in planned]
+        check_directories(present)
         check_rope(present, config, plan.recipe.source)
         for model in present:
             _check_backend(model, config)

@@ -20,7 +20,7 @@ from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, load, locate_problems
 from coalign.config.errors import suggest
-from coalign.config.functions import bind, resolve, resolve_class
+from coalign.config.functions import bind, located_at, resolve, resolve_class
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.config.schema.base import Function
 from coalign.data.kinds import KINDS
@@ -36,6 +36,7 @@ from coalign.launch.validate import (
     check_functions_are_imported,
     check_guards,
     check_it_learns,
+    check_loads,
     check_packages,
     check_repetition_penalty,
     check_reward_lengths,
@@ -158,7 +159,8 @@ def prepare(config: RunConfig) -> Plan:
         recipe.check(config, loss)
         check_sections(config, recipe)
         check_packages(config)
-        environment = find_environment(config.rollout)
+        with located_at("rollout", "fn"):
+            environment = find_environment(config.rollout)
         check_environment(environment, config)
         check_template(environment, config)
         check_limits(config)
@@ -180,6 +182,7 @@ def prepare(config: RunConfig) -> Plan:
         )
         syncs = [pair for pair in recipe.sync if configs.keys() >= {*pair}]
         models = _plan_models(planned_roles, configs, config, loss, environment, compared, syncs)
+        check_loads(models.values())
         for model in models.values():
             if model.role is Trainable:
                 check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
@@ -211,7 +214,8 @@ def _bind(section: Function | None, home: str, where: str) -> partial[Any] | Non
     """Bind the function that a section names to its arguments. ConfigError for wrong ones."""
     if section is None:
         return None
-    fn = resolve(section.fn, home)
+    with located_at(where, "fn"):
+        fn = resolve(section.fn, home)
     return partial(fn, **bind(fn, section.arguments, where))
 
 
@@ -256,7 +260,8 @@ def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> di
     configs = {}
     for i, part in enumerate(rewards):
         if part.fn:
-            resolve_reward(part, f"reward.{i}")
+            with located_at("reward", i):
+                resolve_reward(part, f"reward.{i}")
             configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward")
         elif part.model in config.models:
             model = config.models[part.model]
@@ -287,7 +292,8 @@ def _plan_models(
                 f"models.{name}.chat_template_kwargs: this model reads tokens, no text; the arguments of the policy's "
                 "template are data.chat_template_kwargs"
             )
-        module = find_module_class(model)
+        with located_at("models", name, "module"):
+            module = find_module_class(model)
         learns_by_loss = role is Trainable and _is_trained_by_loss(model, module)
         if learns_by_loss and own is None:
             raise ValueError(f"loss: models.{name} trains and no loss is given for it")

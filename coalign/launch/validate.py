@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.cluster.ray_space import check_ray
-from coalign.config.errors import suggest
-from coalign.config.functions import is_bound_to_process
+from coalign.config.errors import ConfigError, ConfigProblem, suggest
+from coalign.config.functions import is_bound_to_process, located_at
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.templates import read_arguments, read_template, reads_tools
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
+from coalign.files import read_model_config
 from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
 
@@ -27,6 +28,22 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
     from coalign.environments.loop import EnvironmentFunction
     from coalign.launch.plan import PlannedModel
+
+
+def check_loads(models: Iterable[PlannedModel]) -> None:
+    """Refuse models of Coalign's own modules without weights to load; a module of somebody else may need none."""
+    missing = [model.name for model in models if model.config.load is None and ":" not in model.config.module]
+    if missing:
+        message = "missing: a Hugging Face model directory, or a name of the hub"
+        raise ConfigError([ConfigProblem(("models", name, "load"), message) for name in missing])
+
+
+def check_directories(models: Iterable[PlannedModel]) -> None:
+    """Refuse directories in which there is no model, or one of another format."""
+    for model in models:
+        if model.config.load:
+            with located_at("models", model.name, "load"):
+                read_model_config(find_directory(model.config.load))
 
 
 def check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, ModelConfig], config: RunConfig) -> None:

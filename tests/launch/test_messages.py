@@ -1,0 +1,132 @@
+"""What is wrong before a run begins is said in a few lines: key, cause and remedy. One row for each bad input."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+
+from coalign import load_config
+from coalign.cli import app
+from coalign.config.errors import ConfigError, parse_key
+from coalign.config.foreign import TRL, VERL
+from coalign.config.introspect import list_keys
+from coalign.launch.check import check
+from coalign.report.display import Display
+from tests.runs import settings
+
+LINES = 5  # of a message
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("messages")
+
+
+def refuse(home, algorithm, changes, *overrides):
+    """What `coalign check` says of a small run's configuration with ``changes`` ({dotted key: value})."""
+    config = copy.deepcopy(settings(home, algorithm))
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        inner = config
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    (home / "run.yaml").write_text(json.dumps(config, indent=1))
+    with pytest.raises((ValueError, OSError)) as refused:
+        check(load_config(home / "run.yaml", overrides, planned=True), Display(quiet=True))
+    said = str(refused.value)
+    assert len(said.splitlines()) <= LINES, said
+    return said
+
+
+NAMES = [
+    ("reward", {"fn": "mth"}, r"run\.yaml:\d+: reward\[0\]: 'mth' .*did you mean 'math'"),
+    ("loss", {"fn": "policy_gradint"}, r"run\.yaml:\d+: loss\.fn: .*did you mean 'policy_gradient'"),
+    ("advantage", {"fn": "grup"}, r"run\.yaml:\d+: advantage\.fn: .*did you mean 'group'"),
+    ("models.policy.module", "natve", r"run\.yaml:\d+: models\.policy\.module: .*did you mean 'native'"),
+    ("rollout", {"fn": "tool_us"}, r"run\.yaml:\d+: rollout\.fn: .*did you mean 'tool_use'"),
+]
+FOREIGN = [
+    ("per_device_train_batch_size", 4, r"is TRL's; here it is runtime\.prompts_per_step"),
+    ("num_generations", 4, r"num_generations: is TRL's; here it is runtime\.samples_per_prompt"),
+    ("runtime.max_completion_length", 4, r"is TRL's; here it is models\.policy\.sampling\.max_new_tokens"),
+    ("beta", 0.1, r"is TRL's; here it is loss\.beta"),
+    ("data.train_files", "x", r"data\.train_files: is verl's; here it is data\.train$"),
+    (
+        "actor_rollout_ref",
+        {"model": {"path": "x"}, "rollout": {"n": 4}},
+        r"actor_rollout_ref\.model\.path is models\.policy\.load, actor_rollout_ref\.rollout\.n is runtime\.samples_",
+    ),
+    ("algorithm", {"adv_estimator": "grpo"}, r"algorithm: is verl's; here algorithm\.adv_estimator is advantage\.fn"),
+]
+
+
+LOADS = [
+    ("models.policy.load", "runs/one", r"models\.policy\.load: .*; the model is in '.*runs/one/model'"),
+    ("models.policy.load", "runs/two", r"models\.policy\.load: .* a run folder, .*two/checkpoints/step_N/hf"),
+    ("models.policy.load", "megatron", r"models\.policy\.load: .*Megatron checkpoint: `coalign convert"),
+    ("models.reference", {"load": None}, r"run\.yaml:\d+: models\.reference\.load: missing"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), LOADS, ids=lambda value: str(value)[:30])
+def test_what_holds_no_model_is_named_with_where_it_is(home, monkeypatch, key, value, message):
+    monkeypatch.chdir(home)
+    for folder in ("runs/one/model", "runs/two/checkpoints/step_4/hf", "megatron"):
+        (home / folder).mkdir(parents=True, exist_ok=True)
+    (home / "runs/one/model/config.json").write_text("{}")
+    (home / "megatron/latest_checkpointed_iteration.txt").write_text("4")
+    said = refuse(home, "grpo", {key: value, "loss": {"fn": "policy_gradient", "kl_coef": 0.1}})
+    assert re.search(message, said), said
+
+
+@pytest.mark.parametrize("algorithm", ["rlaif", "distill", "on_policy_distillation"])
+def test_a_model_without_weights_is_named(home, algorithm):
+    name = "judge" if algorithm == "rlaif" else "teacher"
+    judge = {"reward": [{"model": "judge"}]} if algorithm == "rlaif" else {"models.teacher": {"load": None}}
+    assert re.search(rf"models\.{name}\.load: missing", refuse(home, algorithm, judge))
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [*NAMES, *FOREIGN], ids=lambda value: str(value)[:30])
+def test_a_wrong_name_or_key_is_named_with_what_is_right(home, key, value, message):
+    said = refuse(home, "grpo", {key: value})
+    assert re.search(message, said), said
+
+
+def test_keys_of_other_libraries_are_translated_to_keys_that_exist():
+    keys = {key for ours in (*TRL.values(), *VERL.values()) for key in re.findall(r"\w+(?:\.\w+)+", ours)}
+    for text in keys - {"my.module"}:
+        *section, last = parse_key(text)
+        arguments = section[0] in ("loss", "advantage", "kl", "reward")  # of functions, which the schema leaves open
+        model = section == ["models"]  # by any name
+        assert arguments or model or last in list_keys(tuple(section)), text
+
+
+def test_a_text_may_begin_with_a_brace_on_the_command_line(home):
+    config = settings(home, "grpo")
+    for text in ("{prompt} Think.", "Question: {prompt}", "{prompt}", "'{prompt}'"):
+        given = load_config(config, [f"data.prompt_format={text}"]).data.prompt_format
+        assert given == text.strip("'")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(config, ["seed=[1"])
+
+
+def test_commands_name_what_was_mixed_up(home, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    (tmp_path / "pipeline.yaml").write_text("stages: [{train: run.yaml}]\n")
+    (tmp_path / "run.yaml").write_text(json.dumps(settings(home, "sft")))
+    monkeypatch.chdir(tmp_path)
+    for command, message in {
+        "train run.yaml --runtime.steps=5": "a setting stands without dashes: `runtime.steps=5`",
+        "check run.yaml --runtime.steps 5": "a setting stands without dashes, like runtime.steps=100",
+        "train pipeline.yaml": "pipeline.yaml:1: stages: makes this file a pipeline, not a run: start it with `",
+        "pipeline run.yaml": "run.yaml:1: algorithm: makes this file a run, not a pipeline: start it with `",
+        "check empty.yaml": "empty.yaml: is empty; `coalign init grpo`",
+    }.items():
+        done = CliRunner().invoke(app, command.split())
+        assert message in str(done.exception), (command, done.output)
