@@ -20,8 +20,8 @@ from coalign.algorithms.aggregate import (
 )
 from coalign.algorithms.importance import mismatch_stats
 from coalign.backends.layout import get_loss_mask
-from coalign.config.errors import parse_key
-from coalign.config.functions import bind, located_at, resolve
+from coalign.config.errors import located_at, parse_key
+from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig
 from coalign.data.batch import Batch
 from coalign.types import LossInput, Stats

@@ -186,3 +186,14 @@ def locate_problems(config: RunConfig) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(config.places.on(problem) for problem in error.problems) from error.__cause__
+
+
+@contextmanager
+def located_at(*key: str | int) -> Iterator[None]:
+    """Give the key of a setting to a ValueError or OSError from inside, such as that of a name that does not exist."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError([ConfigProblem(key, str(error))]) from error

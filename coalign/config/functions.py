@@ -12,8 +12,7 @@ import inspect
 import json
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -72,17 +71,6 @@ def resolve(name: str, home: str) -> Any:
     if match := _match_case(name, names) or _match_case(name.replace("_", ""), names):
         return getattr(module, match)
     raise ValueError(f"'{name}' is not in {home}{suggest(name, names)} (a function of your own: `my.module:name`)")
-
-
-@contextmanager
-def located_at(*key: str | int) -> Iterator[None]:
-    """Give the key of a setting to a ValueError from inside, such as that of a name that does not exist."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError([ConfigProblem(key, str(error))]) from error
 
 
 def resolve_class(name: str, home: str) -> type:

@@ -186,7 +186,7 @@ def build_loader(
         raise ValueError(f"data.{split} names no file")
     if split == "eval":
         config = config.model_copy(update={"stream": False, "phase": None, "phases": {}, "shuffle": False})
-    encoders = [_build_encoder(kind, config, source, tokenizer) for source in sources]
+    encoders = [build_encoder(kind, config, source, tokenizer) for source in sources]
     orders = [
         _build_order(encoder, config, source, (seed, SHUFFLE, i))
         for i, (encoder, source) in enumerate(zip(encoders, sources, strict=True))
@@ -208,10 +208,12 @@ def build_loader(
     )
 
 
-def _build_encoder(
+def build_encoder(
     kind: str, config: DataConfig, source: SourceConfig, tokenizer: PreTrainedTokenizerBase
 ) -> RowEncoder:
-    """ValueError for texts of ``config`` that the rows' prompts contain, and that spell a special token."""
+    """Build the encoder of a source's rows; ``kind`` is a key of KINDS.
+
+    ValueError for texts of ``config`` that the rows' prompts contain, and that spell a special token."""
     template = load_template(
         tokenizer,
         config.chat_template,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.files import read_json_object
 from coalign.hub import find_directory
@@ -21,7 +22,9 @@ def find_tokenizer_name(config: RunConfig) -> tuple[str, bool]:
     for model in [*named, *config.models.values()]:
         if name := model.tokenizer or model.load:
             return name, model.trust_remote_code
-    raise ValueError("models: none of them has `load` (a Hugging Face model), so there is no tokenizer")
+    key = ("models", next((n for n in ("policy", "trainer", *config.models) if n in config.models), "trainer"), "load")
+    message = "missing: a Hugging Face model directory, or a name of the hub (and no other model gives a tokenizer)"
+    raise ConfigError([ConfigProblem(key, message)])
 
 
 def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str, str]) -> None:

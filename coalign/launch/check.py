@@ -25,11 +25,12 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import describe_reward
 from coalign.hub import is_hub_name
+from coalign.launch.data_check import check_data
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
-from coalign.launch.validate import check_directories, check_rope
+from coalign.launch.validate import check_directories, check_output, check_rope
 from coalign.report.display import Display
 from coalign.types import LossInput
 
@@ -40,7 +41,8 @@ OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
 def check(config: RunConfig, display: Display) -> None:
     """Print what the run would do. Raises ValueError for whatever would stop it.
 
-    Of models of the hub it fetches configuration and tokenizer, no weights; of data which files there are, no rows.
+    Of models of the hub it fetches configuration and tokenizer, no weights; of data of the hub which files there are.
+    Of files that are here it reads the first rows.
     """
     config = fetch_sources(config, weights=False, rows=False)
     plan = prepare(config)
@@ -52,6 +54,7 @@ def check(config: RunConfig, display: Display) -> None:
     with locate_problems(config):
         present = [model for model in plan.models.values() if model not in planned]
         check_directories(present)
+        check_output(config)
         check_rope(present, config, plan.recipe.source)
         for model in present:
             _check_backend(model, config)
@@ -61,6 +64,7 @@ def check(config: RunConfig, display: Display) -> None:
             if model.config.load
             for note in model.module.notes(model.config)
         ]
+        display.show("\n".join([*check_data(plan, present), ""]))
     if rewards := describe_reward(plan.rewards, plan.configs):
         display.show(rewards + "\n")
     with locate_problems(config):

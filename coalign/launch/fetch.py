@@ -39,7 +39,7 @@ def fetch_sources(config: RunConfig, *, weights: bool = True, rows: bool = True)
             except ValueError as problem:
                 raise ConfigError([ConfigProblem(("models", name, "load"), str(problem))]) from problem
         data = {}
-        for key, sources in _list_data(config).items():
+        for key, sources in list_data(config).items():
             read = rows and not (config.data.stream and key != EVALUATION)
             try:
                 data[key] = [_fetch_source(source, commits, read) for source in sources]
@@ -61,14 +61,14 @@ def write_commits(folder: Path, before: RunConfig, after: RunConfig) -> None:
     ]
     pairs += [
         (named.path, fetched.path)
-        for key, sources in _list_data(before).items()
-        for named, fetched in zip(sources, _list_data(after)[key], strict=True)
+        for key, sources in list_data(before).items()
+        for named, fetched in zip(sources, list_data(after)[key], strict=True)
     ]
     if commits := {name: commit for name, commit in pairs if name != commit}:
         write_text_atomically(folder / FILE, json.dumps(commits, indent=2) + "\n")
 
 
-def _list_data(config: RunConfig) -> dict[tuple[str, str], list[SourceConfig]]:
+def list_data(config: RunConfig) -> dict[tuple[str, str], list[SourceConfig]]:
     """Return the sources of data under each key that names some."""
     more = {("ptx", "data"): config.ptx.data} if config.ptx else {}
     return {("data", "train"): config.data.train, EVALUATION: config.data.eval, **more}

@@ -19,8 +19,8 @@ from coalign.backends.objective import Objective
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, load, locate_problems
-from coalign.config.errors import suggest
-from coalign.config.functions import bind, located_at, resolve, resolve_class
+from coalign.config.errors import located_at, suggest
+from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.config.schema.base import Function
 from coalign.data.kinds import KINDS

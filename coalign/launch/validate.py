@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.cluster.ray_space import check_ray
-from coalign.config.errors import ConfigError, ConfigProblem, suggest
-from coalign.config.functions import is_bound_to_process, located_at
+from coalign.config.errors import ConfigError, ConfigProblem, located_at, suggest
+from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.templates import read_arguments, read_template, reads_tools
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
@@ -44,6 +46,18 @@ def check_directories(models: Iterable[PlannedModel]) -> None:
         if model.config.load:
             with located_at("models", model.name, "load"):
                 read_model_config(find_directory(model.config.load))
+
+
+def check_output(config: RunConfig) -> None:
+    """Refuse a run folder in which nothing can be written."""
+    folder = Path(config.output).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    with located_at("output"):
+        try:
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ValueError(f"nothing can be written in '{folder}': {error.strerror}") from error
 
 
 def check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, ModelConfig], config: RunConfig) -> None:

@@ -1,0 +1,208 @@
+"""What `coalign check` finds in the data: it reads the first rows of each source as the run will."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from coalign.backends.pretrained import read_config, read_context_length
+from coalign.backends.scorers.reward import resolve_reward
+from coalign.config import ConfigError
+from coalign.config.errors import ConfigProblem, Key, located_at, suggest
+from coalign.config.schema import SourceConfig
+from coalign.config.schema.rollout import RolloutConfig
+from coalign.data.examples import MARKS, Example, RowEncoder
+from coalign.data.indexed import find_prefix
+from coalign.data.loader import build_encoder
+from coalign.data.shuffle import DataPhase
+from coalign.data.sources import open_rows
+from coalign.data.templates import decode
+from coalign.engine.reward import list_reward_models
+from coalign.engine.vocabulary import find_tokenizer_name
+from coalign.hub import is_hub_name
+from coalign.hub_data import is_dataset, is_url
+from coalign.launch.build import load_tokenizer
+from coalign.launch.plan import Plan, PlannedModel
+from coalign.roles import Rollout, Trainable
+from coalign.types import SOURCE_KEY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROWS, TOKENS = 500, 100_000  # of a source that are read: half a second of one core
+SINGLE_TURN = RolloutConfig().fn  # other environments may write prompts of their own
+SHOWN = 100  # characters of the first row
+
+
+@dataclass
+class RowSample:
+    """The first rows of a source, encoded. ``whole``: there are no others."""
+
+    key: Key
+    name: str
+    encoder: RowEncoder
+    whole: bool = True
+    used: list[list[Example]] = field(default_factory=list)
+    raw: set[str] = field(default_factory=set)  # the different values from which the rows' prompts are made
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The tokens of each used row's prompt, or all of them if it has none."""
+        return [_find_prompt(examples[0]) for examples in self.used]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max((len(example.tokens) for examples in self.used for example in examples), default=0)
+
+
+def check_data(plan: Plan, present: Sequence[PlannedModel]) -> Iterator[str]:
+    """Yield lines that describe the data, and warnings. ``present``: the models whose directories are there.
+
+    Raises ConfigError, with the key and the place of the row, for what would end the run or teach it nothing.
+    """
+    config = plan.config
+    if not config.data.train:
+        raise ConfigError([ConfigProblem(("data", "train"), "missing: a file of rows, or a dataset of the hub")])
+    name, _ = find_tokenizer_name(config)
+    if not is_hub_name(name) and not os.path.exists(name):
+        yield f"data: not read, because its tokenizer, that of {name}, is not there yet"
+        return
+    with located_at("models"):
+        tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
+    samples: list[RowSample] = []
+    for split in ("train", "eval"):
+        for index, source in enumerate(getattr(config.data, split)):
+            key: Key = ("data", split, index)
+            if find_prefix(source.path) or is_dataset(source.path) or is_url(source.path):
+                yield f"data.{split}: {source.path}: its rows are not read here; `coalign inspect-data` shows them"
+                continue
+            with located_at(*key):
+                sample = _read(key, source, plan, tokenizer)
+            _check_prompts(sample, plan, tokenizer)
+            _check_lengths(sample, plan, present)
+            _check_answers(sample, plan)
+            yield from _describe(sample, tokenizer)
+            samples.append(sample)
+    if samples:
+        yield from _compare_numbers([sample for sample in samples if sample.key[1] == "train"], plan)
+
+
+def _read(key: Key, source: SourceConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> RowSample:
+    """Encode the first rows. ValueError or OSError for what the run would refuse."""
+    config, is_train = plan.config.data, key[1] == "train"
+    encoder = build_encoder(plan.recipe.source, config, source, tokenizer)
+    sample, tokens = RowSample(key, source.path, encoder), 0
+    phase = DataPhase(config.phases, config.phase) if config.phase and is_train else None
+    for entry, _ in open_rows(source.path, source.max_samples, stream=True).read():
+        if phase is not None and entry.number not in phase:
+            continue
+        if encoder.counts["rows"] == ROWS or tokens > TOKENS:
+            sample.whole = False
+            break
+        if (examples := encoder.use(entry)) is None:
+            continue
+        sample.used.append(examples)
+        tokens += sum(len(example.tokens) for example in examples)
+        row = encoder.reader.add_names(entry.row())
+        sample.raw.add(json.dumps(row.get(encoder.reader.prompt_key), default=str))
+    if sample.whole and not sample.used:
+        limit = f"; data.{encoder.longest} is the bound" if encoder.counts["long"] else ""
+        raise ValueError(f"{source.path} has no usable rows ({encoder.report()}){limit}")
+    return sample
+
+
+def _find_prompt(example: Example) -> list[int]:
+    if example.loss_mask is None or all(example.loss_mask[1:]):
+        return example.tokens
+    return example.tokens[: example.columns.get("prompt_length", example.loss_mask.index(True))]
+
+
+def _check_prompts(sample: RowSample, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a format or a template that makes the same prompt of different rows."""
+    prompts = {tuple(prompt) for prompt in sample.prompts}
+    if len(prompts) != 1 or len(sample.raw) < 2 or plan.config.rollout.fn != SINGLE_TURN:
+        return
+    if "{" in plan.config.data.prompt_format:
+        key, remedy = ("data", "chat_template"), "a template writes the texts of `messages`"
+    else:
+        key, remedy = ("data", "prompt_format"), "write {prompt} where the text of a row belongs"
+    same = _shorten(decode(tokenizer, list(prompts.pop())))
+    message = f"makes the same prompt of all {len(sample.used)} rows of {sample.name}, {same}; {remedy}"
+    raise ConfigError([ConfigProblem(key, message)])
+
+
+def _check_lengths(sample: RowSample, plan: Plan, present: Sequence[PlannedModel]) -> None:
+    """Refuse prompts that leave a policy no room to answer, and sequences that a trainer cannot read."""
+    is_prompt = plan.recipe.source == "prompts"
+    what, where = ("prompt", "data.max_prompt_tokens") if is_prompt else ("sequence", "data.max_tokens")
+    for model in present:
+        own = model.config
+        if model.role is not (Rollout if is_prompt else Trainable) or not own.load:
+            continue
+        limits = [(read_context_length(read_config(own)), "reads at once (max_position_embeddings in config.json)")]
+        if not is_prompt:
+            limits.append((own.max_tokens_per_micro, "takes at once (max_tokens_per_micro)"))
+        for limit, why in limits:
+            if limit is not None and sample.longest + is_prompt > limit:
+                message = (
+                    f"a {what} of {sample.name} has {sample.longest} tokens, and {limit} are what models.{model.name} "
+                    f"{why}; set {where} to less, and longer rows are dropped"
+                )
+                raise ConfigError([ConfigProblem(sample.key, message)])
+
+
+def _check_answers(sample: RowSample, plan: Plan) -> None:
+    """Refuse a reward for all sources that compares with a key (its argument `answer_key`) that no row has."""
+    rows = [examples[0].row for examples in sample.used]
+    for index, part in enumerate(plan.rewards):
+        if part.fn is None or part.sources or not rows:
+            continue
+        answer_key = resolve_reward(part, f"reward.{index}")[1].get("answer_key")
+        if answer_key is not None and all(row.get(answer_key) is None for row in rows):
+            names = [name for name in rows[0] if name not in (*MARKS, SOURCE_KEY)]
+            message = (
+                f"`{part.called}` compares with a row's '{answer_key}', which no row of {sample.name} has"
+                f"{suggest(answer_key, names)}; name the key by data.answer_key, or by the reward's argument answer_key"
+            )
+            raise ConfigError([ConfigProblem(("reward", index), message)])
+
+
+def _compare_numbers(samples: Sequence[RowSample], plan: Plan) -> Iterator[str]:
+    """Yield warnings about settings that ask for more rows than there are."""
+    runtime, rows = plan.config.runtime, sum(len(sample.used) for sample in samples)
+    if runtime.tokens_per_step is not None:
+        return
+    if samples and all(sample.whole for sample in samples) and runtime.prompts_per_step > rows:
+        yield (
+            f"warning: runtime.prompts_per_step is {runtime.prompts_per_step}, and data.train has {rows} rows: a step "
+            "repeats some"
+        )
+    for model in plan.models.values():
+        updates = model.config.updates_per_batch
+        if model.role is Trainable and updates > runtime.prompts_per_step:
+            yield (
+                f"warning: models.{model.name}.updates_per_batch is {updates}, and a step has "
+                f"{runtime.prompts_per_step} rows (runtime.prompts_per_step): some updates learn nothing"
+            )
+
+
+def _describe(sample: RowSample, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield what was read, how long it is, and how the first row begins."""
+    read = sample.encoder.counts["rows"]
+    rows = f"{read} rows" if sample.whole else f"of the first {read} rows"
+    yield f"data.{sample.key[1]}: {sample.name}: {rows}, {sample.encoder.report()}"
+    if not sample.used:
+        return
+    lengths = [len(prompt) for prompt in sample.prompts]
+    whole = f"; with responses {sample.longest}" if sample.longest > max(lengths) else ""
+    first = _shorten(decode(tokenizer, sample.used[0][0].tokens))
+    yield f"  prompts of {median(lengths):g} tokens (median), {max(lengths)} at most{whole}; the first row: {first}"
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")
