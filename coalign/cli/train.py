@@ -120,9 +120,9 @@ def init(
     full: Annotated[bool, typer.Option("--full", help="All settings, with their meanings and defaults.")] = False,
 ):
     """Write a YAML to begin a run with: what is needed, marked by angle brackets, and what most people set."""
-    from coalign.launch.starter import Starter
+    from coalign.launch.template import RunTemplate
 
-    text = Starter(recipe).write(full=full)
+    text = RunTemplate(recipe).write(full=full)
     if file is None:
         return typer.echo(text, nl=False)
     try:
@@ -134,7 +134,7 @@ def init(
 
 def recipes():
     """List the recipes: what each is, the rows of data that it takes, and its models."""
-    from coalign.launch.starter import describe_recipes
+    from coalign.launch.template import describe_recipes
 
     width = get_terminal_size((10_000, 0)).columns  # whole lines where no terminal shows them
     for line in describe_recipes():

@@ -54,7 +54,7 @@ def to_commented_yaml(config: RunConfig | Mapping[str, Any], unread: Collection[
     name. ``load`` reads the result as it reads ``config``.
     """
     given = escape_references(config.model_dump()) if isinstance(config, RunConfig) else config
-    return "\n".join(_Template(unread).section(RunConfig, given, ())).lstrip() + "\n"
+    return "\n".join(_TemplateWriter(unread).section(RunConfig, given, ())).lstrip() + "\n"
 
 
 def to_short_yaml(config: Mapping[str, Any]) -> str:
@@ -133,7 +133,7 @@ def _describe_keys(given: Mapping[str, Any], key: Key) -> Iterator[str]:
         yield f"{line}  # {about}" if about and len(line) + len(about) < _WIDTH else line
 
 
-class _Template:
+class _TemplateWriter:
     """Writes the lines of sections: keys that are given, and all others as comments. ``unread`` keys are left out."""
 
     def __init__(self, unread: Collection[str]) -> None:

@@ -2,5 +2,5 @@
 
 ``validate.py`` refuses settings that cannot work, ``check.py`` is `coalign check`, ``build.py`` makes an engine with
 its data, and ``run.py`` trains. ``layout.py`` describes placements, ``memory_estimate.py`` estimates memory,
-``starter.py`` writes what `coalign init` prints.
+``template.py`` writes what `coalign init` prints.
 """

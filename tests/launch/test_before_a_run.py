@@ -17,7 +17,7 @@ from coalign.commands.pipeline import check_pipeline
 from coalign.config.pipelines import load_pipeline
 from coalign.launch.check import check
 from coalign.launch.plan import prepare
-from coalign.launch.starter import DATA, MODEL, REWARD, Starter
+from coalign.launch.template import DATA, MODEL, REWARD, RunTemplate
 from coalign.recipes import CLASSES
 from coalign.report.display import Display
 from tests.runs import settings, write_data
@@ -50,9 +50,9 @@ def fill_in(text, home):
 
 @pytest.mark.parametrize("recipe", CLASSES)
 def test_what_init_marks_is_enough(home, recipe):
-    starter, plain = Starter(recipe), None
+    template, plain = RunTemplate(recipe), None
     for full in (True, False):
-        text = starter.write(full=full)
+        text = template.write(full=full)
         (home / f"{recipe}.yaml").write_text(fill_in(text, home))
         config = load_config(home / f"{recipe}.yaml")
         plain = plain or config
@@ -62,7 +62,7 @@ def test_what_init_marks_is_enough(home, recipe):
 
 
 def test_the_long_form_has_the_arguments_of_functions_and_no_section_that_is_not_read():
-    ppo, dpo = (Starter(name).write(full=True) for name in ("ppo", "dpo"))
+    ppo, dpo = (RunTemplate(name).write(full=True) for name in ("ppo", "dpo"))
     assert "\nkl:\n  fn: FixedKL\n  coef: 0.05\n" in ppo and "\n#   {fn: adaptive_kl, coef: …, target: …," in ppo
     assert "\nadvantage:\n  fn: gae\n  gamma: 1.0\n  lam: 0.95\n  # whiten: true\n" in ppo
     assert "\n#   {fn: math, answer_key: answer, strict: false}\n" in ppo and "\n  # weight: 1.0\n" in ppo

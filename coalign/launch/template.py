@@ -21,7 +21,7 @@ MODEL, DATA, REWARD = "<model directory or name of the hub>", "<data file>", "<m
 ENGINES = ("models.native", "models.transformers", "models.vllm", "runtime.eval_sampling")  # for sampling alone
 
 
-class Starter:
+class RunTemplate:
     """A recipe with its models, and which of these need weights to load."""
 
     def __init__(self, algorithm: str) -> None:
@@ -46,7 +46,7 @@ class Starter:
         named = {name for _, name, *_ in Formatter().parse(self.config.data.prompt_format) if name} - {"prompt"}
         keys = [KINDS[self.recipe.source].keys, *(f"`{name}`" for name in sorted(named))]
         lines = [
-            f"{self.algorithm}: {self.summary}",
+            self.summary,
             f"Data: rows with {'; also '.join(keys)}.",
             "Replace what stands in <angle brackets>; nothing else is needed.",
             *([] if full else [f"`coalign init {self.algorithm} --full` shows all settings."]),
@@ -92,13 +92,13 @@ class Starter:
 
 def describe_recipes() -> Iterator[str]:
     """Yield a line for each recipe, by the data that it takes: its name, its models, and what it is."""
-    starters = [Starter(name) for name in list_classes("coalign.recipes")]
+    templates = [RunTemplate(name) for name in list_classes("coalign.recipes")]
     for kind, encoder in KINDS.items():
         yield f"Rows with {encoder.keys} ({kind}):"
-        for starter in starters:
-            if starter.recipe.source == kind:
-                given = [*starter.loaded, *(["reward"] if starter.needs_reward else [])]
-                derived = ", ".join(name for name in starter.roles if name not in given)
+        for template in templates:
+            if template.recipe.source == kind:
+                given = [*template.loaded, *(["reward"] if template.needs_reward else [])]
+                derived = ", ".join(name for name in template.roles if name not in given)
                 needs = ", ".join(given) + (f" ({derived})" if derived else "")
-                yield f"  {starter.algorithm:<23}{needs:<43}{starter.summary}"
+                yield f"  {template.algorithm:<23}{needs:<43}{template.summary}"
     yield "Second column: what a run has to name (and what it has without that). `coalign init RECIPE` writes a run."
