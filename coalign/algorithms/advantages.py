@@ -16,6 +16,21 @@ from torch import Tensor
 from coalign.algorithms.segments import RewardGroups, discounted_sum, segment_count, segment_sum
 from coalign.types import Stat
 
+__all__ = [  # what `advantage.fn` can name
+    "fixed_baseline",
+    "gae",
+    "gigpo",
+    "gpg",
+    "group",
+    "opo",
+    "pass_at_k",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "reverse_kl",
+    "rloo",
+]
+
 
 def gae(
     token_rewards: Tensor,

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from coalign.types import Stat
 
+__all__ = ["clip_cov", "kl_cov"]  # what `covariance.fn` can name
+
 
 def clip_cov(
     advantages: Tensor,

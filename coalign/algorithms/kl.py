@@ -18,6 +18,8 @@ from torch import Tensor
 
 MAX_LOG_RATIO = 10.0
 
+__all__ = ["AdaptiveKL", "FixedKL"]  # what `kl.fn` can name
+
 
 def k1(logprobs: Tensor, ref: Tensor) -> Tensor:
     """d, per token. All arguments and results here are [T], in nats."""

@@ -17,6 +17,8 @@ from coalign.algorithms.kl import estimate_kl
 from coalign.algorithms.segments import RewardGroups, segment_count, segment_sum
 from coalign.types import Stat, Status, Total
 
+__all__ = ["mask_truncated", "scale_truncated"]  # what `truncated.fn` can name
+
 
 def shape_reward(
     reward: Tensor,

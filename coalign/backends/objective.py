@@ -57,7 +57,7 @@ class Objective:
         meaning for it.
         """
         with located_at(*parse_key(where), "fn"):
-            loss = resolve(fn, home="coalign.algorithms.losses")
+            loss = resolve(fn, LossConfig.home)
         arguments = bind(loss, arguments, where)
         check_aggregation(loss, fn, aggregation, where)
         self.name = fn

@@ -21,7 +21,7 @@ from coalign.cli.problems import describe_briefly
 app = typer.Typer(
     name="coalign",
     help="Alignment training of language models: SFT, PPO, GRPO and relatives, from a laptop to a Ray cluster.\n\n"
-    "Begin with `coalign init grpo > run.yaml`, look at it with `coalign check run.yaml`, "
+    "Begin with `coalign init grpo run.yaml`, look at it with `coalign check run.yaml`, "
     "start it with `coalign train run.yaml`.\n\n"
     "With `--traceback` every command shows the whole traceback of an error.",
     no_args_is_help=True,
@@ -58,6 +58,7 @@ COMMANDS = {
     "serve-reward": generate.serve_reward,
     "inspect-data": train.inspect_data,
     "init": train.init,
+    "recipes": train.recipes,
     "extend-vocab": models.extend_vocab,
     "merge": models.merge,
     "schema": train.schema,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated
 
 import typer
@@ -101,13 +102,43 @@ def inspect_data(
     show_data(loaded, rows, Display(), tokens=tokens)
 
 
-def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):
-    """Print a commented YAML for a recipe: every key, the recipe's defaults, and what is needed in <angle brackets>."""
-    from coalign.config.export import to_commented_yaml
-    from coalign.launch.plan import list_needed
+def _complete_recipe(begun: str) -> list[str]:
+    from coalign.config.functions import list_classes
 
-    typer.echo("# Replace what stands in <angle brackets>: it is needed, and nothing else is.\n")
-    typer.echo(to_commented_yaml({"algorithm": recipe, **list_needed(recipe)}))
+    return [name for name in list_classes("coalign.recipes") if name.startswith(begun)]
+
+
+def init(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="`sft`, `grpo`, … (`coalign recipes` lists them), or a dotted path to an Engine subclass.",
+            autocompletion=_complete_recipe,
+        ),
+    ],
+    file: Annotated[Path | None, typer.Argument(help="A new file to write; without it the YAML is printed.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="All settings, with their meanings and defaults.")] = False,
+):
+    """Write a YAML to begin a run with: what is needed, marked by angle brackets, and what most people set."""
+    from coalign.launch.template import RunTemplate
+
+    text = RunTemplate(recipe).write(full=full)
+    if file is None:
+        return typer.echo(text, nl=False)
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError:
+        raise ValueError(f"{file} is there already, and is left as it is; name another file") from None
+
+
+def recipes():
+    """List the recipes: what each is, the rows of data that it takes, and its models."""
+    from coalign.launch.template import describe_recipes
+
+    width = get_terminal_size((10_000, 0)).columns  # whole lines where no terminal shows them
+    for line in describe_recipes():
+        typer.echo(line if len(line) <= width else line[: width - 1] + "…")
 
 
 def schema(no_code: NoCode = False):

@@ -77,7 +77,7 @@ def check_settings(settings: Section) -> None:
     elif isinstance(settings, JudgeConfig):
         for i, reward in enumerate(settings.reward):
             assert reward.fn is not None  # the schema refuses models of a run here
-            bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
+            bind(resolve(reward.fn, reward.home), reward.arguments, f"reward.{i}")
         check_device(settings.device)
         if isinstance(settings, GenerateConfig):
             check_reward_lengths(settings.reward, settings.sampling.max_new_tokens, "sampling.max_new_tokens")

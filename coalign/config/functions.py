@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic.alias_generators import to_snake
 from pydantic.errors import PydanticUserError
 
 from coalign.config.errors import ConfigError, ConfigProblem, describe_error, parse_key, suggest
@@ -81,10 +82,32 @@ def resolve_class(name: str, home: str) -> type:
     """
     if ":" in name:
         return _import_dotted(name)
-    classes: Mapping[str, str] = importlib.import_module(home).CLASSES
+    classes = list_classes(home)
     if short := _match_case(name, list(classes)):
         return _import_dotted(classes[short])
     raise ValueError(f"'{name}' is not in {home}{suggest(name, classes)} (a class of your own: `my.module:Class`)")
+
+
+def list_classes(home: str) -> Mapping[str, str]:
+    """Return the table ``CLASSES`` of the package ``home``: short names, and where each class is."""
+    return importlib.import_module(home).CLASSES
+
+
+def list_functions(home: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions and classes of the module ``home`` that settings can name, by their names."""
+    module = importlib.import_module(home)
+    return {name: getattr(module, name) for name in _public(module)}
+
+
+def shorten_name(name: str) -> str:
+    """Return the name of a function, or `cosine_length` for a class CosineLength."""
+    return name if name.islower() else to_snake(name)
+
+
+def list_arguments(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the keyword-only parameters of ``fn``, which are its configuration, by name."""
+    parameters = inspect.signature(fn).parameters.values()
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -94,10 +117,9 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that pydantic cannot check (such as a
     tensor) accepts any value.
     """
-    parameters = inspect.signature(fn).parameters.values()
-    named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    types = _annotations(fn)
+    named = list_arguments(fn)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
+    types = get_annotations(fn)
     bound, problems = {}, []
     for name, value in arguments.items():
         if name not in named and not takes_any:
@@ -186,7 +208,8 @@ def _problems(key: tuple[str | int, ...], error: Any) -> list[ConfigProblem]:
     return [ConfigProblem(key, describe_error(error))]
 
 
-def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:
+def get_annotations(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function's parameters, or of those of a class, by name."""
     if inspect.isclass(fn):
         return typing.get_type_hints(fn.__init__, include_extras=True)
     return typing.get_type_hints(fn if hasattr(fn, "__annotations__") else type(fn).__call__, include_extras=True)

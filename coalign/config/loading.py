@@ -391,6 +391,8 @@ def _exists(path: Path) -> bool:
 
 
 def _nowhere(text: str, required: InputPath, folder: Path) -> str:
+    if text.startswith("<") and text.endswith(">"):
+        return f"{text} is still to be filled in"
     tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
     suggestion = next((found for path in tried if (found := suggest_file(path))), "")
     kind = {"model": "directory", "data": "file"}.get(required.kind, required.kind)

@@ -58,6 +58,7 @@ class RowEncoder(ABC):
     faults are always refused.
     """
 
+    keys: ClassVar[str]  # what a row needs, in words
     longest: ClassVar[str]  # the key of DataConfig that limits the tokens of a row
     from_tokens: ClassVar[bool] = False  # whether an indexed dataset can replace rows of text
     counted: ClassVar[Mapping[str, str]] = {}  # further counts of used rows: {name in `count`: words for the report}

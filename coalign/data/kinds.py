@@ -101,6 +101,7 @@ class PromptEncoder(RowEncoder):
     them), ``answer`` (the reference answer, if the row has one), ``_source`` and ``_row``.
     """
 
+    keys = "`prompt`, and `answer` for most rewards"
     longest = "max_prompt_tokens"
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
@@ -121,6 +122,7 @@ class ConversationEncoder(RowEncoder):
     answers no single sequence holds as they are generated, a conversation is one for each user message (``index``).
     """
 
+    keys = "`messages`, or `prompt` and `answer`"
     longest = "max_tokens"
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
@@ -167,6 +169,7 @@ class DocumentEncoder(RowEncoder):
     trained exactly once.
     """
 
+    keys = "`text`"
     longest = "max_tokens"
     from_tokens = True
     counted = {"split": "of these cut into pieces"}
@@ -210,6 +213,8 @@ class PreferenceEncoder(ResponseEncoder):
     follow the prompt, or whole conversations with the same beginning. Several responses are found under
     ``responses_key``, with optional scores under ``scores_key``.
     """
+
+    keys = "`prompt`, `chosen` and `rejected`"
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
         if self.reader.has(row, self.config.responses_key):
@@ -255,6 +260,7 @@ class LabelledEncoder(ResponseEncoder):
     chosen and a rejected response, which count as desirable and undesirable.
     """
 
+    keys = "`prompt`, `answer` and `label`"
     counted = {"desirable": "desirable", "undesirable": "undesirable"}
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
@@ -290,6 +296,7 @@ class StepEncoder(ResponseEncoder):
     ``data.step_tokens`` (right, wrong). Steps are found under ``data.steps_key``, their labels under ``labels_key``.
     """
 
+    keys = "`prompt`, `steps` and `labels`"
     counted = {"steps": "steps"}
 
     @cached_property

@@ -99,7 +99,7 @@ def find_environment(config: RolloutConfig) -> EnvironmentFunction | None:
     Raises ConfigError for wrong arguments, ValueError for an unknown function, TypeError for a function that is not an
     environment.
     """
-    fn = resolve(config.fn, "coalign.environments")
+    fn = resolve(config.fn, config.home)
     arguments = bind(fn, config.arguments, "rollout")
     if fn is single_turn:
         return None

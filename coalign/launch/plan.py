@@ -18,7 +18,7 @@ from coalign.backends.base import Module, TrainableModule
 from coalign.backends.objective import Objective
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.worker import find_module_class
-from coalign.config import check_names, load, locate_problems
+from coalign.config import check_names, locate_problems
 from coalign.config.errors import located_at, suggest
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
@@ -130,20 +130,6 @@ def find_recipe(algorithm: str) -> type[Engine]:
     return resolve_class(algorithm, "coalign.recipes")
 
 
-def list_needed(algorithm: str) -> dict[str, Any]:
-    """Return the defaults of a recipe, with a text in <angle brackets> for each key that a run cannot do without."""
-    recipe = find_recipe(algorithm)
-    config = load({"algorithm": algorithm}, defaults=lambda _: recipe.defaults)
-    roles = recipe.roles(config, Objective.of(config.loss, "loss") if config.loss else None)
-    models = {name: {} for name in roles if name != "reward"} | recipe.defaults.get("models", {})
-    for name, model in models.items():
-        if not model.keys() & {"like", "load"}:
-            models[name] = {"load": "<model directory>", **model}
-    reward = {"reward": {"fn": "<math or my.module:function>"}} if "reward" in roles else {}
-    data = {"train": "<data file>"} | recipe.defaults.get("data", {})
-    return {**reward, **recipe.defaults, "data": data, "models": models}
-
-
 def prepare(config: RunConfig) -> Plan:
     """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place."""
     recipe = find_recipe(config.algorithm)
@@ -164,15 +150,8 @@ def prepare(config: RunConfig) -> Plan:
         check_environment(environment, config)
         check_template(environment, config)
         check_limits(config)
-        functions = {
-            "advantage": _bind(config.advantage, "coalign.algorithms.advantages", "advantage"),
-            "covariance": _bind(config.covariance, "coalign.algorithms.covariance", "covariance"),
-            "truncated": _bind(config.truncated, "coalign.algorithms.shaping", "truncated"),
-            "pairs": _bind(config.pairs, "coalign.algorithms.comparisons", "pairs"),
-            "kl": _bind(config.kl, "coalign.algorithms.kl", "kl"),
-            "filter": _bind(config.filter, "coalign.algorithms.filters", "filter"),
-            "replay": _bind(config.replay, "coalign.data.transforms", "replay"),
-        }
+        names = ("advantage", "covariance", "truncated", "pairs", "kl", "filter", "replay")
+        functions = {name: _bind(getattr(config, name), name) for name in names}
         roles = dict(recipe.roles(config, loss))
         rewards = list_reward_parts(config) if roles.get("reward") is Scorer else []
         planned_roles = _roles_of_models(roles, rewards)
@@ -210,12 +189,12 @@ def prepare(config: RunConfig) -> Plan:
     )
 
 
-def _bind(section: Function | None, home: str, where: str) -> partial[Any] | None:
+def _bind(section: Function | None, where: str) -> partial[Any] | None:
     """Bind the function that a section names to its arguments. ConfigError for wrong ones."""
     if section is None:
         return None
     with located_at(where, "fn"):
-        fn = resolve(section.fn, home)
+        fn = resolve(section.fn, section.home)
     return partial(fn, **bind(fn, section.arguments, where))
 
 
@@ -227,7 +206,7 @@ def find_turn_weight(config: RunConfig) -> float:
     return sum(
         part.weight
         for part in config.reward
-        if part.fn and resolve(part.fn, "coalign.rewards") is episode and part.normalise == "none" and not part.clip
+        if part.fn and resolve(part.fn, part.home) is episode and part.normalise == "none" and not part.clip
     )
 
 

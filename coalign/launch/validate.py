@@ -92,11 +92,15 @@ def check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, Model
 SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that say which samples there are
 
 
+def list_unread(recipe: type[Engine]) -> tuple[str, ...]:
+    """List the sections that the recipe does not read."""
+    return (*(() if recipe.source == "prompts" else SAMPLING), *recipe.unread)
+
+
 def check_sections(config: RunConfig, recipe: type[Engine]) -> None:
     """Refuse sections that the recipe does not read."""
-    from_data = recipe.source != "prompts"
-    why = "learns from data, not from samples of a policy" if from_data else "does not read it"
-    for name in (*(SAMPLING if from_data else ()), *recipe.unread):
+    why = "does not read it" if recipe.source == "prompts" else "learns from data, not from samples of a policy"
+    for name in list_unread(recipe):
         if getattr(config, name) != RunConfig.model_fields[name].default:
             raise ValueError(f"{name}: `{config.algorithm}` {why}; leave it out")
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from coalign.rewards.checker import find_last
 from coalign.types import Sample
 
+__all__ = ["Pairwise", "Pointwise"]  # what `judge.fn` of a model can name
+
 Messages = list[dict[str, Any]]
 
 

@@ -147,12 +147,16 @@ def test_references_of_defaults_stay_references_in_the_template(here):
 
 
 def test_every_commented_key_of_the_template_can_be_uncommented(here):
-    """Keys are commented with their defaults, so reading them changes nothing; three are examples."""
+    """Keys are commented with their defaults, so reading them changes nothing but what is written of functions'
+    arguments; three are examples."""
     template = to_commented_yaml({"algorithm": "grpo", **DEFAULTS})
     text, found = re.subn(r"# (?=(?!train|eval|reward)[a-z_]+: (?!null$)[^ ]+$)", "", template, flags=re.MULTILINE)
     (here / "all.yaml").write_text(text)
     assert found > 40
-    assert load("all.yaml") == load({"algorithm": "grpo", **DEFAULTS})
+    plain, written = load({"algorithm": "grpo", **DEFAULTS}), load("all.yaml")
+    assert written.model_copy(update={"loss": plain.loss, "advantage": plain.advantage}) == plain
+    assert written.loss.arguments.items() >= {"kl_coef": 0.0, "clip_low": 0.2, "kl_estimator": "k3"}.items()
+    assert written.advantage.arguments == {"scale": True, "unbiased": True, "eps": 1e-6}
 
 
 def test_the_template_of_a_whole_configuration(run, here):
@@ -175,8 +179,10 @@ def validate():
     "text",
     [
         "{algorithm: grpo, reward: math, loss: sft, data: {train: a.jsonl, eval: [b.jsonl, {path: c}]}}",
+        "{algorithm: ppo, loss: {clip_high: 0.3}, kl: {fn: adaptive_kl, coef: '${x}', target: 6}, advantage: {lam: 1}}",
+        "{algorithm: grpo, reward: [{fn: remote, url: 'http://a'}, {fn: CosineLength, by: {fn: math}, max_tokens: 9}]}",
         "{algorithm: grpo, include: a.yaml, seed: '${env:SEED}', models: {policy: {num_gpu: '${x}', vllm: {a: 1}}}}",
-        "{algorithm: grpo, models: {policy: null}, loss: {fn: sft, my_own: 3}, runtime: {steps: null}, seed: null}",
+        "{algorithm: grpo, models: {policy: null}, loss: {fn: 'my:fn', my_own: 3}, runtime: {steps: null}, seed: null}",
     ],
 )
 def test_editors_accept_what_load_accepts(validate, text):
@@ -184,7 +190,16 @@ def test_editors_accept_what_load_accepts(validate, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["{algorithm: x, seeed: 1}", "{algorithm: x, seed: a}", "{algorithm: x, runtime: {stepz: 1}}"]
+    "text",
+    [
+        "{algorithm: x, seeed: 1}",
+        "{algorithm: x, seed: a}",
+        "{algorithm: x, runtime: {stepz: 1}}",
+        "{algorithm: x, loss: {fn: dpo, betta: 0.1}}",
+        "{algorithm: x, advantage: {fn: gae, lam: high}}",
+        "{algorithm: x, kl: {fn: FixedKL, coef: a}}",
+        "{algorithm: x, reward: [{fn: math, strict: 3}]}",
+    ],
 )
 def test_editors_refuse_what_load_refuses(validate, text):
     assert validate(text)

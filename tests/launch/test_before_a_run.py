@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from coalign.commands.pipeline import check_pipeline
 from coalign.config.pipelines import load_pipeline
 from coalign.launch.check import check
 from coalign.launch.plan import prepare
+from coalign.launch.template import DATA, MODEL, REWARD, RunTemplate
 from coalign.recipes import CLASSES
 from coalign.report.display import Display
 from tests.runs import settings, write_data
@@ -28,7 +30,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has
 def home(tmp_path_factory):
     path = tmp_path_factory.mktemp("needed")
     tiny_model_dir(path / "tiny")
-    write_data(path, "sft")
+    write_data(path, "dpo")
     return path
 
 
@@ -38,25 +40,64 @@ def said(call, *arguments):
     return display.out.file.getvalue()
 
 
+def fill_in(text, home):
+    for needed, value in {DATA: home / "dpo.jsonl", MODEL: home / "tiny", REWARD: "math"}.items():
+        text = text.replace(needed, str(value))
+    settings = [line.partition("#")[0] for line in text.splitlines()]
+    assert not [line for line in settings if "<" in line.replace("<rm_score>", "")]
+    return text
+
+
 @pytest.mark.parametrize("recipe", CLASSES)
 def test_what_init_marks_is_enough(home, recipe):
-    text = CliRunner().invoke(app, ["init", recipe]).output
-    for needed, value in {
-        "<data file>": str(home / "sft.jsonl"),
-        "<model directory>": str(home / "tiny"),
-        "'<math or my.module:function>'": "math",
-    }.items():
-        text = text.replace(needed, value)
-    assert text.count("<") == text.count("<angle brackets>") + text.count("<rm_score>")
-    (home / f"{recipe}.yaml").write_text(text)
-    assert "no problem found" in said(check, load_config(home / f"{recipe}.yaml"))
+    template, plain = RunTemplate(recipe), None
+    for full in (True, False):
+        text = template.write(full=full)
+        (home / f"{recipe}.yaml").write_text(fill_in(text, home))
+        config = load_config(home / f"{recipe}.yaml")
+        plain = plain or config
+        assert config == plain  # both forms are the recipe as it is
+    assert len(text.splitlines()) <= 25
+    assert "no problem found" in said(check, config)
+
+
+def test_the_long_form_has_the_arguments_of_functions_and_no_section_that_is_not_read():
+    ppo, dpo = (RunTemplate(name).write(full=True) for name in ("ppo", "dpo"))
+    assert "\nkl:\n  fn: FixedKL\n  coef: 0.05\n" in ppo and "\n#   {fn: adaptive_kl, coef: …, target: …," in ppo
+    assert "\nadvantage:\n  fn: gae\n  gamma: 1.0\n  lam: 0.95\n  # whiten: true\n" in ppo
+    assert "\n#   {fn: math, answer_key: answer, strict: false}\n" in ppo and "\n  # weight: 1.0\n" in ppo
+    assert "\n  beta: 0.1\n  # label_smoothing: 0.0\n" in dpo
+    keys = r"(?m)^(?:# )?(rollout|filter|reward|advantage|kl|sync)\b:|^ {4}(?:# )?(native|vllm):"
+    assert len(re.findall(keys, ppo)) == 8 and not re.findall(keys, dpo)
+
+
+def test_init_writes_a_new_file_and_leaves_others_alone(tmp_path):
+    file = tmp_path / "run.yaml"
+    assert CliRunner().invoke(app, ["init", "dpo", str(file)]).output == ""
+    assert file.read_text() == CliRunner().invoke(app, ["init", "dpo"]).output
+    again = CliRunner().invoke(app, ["init", "sft", str(file)]).exception
+    assert isinstance(again, ValueError) and str(again).startswith(f"{file} is there already")
+    assert "algorithm: dpo" in file.read_text()
+    wrong = CliRunner().invoke(app, ["init", "grpp", str(tmp_path / "other.yaml")]).exception
+    assert isinstance(wrong, ValueError) and "did you mean 'grpo'?" in str(wrong) and len(list(tmp_path.iterdir())) == 1
+
+
+def test_recipes_lists_each_with_its_models():
+    lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    [ppo] = [line for line in lines if line.startswith("  ppo ")]
+    assert "policy, reward (reference, trainer, value)" in ppo and "Proximal Policy Optimisation" in ppo
+    assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == sorted(CLASSES)
 
 
 def test_what_init_marks_is_missed_by_its_key(home):
     (home / "empty.yaml").write_text(CliRunner().invoke(app, ["init", "grpo"]).output)
     with pytest.raises(ValueError) as caught:
         load_config(home / "empty.yaml")
-    assert {line.split(": ")[1] for line in str(caught.value).splitlines()} >= {"data.train.path", "models.policy.load"}
+    file = home / "empty.yaml"
+    assert str(caught.value).splitlines() == [
+        f"{file}:9: data.train.path: {DATA} is still to be filled in",
+        f"{file}:12: models.policy.load: {MODEL} is still to be filled in",
+    ]
 
 
 def test_a_model_that_another_run_will_make_is_named(home, tmp_path):
@@ -91,7 +132,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(home, tmp_path, devic
     command = ["generate", str(home / "tiny"), "--prompt", "1+1=", "--device", device]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ValueError) and reason in str(result.exception)
-    stage = {"generate": {"data": {"train": str(home / "sft.jsonl")}, "device": device}}
+    stage = {"generate": {"data": {"train": str(home / "dpo.jsonl")}, "device": device}}
     (tmp_path / "p.yaml").write_text(json.dumps({"model": str(home / "tiny"), "stages": [stage]}))
     with pytest.raises(ValueError, match=reason):
         check_pipeline(load_pipeline(tmp_path / "p.yaml"), Display(quiet=True))

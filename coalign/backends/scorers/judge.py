@@ -42,7 +42,7 @@ def build_judging(config: ModelConfig, name: str) -> JudgeQuestions:
     """Build what ``models.<name>.judge`` names. ValueError where it is missing, ConfigError for wrong arguments."""
     if config.judge is None:
         raise ValueError(f"models.{name}.judge is missing: what the model is asked (`pointwise`, `pairwise`)")
-    cls = resolve(config.judge.fn, "coalign.rewards.judge_questions")
+    cls = resolve(config.judge.fn, config.judge.home)
     return cls(**bind(cls, config.judge.arguments, f"models.{name}.judge"))
 
 

@@ -128,7 +128,7 @@ def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any]
     """The function (or class) and its checked arguments. A short name is one of coalign.rewards. Raises ConfigError for
     wrong arguments (``where`` is the section's path), and ValueError if there is no such function, if it is not called
     as a reward is, or if it refuses them: its attribute ``check``, if it has one, is called with the arguments."""
-    fn = resolve(cast(str, config.fn), "coalign.rewards")
+    fn = resolve(cast(str, config.fn), config.home)
     find_argument(config.called, fn)
     arguments = bind(fn, config.arguments, where)
     if hasattr(fn, "check"):

@@ -91,6 +91,7 @@ class Function(Section):
 
     model_config = ConfigDict(extra="allow")
     shorthand = "fn"
+    home: ClassVar[str] = ""  # the module whose short names it takes, if it takes any
 
     fn: str
 
@@ -104,6 +105,8 @@ FUNCTIONS = "reward_functions"  # name, among the models of a run, of the worker
 
 class LossConfig(Function):
     """A loss, and how its per-token values are aggregated."""
+
+    home = "coalign.algorithms.losses"
 
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """What the sum over the whole optimizer step is divided by. `token_mean`: tokens. `sequence_mean_token_mean`: token
@@ -121,6 +124,8 @@ class LossConfig(Function):
 
 class RewardConfig(Function):
     """One part of the reward: a function (``fn``, with its arguments) or a reward model of the run (``model``)."""
+
+    home = "coalign.rewards"
 
     fn: str | None = None
     model: str | None = None

@@ -129,6 +129,12 @@ class MegatronCoreConfig(Section):
     """Further fields of megatron-core's TransformerConfig that decide how it computes."""
 
 
+class QuestionsConfig(Function):
+    """What a language model that scores is asked about responses, and how its answers become scores."""
+
+    home = "coalign.rewards.judge_questions"
+
+
 class ModelConfig(Section):
     """One model of the run."""
 
@@ -151,7 +157,7 @@ class ModelConfig(Section):
     model takes `auto` if its tokenizer differs from the policy's, else the policy's tokens, as a teacher does."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(examples=[{"enable_thinking": False}])] = {}
     """Arguments of this model's chat template, where it reads text; the policy's are in `data`."""
-    judge: Annotated[Function | None, Field(examples=[{"fn": "pairwise"}])] = None
+    judge: Annotated[QuestionsConfig | None, Field(examples=[{"fn": "pairwise"}])] = None
     """For a language model that scores responses (module `judge` or `preference`): a class of
     coalign.rewards.judge_questions, which asks about responses and converts answers to scores."""
     head: Literal["lm", "value", "reward"] = "lm"

@@ -52,6 +52,8 @@ class TransformersConfig(Section):
 class RolloutConfig(Function):
     """The environment that produces samples: a function of coalign.environments, or a dotted path; and its limits."""
 
+    home = "coalign.environments"
+
     fn: str = "single_turn"
     timeout: PositiveFloat = 300.0
     """Seconds that an environment may take besides the policy's turns, before its sample counts as failed."""
@@ -88,12 +90,16 @@ class FilterConfig(Function):
     """Selects the groups to train on: a function of columns that returns one bool per sequence. Rejected groups are
     replaced by new ones."""
 
+    home = "coalign.algorithms.filters"
+
     max_rounds: PositiveInt = 10
     """Maximum roll-outs of one step, which then trains on what it has."""
 
 
 class ReplayConfig(Function):
     """Trains again on samples of earlier steps: a function of the last batches (newest last) that returns one."""
+
+    home = "coalign.data.transforms"
 
     steps: PositiveInt = 1
     """Batches kept besides the newest."""

@@ -37,6 +37,36 @@ class PtxConfig(Section):
             raise Conflict(("data",), "is missing: the rows to mix in")
 
 
+class AdvantageConfig(Function):
+    """A function of rewards and other columns that returns advantages."""
+
+    home = "coalign.algorithms.advantages"
+
+
+class CovarianceConfig(Function):
+    """Holds back tokens whose log-prob and advantage rise together, which keeps the entropy up."""
+
+    home = "coalign.algorithms.covariance"
+
+
+class TruncatedConfig(Function):
+    """Treatment of truncated responses before advantages are computed."""
+
+    home = "coalign.algorithms.shaping"
+
+
+class PairsConfig(Function):
+    """Selects the responses of a group to compare."""
+
+    home = "coalign.algorithms.comparisons"
+
+
+class KLConfig(Function):
+    """The coefficient of the penalty on divergence from the reference, fixed or adaptive."""
+
+    home = "coalign.algorithms.kl"
+
+
 class RunConfig(Section):
     """A whole run, as one YAML file."""
 
@@ -53,19 +83,19 @@ class RunConfig(Section):
     replay: Annotated[ReplayConfig | None, Field(examples=[{"fn": "mix"}])] = None
     reward: Annotated[OneOrMore[RewardConfig], Field(examples=[{"fn": "math"}])] = []
     """Reward functions, summed by weight."""
-    truncated: Annotated[Function | None, Field(examples=[{"fn": "mask_truncated"}])] = None
+    truncated: Annotated[TruncatedConfig | None, Field(examples=[{"fn": "mask_truncated"}])] = None
     """Treatment of truncated responses before advantages are computed: a function of columns, such as `mask_truncated`
     (not trained on) or `scale_truncated` (their reward times `factor`)."""
-    advantage: Function | None = None
-    covariance: Annotated[Function | None, Field(examples=[{"fn": "clip_cov"}])] = None
+    advantage: AdvantageConfig | None = None
+    covariance: Annotated[CovarianceConfig | None, Field(examples=[{"fn": "clip_cov"}])] = None
     """Holds back tokens whose log-prob and advantage rise together, which keeps the entropy up: `clip_cov`, or `kl_cov`
     with the loss of that name."""
-    pairs: Annotated[Function | None, Field(examples=[{"fn": "best_worst"}])] = None
+    pairs: Annotated[PairsConfig | None, Field(examples=[{"fn": "best_worst"}])] = None
     """Selects the responses of a group to compare, in recipes that learn from comparisons of the policy's samples."""
     loss: LossConfig | None = None
     ptx: PtxConfig | None = None
     """A language-modelling loss on other data, in each update of the main model."""
-    kl: Function | None = None
+    kl: KLConfig | None = None
     """The penalty on divergence from the reference, in recipes that put it into the reward."""
     sync: SyncConfig = SyncConfig()
     models: dict[str, ModelConfig] = {}
