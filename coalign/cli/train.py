@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated
@@ -136,9 +137,9 @@ def recipes():
     """List the recipes: what each is, the rows of data that it takes, and its models."""
     from coalign.launch.template import describe_recipes
 
-    width = get_terminal_size((10_000, 0)).columns  # whole lines where no terminal shows them
+    width = get_terminal_size().columns
     for line in describe_recipes():
-        typer.echo(line if len(line) <= width else line[: width - 1] + "…")
+        typer.echo(line if len(line) <= width or not sys.stdout.isatty() else line[: width - 1] + "…")
 
 
 def schema(no_code: NoCode = False):

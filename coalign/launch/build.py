@@ -13,7 +13,7 @@ from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_name
 from coalign.hub import find_directory
 from coalign.launch.plan import Plan
-from coalign.launch.validate import check_it_learns, check_reward_sources, check_rope
+from coalign.launch.validate import check_context, check_it_learns, check_reward_sources, check_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def build(plan: Plan, cluster: Cluster) -> Engine:
     """The engine of ``plan`` with its models and data, ready to ``learn`` (or to be evaluated)."""
+    check_context(plan.models.values())
     check_rope(plan.models.values(), plan.config, plan.recipe.source)
     data = load_data(plan)
     check_reward_sources(plan.rewards, data.train, data.eval)

@@ -30,7 +30,7 @@ from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
-from coalign.launch.validate import check_directories, check_output, check_rope
+from coalign.launch.validate import check_context, check_directories, check_folders, check_rope
 from coalign.report.display import Display
 from coalign.types import LossInput
 
@@ -54,7 +54,8 @@ def check(config: RunConfig, display: Display) -> None:
     with locate_problems(config):
         present = [model for model in plan.models.values() if model not in planned]
         check_directories(present)
-        check_output(config)
+        check_folders(config)
+        check_context(present)
         check_rope(present, config, plan.recipe.source)
         for model in present:
             _check_backend(model, config)

@@ -42,6 +42,7 @@ from coalign.launch.validate import (
     check_reward_lengths,
     check_routing_replay,
     check_sections,
+    check_stream,
     check_template,
     check_token_limits,
     check_transport,
@@ -145,6 +146,7 @@ def prepare(config: RunConfig) -> Plan:
         recipe.check(config, loss)
         check_sections(config, recipe)
         check_packages(config)
+        check_stream(config)
         with located_at("rollout", "fn"):
             environment = find_environment(config.rollout)
         check_environment(environment, config)

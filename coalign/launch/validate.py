@@ -48,16 +48,43 @@ def check_directories(models: Iterable[PlannedModel]) -> None:
                 read_model_config(find_directory(model.config.load))
 
 
-def check_output(config: RunConfig) -> None:
-    """Refuse a run folder in which nothing can be written."""
-    folder = Path(config.output).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    with located_at("output"):
-        try:
-            TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ValueError(f"nothing can be written in '{folder}': {error.strerror}") from error
+def check_folders(config: RunConfig) -> None:
+    """Refuse folders in which nothing can be written: the run's, and the cache of its data."""
+    for key, name in {("output",): config.output, ("data", "cache"): config.data.cache}.items():
+        folder = Path(name or ".").absolute()
+        while not folder.exists():
+            folder = folder.parent
+        with located_at(*key):
+            try:
+                TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise ValueError(f"nothing can be written in '{folder}': {error.strerror}") from error
+
+
+def check_stream(config: RunConfig) -> None:
+    """Refuse a stream without an end, and shares of sources whose sizes nobody knows."""
+    if not config.data.stream:
+        return
+    if config.runtime.steps is None and config.runtime.tokens is None:
+        message = "is true, and nobody knows how many rows a stream has: set runtime.steps or runtime.tokens"
+        raise ConfigError([ConfigProblem(("data", "stream"), message)])
+    if config.data.mixing != "weight":
+        message = f"is {config.data.mixing}, and nobody knows how many rows a stream has; use weight"
+        raise ConfigError([ConfigProblem(("data", "mixing"), message)])
+
+
+def check_context(models: Iterable[PlannedModel]) -> None:
+    """Refuse responses that are longer than all that a policy reads, prompt included."""
+    from coalign.backends.pretrained import read_config, read_context_length  # imports transformers
+
+    for model in models:
+        longest = model.config.sampling.max_new_tokens
+        if model.role is not Rollout or not model.config.load:
+            continue
+        limit = read_context_length(read_config(model.config))
+        if limit is not None and longest >= limit:
+            message = f"is {longest}, and the model reads {limit} tokens at once, prompt included (config.json)"
+            raise ConfigError([ConfigProblem(("models", model.name, "sampling", "max_new_tokens"), message)])
 
 
 def check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, ModelConfig], config: RunConfig) -> None:

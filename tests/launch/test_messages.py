@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 
 from coalign import load_config
 from coalign.cli import app
@@ -14,6 +16,7 @@ from coalign.config.errors import ConfigError, parse_key
 from coalign.config.foreign import TRL, VERL
 from coalign.config.introspect import list_keys
 from coalign.launch.check import check
+from coalign.launch.data_check import ROWS
 from coalign.report.display import Display
 from tests.runs import settings
 
@@ -70,6 +73,74 @@ LOADS = [
     ("models.policy.load", "megatron", r"models\.policy\.load: .*Megatron checkpoint: `coalign convert"),
     ("models.reference", {"load": None}, r"run\.yaml:\d+: models\.reference\.load: missing"),
 ]
+
+
+DATA = [
+    ("sft", "", r"data\.train\[0\]: .* holds no rows"),
+    ("sft", '{"prompt": "a"', r"data\.train\[0\]: .*rows\.jsonl:1: not valid JSON"),
+    ("sft", '{"prompt": "", "answer": ""}', r"rows\.jsonl has no usable rows \(0 used, 1 empty\)"),
+    ("sft", '{"prompt": "1+1="}', r"rows\.jsonl:1: no key 'answer'; the row has prompt"),
+    ("dpo", '{"prompt": "1+1=", "chosen": "2"}', r"rows\.jsonl:1: no key 'rejected'"),
+    ("kto", '{"prompt": "1+1=", "answer": "2"}', r"rows\.jsonl:1: no key 'label'"),
+    ("grpo", '{"prompt": 5}', r"rows\.jsonl:1: 'prompt' is int"),
+    ("grpo", '{"prompt": "1+1="}', r"reward\[0\]: `math` compares with a row's 'answer', which no row"),
+    (
+        "grpo",
+        '{"prompt": "%s", "answer": "2"}' % ("1" * 2000),
+        r"no usable rows .*; data\.max_prompt_tokens is",
+    ),
+]
+SETTINGS = [
+    ("grpo", {"data.prompt_format": "the same"}, r"data\.prompt_format: makes the same prompt of all 24 rows"),
+    ("grpo", {"data.chat_template": '{{ "x" }}'}, r"data\.chat_template: makes the same prompt of all 24 rows"),
+    ("grpo", {"data.prompt_format": "{questoin}"}, r"no key 'questoin', which data\.prompt_format names"),
+    ("sft", {"data.chat_template": "{{ oops"}, r"the chat template is no valid Jinja"),
+    (
+        "sft",
+        {"models.trainer.max_tokens_per_micro": 3},
+        r"a sequence of .* has \d+ tokens, and 3 are what",
+    ),
+    ("sft", {"output": "/proc/run"}, r"output: nothing can be written in '/proc'"),
+    ("sft", {"data.cache": "/proc/cache"}, r"data\.cache: nothing can be written in '/proc'"),
+    ("grpo", {"data.stream": True, "runtime.steps": None}, r"data\.stream: is true, and nobody knows how many rows"),
+    ("sft", {"data.stream": True, "data.mixing": "size"}, r"data\.mixing: is size, and nobody knows how many rows"),
+    ("sft", {"models.trainer.load": None}, r"models\.trainer\.load: missing"),
+    (
+        "grpo",
+        {"models.policy.sampling.max_new_tokens": 5000, "models.trainer.max_tokens_per_micro": 9000},
+        r"models\.policy\.sampling\.max_new_tokens: is 5000, and the model reads \d+ tokens at once",
+    ),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "rows", "message"), DATA, ids=lambda value: str(value)[:30])
+def test_data_that_cannot_be_trained_on_is_found_by_check(home, algorithm, rows, message):
+    (home / "rows.jsonl").write_text(rows)
+    reward = {"reward": {"fn": "math"}} if algorithm == "grpo" else {}
+    said = refuse(home, algorithm, {"data.train": str(home / "rows.jsonl"), **reward})
+    assert re.search(rf"run\.yaml:\d+: .*{message}", said), said
+
+
+@pytest.mark.parametrize(("algorithm", "changes", "message"), SETTINGS, ids=lambda value: str(value)[:30])
+def test_settings_that_do_not_fit_the_data_or_the_machine_are_found_by_check(home, algorithm, changes, message):
+    said = refuse(home, algorithm, changes)
+    assert re.search(message, said), said
+
+
+def test_check_says_what_it_reads(home):
+    lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(ROWS)]
+    (home / "many.jsonl").write_text("\n".join([*lines, "broken"]))
+    config = settings(home, "grpo", prompts_per_step=32)
+    config["models"]["trainer"]["updates_per_batch"] = 40
+    shown = Display(out=Console(file=io.StringIO(), width=300))
+    check(load_config(config | {"data": config["data"] | {"train": str(home / "many.jsonl")}}), shown)
+    said = shown.out.file.getvalue()
+    assert f"many.jsonl: of the first {ROWS} rows, {ROWS} used\n  prompts of " in said
+    assert "the first row: '0+1='" in said and "grpo.jsonl: 24 rows, 24 used" in said
+    assert "warning: models.trainer.updates_per_batch is 40, and a step has 32 rows" in said
+    assert "a step repeats some" not in said
+    check(load_config(config), shown)
+    assert "warning: runtime.prompts_per_step is 32, and data.train has 24 rows" in shown.out.file.getvalue()
 
 
 @pytest.mark.parametrize(("key", "value", "message"), LOADS, ids=lambda value: str(value)[:30])
