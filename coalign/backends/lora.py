@@ -149,7 +149,7 @@ def export_merged(
     full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights in the same
     block as an adapted one (queries, keys, values), because engines fuse some of them.
     """
-    layers = _find_adapted_weights(model)
+    layers = find_adapted_weights(model)
     blocks = {_find_block(name) for name in layers}
     for name, tensor in get_weights(model).items():
         fusible = name.endswith(".weight") or tensor.dim() == 3
@@ -179,7 +179,7 @@ def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _find_adapted_weights(model: nn.Module) -> dict[str, Any]:
+def find_adapted_weights(model: nn.Module) -> dict[str, Any]:
     """The adapted layer of each frozen weight, by the weight's name in the model.
 
     An adapter of stacked experts belongs to a parameter. Those of one module are nested in each other.

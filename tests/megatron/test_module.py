@@ -126,7 +126,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(paths):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"lora": {"rank": 4}}, "models.model.lora: Megatron's layers have no adapters"),
         ({"ema": {"decay": 0.5}}, "models.model.ema"),
         ({"optimizer": {"name": "muon"}}, "optimizer.name is `muon`"),
         ({"megatron": {"swiglu": False}}, r"megatron.swiglu is False; the model in .* has True"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,11 +17,13 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from coalign.backends import lora as adapters
 from coalign.backends import pretrained, process_group
 from coalign.backends.base import HEADS
 from coalign.backends.hf import layers
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
+from coalign.backends.megatron import lora
 from coalign.backends.megatron.attention import compute_attention_factor
 from coalign.backends.megatron.model import PackedGPT, ScalarGPT
 from coalign.backends.megatron.partition import (
@@ -32,11 +34,13 @@ from coalign.backends.megatron.partition import (
     SCORE,
     ParallelSizes,
     WeightPartition,
+    collect_tensors,
     read_sizes,
 )
 from coalign.backends.megatron.training import MegatronPipeline
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
+from coalign.hub import find_directory
 from coalign.roles import Context
 from coalign.weights import families
 from coalign.weights.convert.huggingface import HuggingFaceReader
@@ -177,6 +181,8 @@ EIGHT_BITS = {
 def uses_transformer_engine(config: ModelConfig, device: torch.device) -> bool:
     """Whether the layers are Transformer Engine's. Raises ValueError if they are set and it is not installed."""
     there, wanted = find_spec("transformer_engine") is not None, config.megatron.transformer_engine
+    if wanted is None and pretrained.has_adapters(config):  # adapters read what the norm that it fuses leaves
+        return False
     if wanted and not there:
         raise ValueError("megatron.transformer_engine is true: it is not installed (transformer-engine)")
     return there and device.type != "cpu" if wanted is None else wanted
@@ -199,7 +205,14 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
         module = module.to(device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
-        chunks.append(module.requires_grad_(not config.frozen))
+        adapted = pretrained.has_adapters(config)
+        chunks.append(module.requires_grad_(not config.frozen and not adapted))
+        if adapted and config.head != "lm" and ends["last"]:  # trained beside the adapters, as they are
+            module.output_layer.float().requires_grad_(not config.frozen)
+    if pretrained.has_adapters(config):
+        lora.attach(chunks, weights, config, context)
+        for adapter in lora.find_adapters(chunks).values():
+            adapter.requires_grad_(not config.frozen)
     rows = RowSharding(
         RankAxis.of(cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())),
         RankAxis(),
@@ -222,6 +235,13 @@ def read_weights(config: ModelConfig, context: Context, weights: WeightPartition
     return weights.read(
         context.rank, _select_stored(config, weights, HuggingFaceReader(folder, pickled=False)), in_memory=False
     )
+
+
+def load_head(chunks: Sequence[torch.nn.Module], name: str) -> None:
+    """Read the head that was trained beside adapters from their directory, where the last of ``chunks`` has one."""
+    _, tensors = adapters.read_adapter(find_directory(name))
+    if (own := collect_tensors(chunks[-1:]).get("0/output_layer.weight")) is not None:
+        own.data.copy_(tensors[adapters.PREFIX + SCORE])
 
 
 def _select_stored(config: ModelConfig, weights: WeightPartition, reader: HuggingFaceReader) -> Callable[[str], Tensor]:

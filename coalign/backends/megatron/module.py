@@ -7,7 +7,7 @@ Face tensors, sharded and named as Megatron's, and exported back to them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from coalign.backends import pretrained, process_group, require_package
+from coalign.backends import lora, pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import layers
 from coalign.backends.megatron.partition import (
@@ -66,6 +66,8 @@ class MegatronModule(TrainableModule):
         wanted = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(config, key)]
         if wanted and not config.frozen and not model.num_moe_experts:
             raise ValueError(f"models.{name}.{wanted[0]} is {getattr(config, wanted[0])}: the model has no experts")
+        if pretrained.has_adapters(config):
+            _check_targets(config, name)
 
     @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
@@ -118,6 +120,8 @@ class MegatronModule(TrainableModule):
         config, own = self.config, self.config.optimizer
         pipeline = build.build_pipeline(config, self.context, self.weights, te=te)
         exact = self._read_weights(pipeline)
+        if config.head != "lm" and config.lora and config.lora.load and pretrained.has_adapters(config):
+            build.load_head(pipeline.models, config.lora.load)
         if not config.frozen:
             settings = {
                 "lr": own.lr,
@@ -137,15 +141,20 @@ class MegatronModule(TrainableModule):
         from coalign.backends.megatron import build
 
         own, exact = collect_tensors(pipeline.models), {}
-        rounded = not self.config.frozen and self.config.compute_dtype not in (None, self.config.dtype)
+        rounded = self._rounded and not self.config.frozen and not pretrained.has_adapters(self.config)
         with torch.no_grad():
             for name, tensor in build.read_weights(self.config, self.context, self.weights):
                 own.pop(name).copy_(tensor)
                 if rounded:
                     exact[name] = tensor.float()
-        if left := [name for name, _ in pipeline.named() if name in own]:
+        if left := [name for name, _ in pipeline.named() if name in own and lora.PART not in name]:
             raise RuntimeError(f"model '{self.context.model}': the checkpoint has no tensor for {left}")
         return exact
+
+    @property
+    def _rounded(self) -> bool:
+        """Whether the model computes with a rounded copy of its weights."""
+        return self.config.compute_dtype not in (None, self.config.dtype)
 
     @property
     def _trained(self) -> PipelineOptimizer:
@@ -196,8 +205,13 @@ class MegatronModule(TrainableModule):
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield weights in ``compute_dtype``, as the model computes with them; `save_hf` writes the exact ones."""
-        for name, tensor in self._export.tensors(collect_tensors(self.pipeline.models)):
+        for name, tensor in self._export.tensors(self._merge(collect_tensors(self.pipeline.models))):
             yield name, tensor.detach()
+
+    def _merge(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        from coalign.backends.megatron.lora import MergedTensors
+
+        return MergedTensors(tensors, self.pipeline.models) if pretrained.has_adapters(self.config) else tensors
 
     @cached_property
     def _export(self) -> HuggingFaceExport:
@@ -223,10 +237,14 @@ class MegatronModule(TrainableModule):
         dtype = getattr(torch, self.config.dtype)
         export = HuggingFaceExport(self.weights, self.context.rank, in_memory=self.config.export_experts == "stacked")
         held = collect_tensors(self.pipeline.models)
-        if self.optimizer:
-            with self._here():
+        with self._here():
+            if self._rounded and pretrained.has_adapters(self.config):  # frozen weights are what they were
+                from coalign.backends.megatron import build
+
+                held |= dict(build.read_weights(self.config, self.context, self.weights))
+            if self.optimizer:
                 held |= self.optimizer.collect_exact()
-        own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(held)}
+        own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(self._merge(held))}
         shares: list[dict[str, int]] = [{}] * self.context.world_size
         dist.all_gather_object(shares, {name: tensor.nbytes for name, tensor in own.items()})
         filled = [rank for rank, share in enumerate(shares) if share]
@@ -243,13 +261,24 @@ class MegatronModule(TrainableModule):
             pretrained.save_config(self.config, dir)
         dist.barrier()
 
+    def save_adapter(self, dir: str | Path) -> None:
+        from coalign.backends.megatron import lora as adapters
+
+        with self._here():
+            adapters.save(self.pipeline.models, self.weights, self.config, self.context, dir)
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        if not pretrained.has_adapters(self.config):
+            return super().base_weights()
+        return lora.disable_adapters(nn.ModuleList(self.pipeline.models))
+
     # ---- memory
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if part == "weights":
             return [parameter for _, parameter in self.pipeline.named()]
         if part == "gradients" and self.optimizer:
-            return [cast(Any, parameter).main_grad for _, parameter in self.pipeline.named()]
+            return [cast(Any, parameter).main_grad for _, parameter in self.pipeline.trained()]
         if part == "optimizer" and self.optimizer:
             return list(self.optimizer.state())
         return ()
@@ -272,7 +301,6 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
             f" is `{config.optimizer.name}`: Megatron's optimizer is `adamw`; for this one use `module: fsdp`",
         )
     others = {
-        "lora": "Megatron's layers have no adapters",
         "ema": "no average is kept beside its optimizer",
         "cpu_offload": "its shards stay on their device",
         "compile": "its layers have kernels of their own",
@@ -280,6 +308,8 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
     for key, reason in others.items():
         if getattr(config, key):
             yield key, f": {reason}; use `module: fsdp`"
+    if pretrained.has_adapters(config):
+        yield from _find_adapter_problems(config)
     if config.dp_replicate > 1:
         yield "dp_replicate", ": weights are not sharded over data-parallel processes here"
     if own.transformer_engine and device.type == "cpu":
@@ -287,3 +317,39 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
     for field in own.config:
         if field in OWNED:
             yield f"megatron.config.{field}", f": {OWNED[field]}"
+
+
+def _find_adapter_problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong with it) for adapters that Megatron's layers cannot have."""
+    own = config.lora
+    assert own is not None
+    others = {
+        "dropout": "ranks see parts of an input, whose dropout they cannot draw alike",
+        "dora": "the norms of whole rows are on no rank",
+        "base_bits": "Megatron's layers do not compute with 4-bit weights",
+    }
+    for key, reason in others.items():
+        if getattr(own, key):
+            yield f"lora.{key}", f" is {getattr(own, key)}: {reason}; use `module: fsdp`"
+    if config.megatron.transformer_engine:
+        yield (
+            "megatron.transformer_engine",
+            " is true: its layers fuse a norm, and adapters need what that leaves; with `lora` it is false",
+        )
+
+
+def _check_targets(config: ModelConfig, name: str) -> None:
+    """Raise ValueError, naming `lora.target`, for a layer that has no adapter here, and for stages without adapters."""
+    skeleton = pretrained.build_skeleton(config, name=name, packed=False)
+    adapted = {weight.replace(lora.BASE, ""): None for weight in lora.find_adapted_weights(skeleton)}.keys()
+    weights, key = partition_weights(config, config.processes), f"models.{name}.lora.target"
+    if (weight := weights.find_unfit_target(adapted)) is not None:
+        raise ValueError(
+            f"{key} matches '{weight.removesuffix('.weight')}', which Megatron computes outside of its linear layers; "
+            "name the others (`*.self_attn.*`, `*_proj`), or use `module: fsdp`"
+        )
+    if not config.frozen and (stage := weights.find_bare_stage(adapted)) is not None:
+        raise ValueError(
+            f"{key} leaves stage {stage} of `pipeline_parallel` {config.pipeline_parallel} (from 0) without adapters "
+            "that other stages have, in experts or outside of them: match layers of all stages, or use fewer stages"
+        )
