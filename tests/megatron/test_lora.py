@@ -26,6 +26,7 @@ from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.conformance.layouts import MODELS, share
 from tests.conformance.test_parallel import joined, relative
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
+from tests.weights.families.checkpoints import native
 
 pytest.importorskip("megatron.core")
 STEADY = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # rounding does not make whole steps
@@ -43,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """``config`` cuts one of MODELS with adapters of one of KINDS over the ranks."""
+    """``config`` cuts one of MODELS or of the families, with adapters of one of KINDS, over the ranks."""
 
     model: str
     kind: str
@@ -77,6 +78,10 @@ TWO = [
     Case("moe", "all", {EP: 2}),
     Case("moe", "only", {EP: 2}),
     Case("shared", "shared", {EP: 2}, {"distributed_optimizer": True}),
+    Case("bloom", "all", {TP: 2}),  # fused in its files, biases, both halves of a layer at once, latent attention
+    Case("glm4", "all", {TP: 2}),
+    Case("gpt_neox", "all", {TP: 2}, {"sequence_parallel": False}),
+    Case("deepseek_v2", "experts", {TP: 2}),
 ]
 FOUR = [
     Case("deep", "all", {TP: 2, PP: 2}),
@@ -154,6 +159,13 @@ def note_gradients(module: Any, folder: Path) -> Any:
         yield
 
 
+def write_model(path: Path, name: str) -> str:
+    if name in MODELS:
+        return str(tiny_model_dir(path, **MODELS[name]))
+    native(name).save_pretrained(path)
+    return str(path)
+
+
 def start(paths: dict[str, str], cases: list[Case], folder: Path, batch: Batch) -> None:
     """Write an adapter that does something, for each model and kind."""
     for case in {case.start: case for case in cases}.values():
@@ -167,8 +179,8 @@ def start(paths: dict[str, str], cases: list[Case], folder: Path, batch: Batch) 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
 def test_ranks_do_what_fsdp_does_in_one_process(ranks, cases, tmp_path, subtests):
-    paths = {name: str(tiny_model_dir(tmp_path / name, **MODELS[name])) for name in {case.model for case in cases}}
-    batch = rollout((5, 9, 12, 7), 3)
+    paths = {name: write_model(tmp_path / name, name) for name in {case.model for case in cases}}
+    batch = rollout((5, 9, 12, 7), 3, vocab=131)
     start(paths, cases, tmp_path, batch)
     alone = {case.start: case for case in cases}.values()
     [done] = on_ranks(1, run, tmp_path, 1, list(alone), paths, tmp_path, batch)
