@@ -31,6 +31,7 @@ from tests.weights.families.checkpoints import native
 pytest.importorskip("megatron.core")
 STEADY = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # rounding does not make whole steps
 TP, PP, CP, EP = "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"
+ZERO = {"distributed_optimizer": True}
 ETP1 = {"expert_tensor_parallel": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "all": {"rank": 4},
@@ -65,9 +66,11 @@ TWO = [
     Case("untied", "all", {PP: 2}),
     Case("untied", "all", {CP: 2}),
     Case("untied", "all"),
-    Case("untied", "all", {}, {"distributed_optimizer": True}),
+    Case("untied", "all", {}, ZERO),
+    Case("untied", "all", {TP: 2}, ZERO),  # these three also read the first one's checkpoint
+    Case("untied", "all", {PP: 2}, ZERO),
     Case("tied", "some", {PP: 2, "activation_checkpointing": "full"}),
-    Case("deep", "first", {PP: 2}, {"virtual_pipeline": 2, "distributed_optimizer": True}),  # chunks without adapters
+    Case("deep", "first", {PP: 2}, {"virtual_pipeline": 2, **ZERO}),  # chunks without adapters
     Case("deep", "some", {TP: 2}),  # one rank has no keys
     Case("deep", "all", {PP: 2}, {"virtual_pipeline": 2}),
     Case("deep", "all", {TP: 2, "activation_checkpointing": "selective"}),
@@ -77,7 +80,7 @@ TWO = [
     Case("moe", "experts", {PP: 2}),
     Case("moe", "all", {EP: 2}),
     Case("moe", "only", {EP: 2}),
-    Case("shared", "shared", {EP: 2}, {"distributed_optimizer": True}),
+    Case("shared", "shared", {EP: 2}, ZERO),
     Case("bloom", "all", {TP: 2}),  # fused in its files, biases, both halves of a layer at once, latent attention
     Case("glm4", "all", {TP: 2}),
     Case("gpt_neox", "all", {TP: 2}, {"sequence_parallel": False}),
@@ -87,8 +90,8 @@ FOUR = [
     Case("deep", "all", {TP: 2, PP: 2}),
     Case("untied", "all", {TP: 2, CP: 2}),
     Case("moe", "experts", {TP: 2, EP: 2}),
-    Case("moe", "experts", {TP: 2, EP: 2}, {**ETP1, "distributed_optimizer": True}),
-    Case("moe", "experts", {PP: 2, EP: 2}),
+    Case("moe", "experts", {TP: 2, EP: 2}, {**ETP1, **ZERO}),
+    Case("moe", "experts", {PP: 2, EP: 2}, ZERO),  # reads the checkpoint of the one above
 ]
 
 
@@ -99,7 +102,8 @@ def make(module: str, path: str, ranks: int = 1, rank: int = 0, port: int = 0, *
 
 def run(rank: int, port: int, ranks: int, cases: list[Case], paths: dict[str, str], folder: Path, batch: Batch) -> list:
     """Each case as FSDP's module does it in one process, or as Megatron's does over ``ranks``."""
-    results = []
+    results: list[dict[str, Any]] = []
+    written: dict[str, Any] = {}  # the first checkpoint of a model and kind, and the weights then and one step later
     for i, case in enumerate(cases):
         kind, config = "fsdp", {}
         if ranks > 1:
@@ -126,6 +130,12 @@ def run(rank: int, port: int, ranks: int, cases: list[Case], paths: dict[str, st
         result["loaded"] = same(exported(module), middle)
         module.train_step(part)
         result["resumed"] = same(exported(module), after)
+        if case.own.get("distributed_optimizer"):  # other state can be read in the same layout alone
+            checkpoint, *wanted = written.setdefault(case.start, (here / "checkpoint", middle, after))
+            module.load(checkpoint)
+            found = exported(module)
+            module.train_step(part)
+            result["resharded"] = list(zip((found, exported(module)), wanted, strict=True))
         results.append({**result, "stats": stats, "after": after})
         module.close()
     return results
@@ -212,6 +222,8 @@ def check(case: Case, shares: list[dict[str, Any]], want: dict[str, Any], here: 
     assert relative(*moves) < 1e-4
     same_adapters(here / "adapter", there / "adapter", 1e-4)
     assert got["loaded"] and got["resumed"]
+    for (found, wanted), tolerance in zip(got.get("resharded", ()), (1e-6, 1e-5), strict=False):
+        assert relative(joined(found, wanted), joined(wanted, wanted)) < tolerance
 
 
 def same_adapters(here: Path, there: Path, tolerance: float) -> None:
