@@ -322,6 +322,9 @@ def test_in_bf16_they_are_float32_and_what_is_frozen_stays_exact(paths, opened, 
     assert moved == {name for name in before if "_proj" in name}
     stored = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
     assert stored and not [name for name in stored if adapters.PART not in name and "weight" in name]
+    for lora, said in ((KINDS["all"], "gate_up_proj is only there"), (None, "down_proj is only there")):
+        with pytest.raises(ValueError, match=rf"lora\.target is not that of the checkpoint .*{said}"):
+            opened("megatron", paths["moe"], lora=lora).load(tmp_path / "checkpoint")
     other = opened("megatron", paths["moe"], lora=KINDS["experts"], compute_dtype="bfloat16")
     other.load(tmp_path / "checkpoint")
     for each in (module, other):

@@ -205,12 +205,12 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
         module = module.to(device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
-        adapted = pretrained.has_adapters(config)
-        chunks.append(module.requires_grad_(not config.frozen and not adapted))
-        if adapted and config.head != "lm" and ends["last"]:  # trained beside the adapters, as they are
+        has_adapters = pretrained.has_adapters(config)
+        chunks.append(module.requires_grad_(not config.frozen and not has_adapters))
+        if has_adapters and config.head != "lm" and ends["last"]:  # trained beside the adapters, as they are
             module.output_layer.float().requires_grad_(not config.frozen)
-    if pretrained.has_adapters(config):
-        lora.attach(chunks, weights, config, context)
+    adapted = list(lora.attach(chunks, weights, config, context)) if pretrained.has_adapters(config) else []
+    if adapted:
         for adapter in lora.find_adapters(chunks).values():
             adapter.requires_grad_(not config.frozen)
     rows = RowSharding(
@@ -219,7 +219,11 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
         multiple=config.tensor_parallel * (layers.FLOAT8_MULTIPLE if config.fp8 else 1),
     )
     return MegatronPipeline(
-        chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
+        chunks,
+        rows,
+        adapted,
+        trained=not config.frozen,
+        distributed_optimizer=config.megatron.distributed_optimizer,
     )
 
 

@@ -99,8 +99,13 @@ def _add(layer: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor |
     return (out + layer.lora(inputs[0]) if layer.lora.enabled else out), bias
 
 
-def attach(chunks: Sequence[nn.Module], weights: WeightPartition, config: ModelConfig, context: Context) -> None:
-    """Put adapters into this rank's chunks: drawn as every backend draws them, or those of ``config.lora.load``."""
+def attach(
+    chunks: Sequence[nn.Module], weights: WeightPartition, config: ModelConfig, context: Context
+) -> Iterator[str]:
+    """Put adapters into this rank's chunks: drawn as every backend draws them, or those of ``config.lora.load``.
+
+    Yields the names of all weights of the model that have one.
+    """
     carrier = build_carrier(config, context)
     layers = find_layers(carrier)
     for shard in weights.adapted_shards(context.rank, layers):
@@ -108,6 +113,7 @@ def attach(chunks: Sequence[nn.Module], weights: WeightPartition, config: ModelC
         owners = [layers[source] for source in shard.sources]
         factors = [_get_factors(owner, shard.expert) for owner in owners]
         LowRankAdapter(chunks[int(number)].get_submodule(name), shard, factors, owners[0].scaling[lora.ADAPTER])
+    yield from layers
 
 
 def build_carrier(config: ModelConfig, context: Context) -> PreTrainedModel:

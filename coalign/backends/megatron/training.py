@@ -58,13 +58,20 @@ BY_PARAMETER = "fully_reshardable"
 class MegatronPipeline:
     """Holds this rank's chunks of a model and runs micro-batches through the chunks of all ranks.
 
-    rows: how each row is sharded over ranks. trained: gradients are kept, and summed over data-parallel ranks.
+    rows: how each row is sharded over ranks. adapted: the names of all weights of the model that have adapters, which
+    alone are trained then. trained: gradients are kept, and summed over data-parallel ranks.
     """
 
     def __init__(
-        self, chunks: Sequence[PackedGPT], rows: RowSharding, *, trained: bool, distributed_optimizer: bool
+        self,
+        chunks: Sequence[PackedGPT],
+        rows: RowSharding,
+        adapted: Sequence[str],
+        *,
+        trained: bool,
+        distributed_optimizer: bool,
     ) -> None:
-        self.models, self.rows, self.config = list(chunks), rows, chunks[0].config
+        self.models, self.rows, self.adapted, self.config = list(chunks), rows, sorted(adapted), chunks[0].config
         self.chunks: list[Any] = self.models
         if trained:
             settings = DistributedDataParallelConfig(
@@ -349,14 +356,22 @@ def save_checkpoint(
     state = _checkpoint_state(pipeline, optimizer, loading=False) | {
         "progress": dict(progress),
         "steps": optimizer.steps,
+        "adapted": pipeline.adapted,
     }
     dist_checkpointing.save(state, str(dir), _CheckpointWriter(), content_metadata=dict(METADATA))
 
 
 def load_checkpoint(dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimizer) -> dict[str, int]:
-    """Load the state and return the progress (a collective). Raises FileNotFoundError without a checkpoint."""
+    """Load the state and return the progress (a collective).
+
+    Raises FileNotFoundError without a checkpoint, and ValueError for one of adapters of other weights.
+    """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(dir)):
         raise FileNotFoundError(f"{dir} holds no checkpoint of a Megatron model (no metadata.json there)")
+    there = cast(dict[str, Any], dist_checkpointing.load_common_state_dict(str(dir))).get("adapted", [])
+    sides = [(there, pipeline.adapted, "only there"), (pipeline.adapted, there, "not there")]
+    if differences := [f"{name} is {side}" for own, other, side in sides for name in sorted({*own} - {*other})[:3]]:
+        raise ValueError(f"lora.target is not that of the checkpoint {dir}: of the adapters, {', '.join(differences)}")
     state = cast(
         dict[str, Any],
         dist_checkpointing.load(_checkpoint_state(pipeline, optimizer, loading=True), str(dir), _CheckpointReader()),
