@@ -83,3 +83,13 @@ def test_its_weights_reach_a_policy_of_vllm(config, trainer, request):
     for line, alone in zip(found, config[1], strict=True):
         assert line["loss/mismatch"] < 1e-4
         assert line["reward/mean"] == pytest.approx(alone["reward/mean"], rel=0.1, abs=0.02)
+
+
+@VLLM
+@MEGATRON
+def test_adapters_reach_a_policy_of_vllm_by_themselves(config, request):
+    given = config[0] | {"sync": {"adapters": "apart"}}
+    trainer = TENSOR | {"lora": {"rank": 4, "target": ["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"]}}
+    found = on_ray(given, request.node.name, {"module": "vllm", "vllm": SMALL}, trainer)
+    assert all(line["loss/mismatch"] < 1e-4 for line in found)
+    assert found[-1]["loss/kl_ref"] > 1e-3  # those of zeros would be the reference

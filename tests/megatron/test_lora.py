@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -290,6 +290,21 @@ def test_one_process_draws_learns_sends_and_saves_what_fsdp_does(paths, opened, 
     torch.testing.assert_close(merged, theirs, rtol=0, atol=1e-5)
     chosen = theirs[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
     torch.testing.assert_close(chosen[3:], found[4 : tokens.shape[1]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapter_rank", [None, 4], ids=["merged", "apart"])
+def test_what_changes_is_sent_alone(paths, opened, adapter_rank):
+    lora, sent = {"rank": 4, "target": ["*.q_proj"]}, []
+    for name in ("fsdp", "megatron"):
+        module = opened(name, paths["moe"], lora=lora)
+        module.context = replace(module.context, adapter_rank=adapter_rank)
+        module.train_step(rollout((5, 9), 3))
+        sent.append([exported(module), exported(module, changing=True)])
+    for wanted, found in zip(*sent, strict=True):
+        assert found.keys() >= wanted.keys()
+        assert relative(joined({name: found[name] for name in wanted}, wanted), joined(wanted, wanted)) < 1e-5
+    every, changing = sent[1]
+    assert len(changing) < len(every) and all(".self_attn." in name for name in changing)
 
 
 def test_a_head_is_trained_saved_and_loaded_beside_them(paths, opened, tmp_path):

@@ -34,7 +34,6 @@ from coalign.backends.megatron.partition import (
     SCORE,
     ParallelSizes,
     WeightPartition,
-    collect_tensors,
     read_sizes,
 )
 from coalign.backends.megatron.training import MegatronPipeline
@@ -244,7 +243,7 @@ def read_weights(config: ModelConfig, context: Context, weights: WeightPartition
 def load_head(chunks: Sequence[torch.nn.Module], name: str) -> None:
     """Read the head that was trained beside adapters from their directory, where the last of ``chunks`` has one."""
     _, tensors = adapters.read_adapter(find_directory(name))
-    if (own := collect_tensors(chunks[-1:]).get("0/output_layer.weight")) is not None:
+    if (own := lora.find_head(chunks)) is not None:
         own.data.copy_(tensors[adapters.PREFIX + SCORE])
 
 

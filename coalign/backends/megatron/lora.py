@@ -107,6 +107,7 @@ def attach(
     Yields the names of all weights of the model that have one.
     """
     carrier = build_carrier(config, context)
+    lora.check_separate(carrier, context)
     layers = find_layers(carrier)
     for shard in weights.adapted_shards(context.rank, layers):
         number, _, name = shard.layer.partition("/")
@@ -142,6 +143,11 @@ def _get_factors(layer: Any, expert: int | None) -> tuple[Tensor, Tensor]:
     if expert is None:
         return a, b
     return a.unflatten(0, (layer.num_experts, -1))[expert], b.unflatten(1, (-1, layer.num_experts))[:, :, expert]
+
+
+def find_head(chunks: Sequence[nn.Module]) -> Tensor | None:
+    """Return the output layer, if it is on this rank."""
+    return collect_tensors(chunks[-1:]).get("0/output_layer.weight")
 
 
 def find_adapters(chunks: Sequence[nn.Module]) -> dict[str, LowRankAdapter]:
@@ -185,22 +191,35 @@ class MergedTensors(Mapping[str, Tensor]):
         return len(self.tensors)
 
 
+def list_own(chunks: Sequence[nn.Module], weights: WeightPartition, rank: int) -> Iterator[LowRankAdapter]:
+    """Yield the adapters of this rank that no rank before it has."""
+    mesh, at = weights.layout.mesh, weights.layout.mesh.at(rank)
+    stage = [other for other in range(mesh.size) if mesh.at(other).pipeline == at.pipeline]
+    first = next(other for other in stage if mesh.at(other).expert == at.expert)
+    for adapter in find_adapters(chunks).values():
+        if rank == (stage[0] if adapter.shard.expert is None else first):
+            yield adapter
+
+
+def export_separate(chunks: Sequence[nn.Module], weights: WeightPartition, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's own adapters by their names in an adapter's file, B multiplied by the scaling."""
+    for adapter in list_own(chunks, weights, rank):
+        for source, a, b in zip(adapter.shard.sources, adapter.lora_A, adapter.lora_B, strict=True):
+            layer = f"{lora.PREFIX}{source.removesuffix('.weight')}{lora.PART}"
+            yield f"{layer}A.weight", a.detach()
+            yield f"{layer}B.weight", b.detach() * adapter.scaling
+
+
 def save(
     chunks: Sequence[nn.Module], weights: WeightPartition, config: ModelConfig, context: Context, directory: str | Path
 ) -> None:
     """Write the adapters in peft's format (a collective)."""
-    mesh, at = weights.layout.mesh, weights.layout.mesh.at(context.rank)
-    stage = [r for r in range(mesh.size) if mesh.at(r).pipeline == at.pipeline]
-    first = {None: stage[0]} | {"expert": next(r for r in stage if mesh.at(r).expert == at.expert)}
     own: dict[Any, Any] = {}
-    for adapter in find_adapters(chunks).values():
-        shard = adapter.shard
-        if first[None if shard.expert is None else "expert"] == context.rank:  # the others have the same
-            pairs = zip(shard.sources, adapter.lora_A, adapter.lora_B, strict=True)
-            own |= {(source, shard.expert): (a.detach().cpu(), b.detach().cpu()) for source, a, b in pairs}
-    head = [t.detach().cpu() for name, t in collect_tensors(chunks).items() if name.endswith("output_layer.weight")]
-    if config.head != "lm" and head and context.rank == stage[0]:
-        own[SCORE] = head[0]
+    for adapter in list_own(chunks, weights, context.rank):
+        pairs = zip(adapter.shard.sources, adapter.lora_A, adapter.lora_B, strict=True)
+        own |= {(source, adapter.shard.expert): (a.detach().cpu(), b.detach().cpu()) for source, a, b in pairs}
+    if config.head != "lm" and (head := find_head(chunks)) is not None:
+        own[SCORE] = head.detach().cpu()
     shares: list[Any] = [None] * context.world_size
     dist.gather_object(own, shares if context.rank == 0 else None)
     if context.rank == 0:

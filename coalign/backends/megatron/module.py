@@ -23,6 +23,7 @@ from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import layers
 from coalign.backends.megatron.partition import (
     OWNED,
+    SCORE,
     HuggingFaceExport,
     WeightPartition,
     collect_tensors,
@@ -46,6 +47,7 @@ class MegatronModule(TrainableModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     parallel = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    adapters = True
     pipeline: MegatronPipeline
     weights: WeightPartition
     optimizer: PipelineOptimizer | None = None
@@ -205,8 +207,25 @@ class MegatronModule(TrainableModule):
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield weights in ``compute_dtype``, as the model computes with them; `save_hf` writes the exact ones."""
-        for name, tensor in self._export.tensors(self._merge(collect_tensors(self.pipeline.models))):
+        from coalign.backends.megatron.lora import export_separate
+
+        own, separate = collect_tensors(self.pipeline.models), self.context.adapter_rank is not None
+        if separate:
+            yield from export_separate(self.pipeline.models, self.weights, self.context.rank)
+        export = self._export_changing if changing else self._export
+        for name, tensor in export.tensors(own if separate else self._merge(own)):
             yield name, tensor.detach()
+
+    @cached_property
+    def _export_changing(self) -> HuggingFaceExport:
+        """With adapters: of weights in the same modules as adapted ones, because engines fuse some of them."""
+        separate = self.context.adapter_rank is not None
+        blocks = {lora.find_block(name) for name in (() if separate else self.pipeline.adapted)}
+        if self.config.head != "lm":
+            blocks.add(lora.find_block(SCORE))
+        if not self.pipeline.adapted:
+            return self._export
+        return HuggingFaceExport(self.weights, self.context.rank, in_memory=True, blocks=blocks)
 
     def _merge(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         from coalign.backends.megatron.lora import MergedTensors

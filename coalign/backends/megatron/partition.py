@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coalign.backends.lora import find_block
 from coalign.backends.pretrained import get_directory
 from coalign.config.schema import ModelConfig
 from coalign.files import read_model_config
@@ -137,10 +138,10 @@ class HuggingFaceExport:
     """Makes Hugging Face tensors from those of the ranks; each on one rank only, spread evenly.
 
     The ranks of a pipeline stage make the tensors of its layers among themselves, one for each rank at a time, and send
-    each other only the missing parts.
+    each other only the missing parts. ``blocks``: leave out weights that are in none of these modules.
     """
 
-    def __init__(self, weights: WeightPartition, rank: int, *, in_memory: bool) -> None:
+    def __init__(self, weights: WeightPartition, rank: int, *, in_memory: bool, blocks: Set[str] | None = None) -> None:
         mesh = weights.layout.mesh
         self.rank, self.sources = rank, weights.sources(in_memory=in_memory)
         self.stage = [r for r in range(mesh.size) if mesh.at(r).pipeline == mesh.at(rank).pipeline]
@@ -148,7 +149,7 @@ class HuggingFaceExport:
         # A tied embedding is also on the last stage, which does not export it again.
         parameters, own = weights.parameters(in_memory=in_memory), mesh.at(rank).pipeline[0]
         here = {name for p in parameters.values() if weights.layout.stage_of(p)[0] == own for name in p.sources}
-        self.names = [name for name in self.sources if name in here]
+        self.names = [name for name in self.sources if name in here and (blocks is None or find_block(name) in blocks)]
 
     @cached_property
     def moves(self) -> dict[str, list[BoxCopy]]:
