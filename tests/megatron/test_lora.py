@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.conformance.layouts import MODELS, share
 from tests.conformance.test_parallel import joined, relative
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
-from tests.weights.families.checkpoints import native
+from tests.weights.families.checkpoints import checkpoint, native
 
 pytest.importorskip("megatron.core")
 STEADY = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # rounding does not make whole steps
@@ -236,7 +237,11 @@ def same_adapters(here: Path, there: Path, tolerance: float) -> None:
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     scores = tiny_reward_model_dir(folder / "scores", tied=False)
-    return {"scores": str(scores)} | {n: str(tiny_model_dir(folder / n, **MODELS[n])) for n in ("moe", "shared")}
+    hf, _ = checkpoint("chatglm")
+    (folder / "config.json").write_text(json.dumps(hf))
+    return {"scores": str(scores), "remote": str(folder)} | {
+        n: str(tiny_model_dir(folder / n, **MODELS[n])) for n in ("moe", "shared")
+    }
 
 
 @pytest.fixture
@@ -355,6 +360,11 @@ def test_in_bf16_they_are_float32_and_what_is_frozen_stays_exact(paths, opened, 
         ("moe", {"lora": {"base_bits": 4}}, r"models\.model\.lora\.base_bits is 4: .*; use `module: fsdp`"),
         ("moe", {"lora": {}, "megatron": {"transformer_engine": True}}, "megatron.transformer_engine is true"),
         ("shared", {"lora": {}}, r"models\.model\.lora\.target matches 'model\.layers\.0\.mlp\.shared_expert_gate'"),
+        (
+            "remote",
+            {"lora": {}},
+            r"models\.model\.lora: .* a class of transformers, .* none for the model type `chatglm`",
+        ),
         ("moe", {"lora": {"target": "*.q"}}, r"models\.model\.lora\.target: '\*\.q' matches none"),
         (
             "moe",
