@@ -41,7 +41,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts": {"rank": 2, "target": ["all-linear", "*.experts.*"]},
     "only": {"rank": 2, "target": ["*.experts.*"]},
     "shared": {"rank": 2, "target": ["*_proj", "*.experts.*"]},
+    "value": {"rank": 4},
 }
+VALUE = {"head": "value", "loss": {"fn": "value"}}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Case:
     @property
     def start(self) -> str:
         return f"{self.model}-{self.kind}"
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return VALUE if self.kind == "value" else {}
 
     def __str__(self) -> str:
         return "-".join([self.start, *(f"{key}_{value}" for key, value in {**self.config, **self.own}.items())])
@@ -82,6 +88,9 @@ TWO = [
     Case("moe", "all", {EP: 2}),
     Case("moe", "only", {EP: 2}),
     Case("shared", "shared", {EP: 2}, ZERO),
+    Case("scores", "value", {TP: 2}),
+    Case("scores", "value", {TP: 2}, {"sequence_parallel": False}),
+    Case("scores", "value", {PP: 2}, ZERO),
     Case("bloom", "all", {TP: 2}),  # fused in its files, biases, both halves of a layer at once, latent attention
     Case("glm4", "all", {TP: 2}),
     Case("gpt_neox", "all", {TP: 2}, {"sequence_parallel": False}),
@@ -111,13 +120,13 @@ def run(rank: int, port: int, ranks: int, cases: list[Case], paths: dict[str, st
             kind = "megatron"
             config = {**case.config, "megatron": {"distributed_optimizer": False, **case.own}}
         lora = {**KINDS[case.kind], "load": str(folder / case.start)}
-        module = make(kind, paths[case.model], ranks, rank, port + i, lora=lora, **config)
+        module = make(kind, paths[case.model], ranks, rank, port + i, lora=lora, **config, **case.head)
         part, here = share(batch, module), folder / f"{case}-{ranks}"
         result = {
             "share": module.config.shares(ranks)[rank],
             "before": exported(module),
-            "scored": module.forward_step(part)["ref_logprobs"],
-            "base": module.forward_step(part, base=True)["ref_logprobs"],
+            "scored": module.forward_step(part, into="found")["found"],
+            "base": module.forward_step(part, into="found", base=True)["found"],
         }
         with note_gradients(module, here / "gradients"):
             stats = [module.train_step(part)]
@@ -173,6 +182,8 @@ def note_gradients(module: Any, folder: Path) -> Any:
 def write_model(path: Path, name: str) -> str:
     if name in MODELS:
         return str(tiny_model_dir(path, **MODELS[name]))
+    if name == "scores":
+        return str(tiny_reward_model_dir(path, tied=False))
     native(name).save_pretrained(path)
     return str(path)
 
@@ -180,7 +191,8 @@ def write_model(path: Path, name: str) -> str:
 def start(paths: dict[str, str], cases: list[Case], folder: Path, batch: Batch) -> None:
     """Write an adapter that does something, for each model and kind."""
     for case in {case.start: case for case in cases}.values():
-        module = make("fsdp", paths[case.model], lora=KINDS[case.kind], optimizer={**STEADY, "lr": 1e-2})
+        optimizer = {**STEADY, "lr": 1e-2}
+        module = make("fsdp", paths[case.model], lora=KINDS[case.kind], optimizer=optimizer, **case.head)
         for _ in range(2):
             module.train_step(batch)
         module.save_adapter(folder / case.start)
@@ -192,6 +204,7 @@ def start(paths: dict[str, str], cases: list[Case], folder: Path, batch: Batch) 
 def test_ranks_do_what_fsdp_does_in_one_process(ranks, cases, tmp_path, subtests):
     paths = {name: write_model(tmp_path / name, name) for name in {case.model for case in cases}}
     batch = rollout((5, 9, 12, 7), 3, vocab=131)
+    batch = batch.with_(values=batch["returns"] * 0.5)
     start(paths, cases, tmp_path, batch)
     alone = {case.start: case for case in cases}.values()
     [done] = on_ranks(1, run, tmp_path, 1, list(alone), paths, tmp_path, batch)
