@@ -193,7 +193,7 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
     dtype = getattr(torch, config.compute_dtype or config.dtype)
     more = _compute_fields(config) | (EIGHT_BITS if config.fp8 else {})
     settings = create_transformer_config(model, read_sizes(config), dtype=dtype, te=te, **more)
-    chunks = []
+    chunks, has_adapters = [], pretrained.has_adapters(config)
     for chunk in range(len(weights.layout.stages[0])):
         virtual = chunk if len(weights.layout.stages[0]) > 1 else None
         ends = {
@@ -204,14 +204,10 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
         module = module.to(device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
-        has_adapters = pretrained.has_adapters(config)
         chunks.append(module.requires_grad_(not config.frozen and not has_adapters))
         if has_adapters and config.head != "lm" and ends["last"]:  # trained beside the adapters, as they are
             module.output_layer.float().requires_grad_(not config.frozen)
-    adapted = list(lora.attach(chunks, weights, config, context)) if pretrained.has_adapters(config) else []
-    if adapted:
-        for adapter in lora.find_adapters(chunks).values():
-            adapter.requires_grad_(not config.frozen)
+    adapted = lora.attach(chunks, weights, config, context) if has_adapters else []
     rows = RowSharding(
         RankAxis.of(cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())),
         RankAxis(),

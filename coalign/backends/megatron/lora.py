@@ -62,7 +62,7 @@ class LowRankAdapter(nn.Module):
         """Return A and scaling · B of this rank's part of the weight: [n rank, columns] and [rows, n rank]."""
         a = torch.cat([each[:, slice(*self.shard.columns)] for each in self.lora_A])
         b = F.pad(torch.block_diag(*self.lora_B), (0, 0, 0, 1))  # the last row is of rows without an adapter
-        return a, b[self.rows] * self.scaling
+        return a, b.index_select(0, self.rows) * self.scaling
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output for the input ``x``, both as its ranks share them."""
@@ -99,12 +99,10 @@ def _add(layer: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor |
     return (out + layer.lora(inputs[0]) if layer.lora.enabled else out), bias
 
 
-def attach(
-    chunks: Sequence[nn.Module], weights: WeightPartition, config: ModelConfig, context: Context
-) -> Iterator[str]:
+def attach(chunks: Sequence[nn.Module], weights: WeightPartition, config: ModelConfig, context: Context) -> list[str]:
     """Put adapters into this rank's chunks: drawn as every backend draws them, or those of ``config.lora.load``.
 
-    Yields the names of all weights of the model that have one.
+    Returns the names of all weights of the model that have one.
     """
     carrier = build_carrier(config, context)
     lora.check_separate(carrier, context)
@@ -113,8 +111,9 @@ def attach(
         number, _, name = shard.layer.partition("/")
         owners = [layers[source] for source in shard.sources]
         factors = [_get_factors(owner, shard.expert) for owner in owners]
-        LowRankAdapter(chunks[int(number)].get_submodule(name), shard, factors, owners[0].scaling[lora.ADAPTER])
-    yield from layers
+        layer, scaling = chunks[int(number)].get_submodule(name), owners[0].scaling[lora.ADAPTER]
+        LowRankAdapter(layer, shard, factors, scaling).requires_grad_(not config.frozen)
+    return sorted(layers)
 
 
 def build_carrier(config: ModelConfig, context: Context) -> PreTrainedModel:

@@ -67,6 +67,13 @@ class MegatronModule(TrainableModule):
             model = partition_weights(config, config.processes).layout.config
         except ValueError as problem:
             raise ValueError(f"models.{name}: {problem}") from problem
+        sizes = read_sizes(config)
+        if model.num_moe_experts and not config.frozen and sizes.expert == 1 and sizes.expert_tensor != sizes.tensor:
+            raise ValueError(
+                f"models.{name}.megatron.expert_tensor_parallel is {sizes.expert_tensor}: without `expert_parallel` "
+                f"megatron-core sums gradients of experts as those of other layers, which takes {sizes.tensor}, as "
+                "`tensor_parallel`"
+            )
         wanted = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(config, key)]
         if wanted and not config.frozen and not model.num_moe_experts:
             raise ValueError(f"models.{name}.{wanted[0]} is {getattr(config, wanted[0])}: the model has no experts")
@@ -221,12 +228,10 @@ class MegatronModule(TrainableModule):
     @cached_property
     def _export_changing(self) -> HuggingFaceExport:
         """With adapters: of weights in the same modules as adapted ones, because engines fuse some of them."""
-        separate = self.context.adapter_rank is not None
-        blocks = {lora.find_block(name) for name in (() if separate else self.pipeline.adapted)}
-        if self.config.head != "lm":
-            blocks.add(lora.find_block(SCORE))
         if not self.pipeline.adapted:
             return self._export
+        merged = self.pipeline.adapted if self.context.adapter_rank is None else []
+        blocks = {lora.find_block(name) for name in (*merged, *([] if self.config.head == "lm" else [SCORE]))}
         return HuggingFaceExport(self.weights, self.context.rank, in_memory=True, blocks=blocks)
 
     def _merge(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -262,7 +267,8 @@ class MegatronModule(TrainableModule):
             if self._rounded and pretrained.has_adapters(self.config):  # frozen weights are what they were
                 from coalign.backends.megatron import build
 
-                held |= dict(build.read_weights(self.config, self.context, self.weights))
+                exact = build.read_weights(self.config, self.context, self.weights)
+                held |= {name: tensor.to(self.device) for name, tensor in exact}
             if self.optimizer:
                 held |= self.optimizer.collect_exact()
         own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(self._merge(held))}

@@ -71,7 +71,7 @@ class MegatronPipeline:
         trained: bool,
         distributed_optimizer: bool,
     ) -> None:
-        self.models, self.rows, self.adapted, self.config = list(chunks), rows, sorted(adapted), chunks[0].config
+        self.models, self.rows, self.adapted, self.config = list(chunks), rows, list(adapted), chunks[0].config
         self.chunks: list[Any] = self.models
         if trained:
             settings = DistributedDataParallelConfig(
@@ -377,17 +377,17 @@ def load_checkpoint(dir: str | Path, pipeline: MegatronPipeline, optimizer: Pipe
         dist_checkpointing.load(_checkpoint_state(pipeline, optimizer, loading=True), str(dir), _CheckpointReader()),
     )
     for title, model in zip(pipeline.titles, pipeline.models, strict=True):
-        model.load_state_dict(state[title], strict=False)  # without what is frozen
+        model.load_state_dict(state[title], strict=not pipeline.adapted)  # without what is frozen
     optimizer.load(state["optimizer"], state["steps"])
     return state["progress"]
 
 
 def _checkpoint_state(pipeline: MegatronPipeline, optimizer: PipelineOptimizer, *, loading: bool) -> dict[str, Any]:
     state = {}
+    # Tensors of all layers are stacked in one, unless some layers may lack an adapter that others have.
+    metadata = METADATA | ({"non_homogeneous_layers": True} if pipeline.adapted else {})
     for title, model in zip(pipeline.titles, pipeline.models, strict=True):
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        # Layers are stacked in one tensor, unless some of them may lack what others have.
-        metadata = METADATA | ({"non_homogeneous_layers": True} if frozen else {})
-        entries = model.sharded_state_dict(metadata=metadata)
+        entries = model.sharded_state_dict(metadata=dict(metadata))
         state[title] = {name: entry for name, entry in entries.items() if name not in frozen}
     return state | {"optimizer": optimizer.inner.sharded_state_dict(state, is_loading=loading, metadata=dict(METADATA))}
