@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import CONFIG_MAPPING
 
 from coalign.backends import lora, pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
@@ -368,7 +368,7 @@ def _find_adapter_problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
 def _check_targets(config: ModelConfig, name: str) -> None:
     """Raise ValueError, naming `lora.target`, for a layer that has no adapter here, and for stages without adapters."""
     kind = read_model_config(pretrained.get_directory(config)).get("model_type")
-    if kind not in CONFIG_MAPPING_NAMES and not config.trust_remote_code:
+    if kind not in CONFIG_MAPPING and not config.trust_remote_code:
         raise ValueError(
             f"models.{name}.lora: adapters are those of a class of transformers, which has none for the model type "
             f"`{kind}` of {config.load}; without `lora` all weights are trained"
