@@ -340,6 +340,12 @@ def test_a_head_is_trained_saved_and_loaded_beside_them(paths, opened, tmp_path)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
+def test_an_adapter_of_another_rank_is_named_once(paths, opened, tmp_path):
+    opened("megatron", paths["moe"], lora={"rank": 4}).save_adapter(tmp_path)
+    with pytest.raises(ValueError, match=r"^models\.model\.lora\.rank is 2, but 4 in the adapter"):
+        opened("megatron", paths["moe"], lora={"rank": 2, "load": str(tmp_path)})
+
+
 def test_in_bf16_they_are_float32_and_what_is_frozen_stays_exact(paths, opened, tmp_path):
     batch = rollout((5, 9), 3)
     module = opened("megatron", paths["moe"], lora=KINDS["experts"], compute_dtype="bfloat16")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from coalign.backends import lora as adapters
 from coalign.backends import pretrained, process_group
@@ -187,13 +188,18 @@ def uses_transformer_engine(config: ModelConfig, device: torch.device) -> bool:
     return there and device.type != "cpu" if wanted is None else wanted
 
 
-def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartition, *, te: bool) -> MegatronPipeline:
-    """Build this rank's chunks of the model, without their weights; the ranks have joined."""
+def build_pipeline(
+    config: ModelConfig, context: Context, weights: WeightPartition, carrier: PreTrainedModel | None, *, te: bool
+) -> MegatronPipeline:
+    """Build this rank's chunks of the model, without their weights, with the adapters of ``carrier``.
+
+    The ranks have joined.
+    """
     device, model = torch.device(context.device), weights.layout.config
     dtype = getattr(torch, config.compute_dtype or config.dtype)
     more = _compute_fields(config) | (EIGHT_BITS if config.fp8 else {})
     settings = create_transformer_config(model, read_sizes(config), dtype=dtype, te=te, **more)
-    chunks, has_adapters = [], pretrained.has_adapters(config)
+    chunks = []
     for chunk in range(len(weights.layout.stages[0])):
         virtual = chunk if len(weights.layout.stages[0]) > 1 else None
         ends = {
@@ -204,10 +210,10 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
         module = module.to(device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
-        chunks.append(module.requires_grad_(not config.frozen and not has_adapters))
-        if has_adapters and config.head != "lm" and ends["last"]:  # trained beside the adapters, as they are
+        chunks.append(module.requires_grad_(not config.frozen and carrier is None))
+        if carrier is not None and config.head != "lm" and ends["last"]:  # trained beside the adapters, as they are
             module.output_layer.float().requires_grad_(not config.frozen)
-    adapted = lora.attach(chunks, weights, config, context) if has_adapters else []
+    adapted = [] if carrier is None else lora.attach(chunks, weights, carrier, context.rank, frozen=config.frozen)
     rows = RowSharding(
         RankAxis.of(cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())),
         RankAxis(),

@@ -99,31 +99,33 @@ def _add(layer: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor |
     return (out + layer.lora(inputs[0]) if layer.lora.enabled else out), bias
 
 
-def attach(chunks: Sequence[nn.Module], weights: WeightPartition, config: ModelConfig, context: Context) -> list[str]:
-    """Put adapters into this rank's chunks: drawn as every backend draws them, or those of ``config.lora.load``.
-
-    Returns the names of all weights of the model that have one.
-    """
-    carrier = build_carrier(config, context)
-    lora.check_separate(carrier, context)
+def attach(
+    chunks: Sequence[nn.Module], weights: WeightPartition, carrier: PreTrainedModel, rank: int, *, frozen: bool
+) -> list[str]:
+    """Put the adapters of ``carrier`` into the chunks of ``rank``; return the names of all weights that have one."""
     layers = find_layers(carrier)
-    for shard in weights.adapted_shards(context.rank, layers):
+    for shard in weights.adapted_shards(rank, layers):
         number, _, name = shard.layer.partition("/")
         owners = [layers[source] for source in shard.sources]
         factors = [_get_factors(owner, shard.expert) for owner in owners]
         layer, scaling = chunks[int(number)].get_submodule(name), owners[0].scaling[lora.ADAPTER]
-        LowRankAdapter(layer, shard, factors, scaling).requires_grad_(not config.frozen)
+        LowRankAdapter(layer, shard, factors, scaling).requires_grad_(not frozen)
     return sorted(layers)
 
 
 def build_carrier(config: ModelConfig, context: Context) -> PreTrainedModel:
-    """Build the Hugging Face model with its adapters, whole and on the host, over weights without memory."""
+    """Build the Hugging Face model with its adapters, whole and on the host, over weights without memory.
+
+    Adapters are drawn as every backend draws them, or those of ``config.lora.load``. Raises ValueError, naming the key,
+    for adapters that do not fit.
+    """
     model = pretrained.build_skeleton(config.model_copy(update={"lora": None}), name=context.model, packed=False)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             stand_in = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
             module.register_parameter(name, nn.Parameter(stand_in, requires_grad=False))
     lora.attach(model, config, seed=context.seed, name=context.model)
+    lora.check_separate(model, context)
     for parameter in lora.find_trained_parameters(model).values():
         parameter.data = parameter.data.contiguous()
     if config.lora and config.lora.load:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from coalign.backends import lora, pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
@@ -78,7 +78,7 @@ class MegatronModule(TrainableModule):
         if wanted and not config.frozen and not model.num_moe_experts:
             raise ValueError(f"models.{name}.{wanted[0]} is {getattr(config, wanted[0])}: the model has no experts")
         if pretrained.has_adapters(config):
-            _check_targets(config, name)
+            _check_targets(config, name, config.processes)
 
     @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
@@ -109,27 +109,31 @@ class MegatronModule(TrainableModule):
         self.check_before_setup()
         from coalign.backends.megatron import build
         from coalign.backends.megatron import build as ranks
+        from coalign.backends.megatron.lora import build_carrier
 
-        config, context = self.config, self.context
+        config, context, carrier = self.config, self.context, None
+        if pretrained.has_adapters(config):
+            _check_targets(config, context.model, context.world_size)
+            carrier = build_carrier(config, context)
         with self._here():
             try:
                 te = build.uses_transformer_engine(config, self.device)
                 self.weights = partition_weights(config, context.world_size, te=te)
                 ranks.join_ranks(read_sizes(config), context)
                 try:
-                    self._build(te=te)
+                    self._build(carrier, te=te)
                 except BaseException:
                     ranks.leave_ranks()
                     raise
             except ValueError as problem:
                 raise ValueError(f"models.{context.model}: {problem}") from problem
 
-    def _build(self, *, te: bool) -> None:
+    def _build(self, carrier: PreTrainedModel | None, *, te: bool) -> None:
         from coalign.backends.megatron import build
         from coalign.backends.megatron.training import PipelineOptimizer
 
         config, own = self.config, self.config.optimizer
-        pipeline = build.build_pipeline(config, self.context, self.weights, te=te)
+        pipeline = build.build_pipeline(config, self.context, self.weights, carrier, te=te)
         exact = self._read_weights(pipeline)
         if config.head != "lm" and config.lora and config.lora.load and pretrained.has_adapters(config):
             build.load_head(pipeline.models, config.lora.load)
@@ -365,8 +369,9 @@ def _find_adapter_problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _check_targets(config: ModelConfig, name: str) -> None:
-    """Raise ValueError, naming `lora.target`, for a layer that has no adapter here, and for stages without adapters."""
+def _check_targets(config: ModelConfig, name: str, count: int) -> None:
+    """Raise ValueError, naming `lora.target`, for a layer that has no adapter here, and for stages of ``count`` ranks
+    that lack some."""
     kind = read_model_config(pretrained.get_directory(config)).get("model_type")
     if kind not in CONFIG_MAPPING and not config.trust_remote_code:
         raise ValueError(
@@ -375,7 +380,7 @@ def _check_targets(config: ModelConfig, name: str) -> None:
         )
     skeleton = pretrained.build_skeleton(config, name=name, packed=False)
     adapted = {weight.replace(lora.BASE, ""): None for weight in lora.find_adapted_weights(skeleton)}.keys()
-    weights, key = partition_weights(config, config.processes), f"models.{name}.lora.target"
+    weights, key = partition_weights(config, count), f"models.{name}.lora.target"
     if (weight := weights.find_unfit_target(adapted)) is not None:
         raise ValueError(
             f"{key} matches '{weight.removesuffix('.weight')}', which Megatron computes outside of its linear layers; "
