@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from coalign.backends.vision_language import has_towers
 from coalign.config.schema import LoraConfig as LoraSettings
 from coalign.config.schema import ModelConfig
+from coalign.roles import Context
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -74,6 +75,15 @@ def find_target_experts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def adapts_experts(model: nn.Module) -> bool:
     """Whether stacked experts of ``model`` have adapters."""
     return any(hasattr(layer, "parameter_name") for layer in _find_adapted_layers(model).values())
+
+
+def check_separate(model: nn.Module, context: Context) -> None:
+    """Raise ValueError for adapters that are synced separately and have no names that engines read."""
+    if context.adapter_rank is not None and adapts_experts(model):
+        raise ValueError(
+            f"sync.adapters is `apart`, and adapters of stacked experts (models.{context.model}.lora.target) "
+            "have no names in an adapter's file that engines read; use `merged`"
+        )
 
 
 def _check_experts(lora: LoraSettings, target: str, name: str) -> None:
@@ -149,11 +159,11 @@ def export_merged(
     full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights in the same
     block as an adapted one (queries, keys, values), because engines fuse some of them.
     """
-    layers = _find_adapted_weights(model)
-    blocks = {_find_block(name) for name in layers}
+    layers = find_adapted_weights(model)
+    blocks = {find_block(name) for name in layers}
     for name, tensor in get_weights(model).items():
         fusible = name.endswith(".weight") or tensor.dim() == 3
-        if PART in name or (changing and not (tensor.requires_grad or (fusible and _find_block(name) in blocks))):
+        if PART in name or (changing and not (tensor.requires_grad or (fusible and find_block(name) in blocks))):
             continue
         value, layer = whole(_dense(tensor)), layers.get(name)
         yield name.replace(BASE, ""), value if layer is None else _merge(layer, value, whole)
@@ -179,7 +189,7 @@ def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _find_adapted_weights(model: nn.Module) -> dict[str, Any]:
+def find_adapted_weights(model: nn.Module) -> dict[str, Any]:
     """The adapted layer of each frozen weight, by the weight's name in the model.
 
     An adapter of stacked experts belongs to a parameter. Those of one module are nested in each other.
@@ -193,7 +203,7 @@ def _find_adapted_weights(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _find_block(name: str) -> str:
+def find_block(name: str) -> str:
     """The module around the layer that has the weight ``name``."""
     return name.replace(BASE, "").rpartition(".")[0].rpartition(".")[0]
 

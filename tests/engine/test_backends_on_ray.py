@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.conformance.backends import DEEPSPEED, MEGATRON
 from tests.conformance.engines import SMALL, VLLM, model_dir
@@ -47,9 +51,29 @@ def on_ray(config, name: str, policy: dict, trainer: dict) -> list[dict]:
 def test_the_curve_is_that_of_fsdp_in_one_process(config, trainer, request):
     given, alone = config
     found = on_ray(given, request.node.name, {"module": "native"}, trainer)
+    compare(found, alone)
+
+
+def compare(found: list[dict], alone: list[dict]) -> None:
     for key in ("loss/value", "loss/grad_norm", "loss/kl_ref", "reward/mean", "tokens/trained"):
         one, two = ([line[key] for line in lines] for lines in (alone, found))
         assert two == pytest.approx(one, rel=1e-4, abs=1e-5), key
+
+
+@MEGATRON
+def test_adapters_learn_what_they_do_in_one_process(config, request):
+    """The base beneath them is the reference."""
+    lora = {"lora": {"rank": 4}}
+    alone = config[0] | {"output": f"{config[0]['output']}-lora", "models": dict(config[0]["models"])}
+    alone["models"]["trainer"] = alone["models"]["trainer"] | lora
+    assert run(alone) == 0
+    compare(on_ray(config[0], request.node.name, {"module": "native"}, TENSOR | lora), metrics(alone))
+    folders = (f"{config[0]['output']}-{name}" for name in (request.node.name, "lora"))
+    found, wanted = (load_file(next(Path(folder).rglob("adapter_model.safetensors"))) for folder in folders)
+    assert found.keys() == wanted.keys()
+    assert max(float(tensor.abs().max()) for name, tensor in wanted.items() if "lora_B" in name) > 1e-3
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 @VLLM
@@ -59,3 +83,13 @@ def test_its_weights_reach_a_policy_of_vllm(config, trainer, request):
     for line, alone in zip(found, config[1], strict=True):
         assert line["loss/mismatch"] < 1e-4
         assert line["reward/mean"] == pytest.approx(alone["reward/mean"], rel=0.1, abs=0.02)
+
+
+@VLLM
+@MEGATRON
+def test_adapters_reach_a_policy_of_vllm_by_themselves(config, request):
+    given = config[0] | {"sync": {"adapters": "apart"}}
+    trainer = TENSOR | {"lora": {"rank": 4, "target": ["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"]}}
+    found = on_ray(given, request.node.name, {"module": "vllm", "vllm": SMALL}, trainer)
+    assert all(line["loss/mismatch"] < 1e-4 for line in found)
+    assert found[-1]["loss/kl_ref"] > 1e-3  # those of zeros would be the reference

@@ -48,7 +48,11 @@ def refusals(config, model):
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ("trainer", {"module": "megatron", "lora": {"rank": 2}}, "models.trainer.lora: Megatron's layers have no"),
+        (
+            "trainer",
+            {"module": "megatron", "lora": {"dora": True}},
+            "models.trainer.lora.dora is True: the norms of whole",
+        ),
         ("trainer", {"module": "megatron", "ema": {}}, "models.trainer.ema: no average is kept beside its optimizer"),
         (
             "trainer",

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from coalign.backends.megatron.module import MegatronModule
+from coalign.config.schema import ModelConfig
 from tests.backends.batches import rollout
 from tests.conformance.backends import Backend, build, exported
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
@@ -126,7 +128,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(paths):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"lora": {"rank": 4}}, "models.model.lora: Megatron's layers have no adapters"),
         ({"ema": {"decay": 0.5}}, "models.model.ema"),
         ({"optimizer": {"name": "muon"}}, "optimizer.name is `muon`"),
         ({"megatron": {"swiglu": False}}, r"megatron.swiglu is False; the model in .* has True"),
@@ -142,6 +143,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing(paths):
 def test_what_it_cannot_do_is_refused_by_the_key(paths, config, said):
     with pytest.raises(ValueError, match=said):
         made(paths["tied"], **config)
+
+
+def test_experts_whose_gradients_would_not_be_summed_are_refused(paths):
+    sizes = {"tensor_parallel": 2, "num_process": 2, "megatron": {"expert_tensor_parallel": 1}}
+    config = ModelConfig(module="megatron", load=str(paths["moe"]), **sizes)
+    with pytest.raises(ValueError, match=r"models\.model\.megatron\.expert_tensor_parallel is 1: without `expert_par"):
+        MegatronModule.check_architecture(config, "model")
+    MegatronModule.check_architecture(config.model_copy(update={"expert_parallel": 2}), "model")
 
 
 def test_a_head_that_is_not_there_is_refused(paths):

@@ -303,11 +303,7 @@ class HuggingFaceModule(TrainableModule):
 
     def _wrap(self, model: PreTrainedModel, rows: str) -> PackedModel:
         self.check_model(model, self.config, self.context.model)
-        if self.context.adapter_rank is not None and lora.adapts_experts(model):
-            raise ValueError(
-                f"sync.adapters is `apart`, and adapters of stacked experts (models.{self.context.model}.lora.target) "
-                "have no names in an adapter's file that engines read; use `merged`"
-            )
+        lora.check_separate(model, self.context)
         if self.config.frozen:
             model.requires_grad_(False)
         elif self.config.activation_checkpointing:

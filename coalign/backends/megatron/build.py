@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from coalign.backends import lora as adapters
 from coalign.backends import pretrained, process_group
 from coalign.backends.base import HEADS
 from coalign.backends.hf import layers
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
+from coalign.backends.megatron import lora
 from coalign.backends.megatron.attention import compute_attention_factor
 from coalign.backends.megatron.model import PackedGPT, ScalarGPT
 from coalign.backends.megatron.partition import (
@@ -37,6 +40,7 @@ from coalign.backends.megatron.partition import (
 from coalign.backends.megatron.training import MegatronPipeline
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
+from coalign.hub import find_directory
 from coalign.roles import Context
 from coalign.weights import families
 from coalign.weights.convert.huggingface import HuggingFaceReader
@@ -177,13 +181,20 @@ EIGHT_BITS = {
 def uses_transformer_engine(config: ModelConfig, device: torch.device) -> bool:
     """Whether the layers are Transformer Engine's. Raises ValueError if they are set and it is not installed."""
     there, wanted = find_spec("transformer_engine") is not None, config.megatron.transformer_engine
+    if wanted is None and pretrained.has_adapters(config):  # adapters read what the norm that it fuses leaves
+        return False
     if wanted and not there:
         raise ValueError("megatron.transformer_engine is true: it is not installed (transformer-engine)")
     return there and device.type != "cpu" if wanted is None else wanted
 
 
-def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartition, *, te: bool) -> MegatronPipeline:
-    """Build this rank's chunks of the model, without their weights; the ranks have joined."""
+def build_pipeline(
+    config: ModelConfig, context: Context, weights: WeightPartition, carrier: PreTrainedModel | None, *, te: bool
+) -> MegatronPipeline:
+    """Build this rank's chunks of the model, without their weights, with the adapters of ``carrier``.
+
+    The ranks have joined.
+    """
     device, model = torch.device(context.device), weights.layout.config
     dtype = getattr(torch, config.compute_dtype or config.dtype)
     more = _compute_fields(config) | (EIGHT_BITS if config.fp8 else {})
@@ -199,14 +210,21 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
         module = module.to(device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
-        chunks.append(module.requires_grad_(not config.frozen))
+        chunks.append(module.requires_grad_(not config.frozen and carrier is None))
+        if carrier is not None and config.head != "lm" and ends["last"]:  # trained beside the adapters, as they are
+            module.output_layer.float().requires_grad_(not config.frozen)
+    adapted = [] if carrier is None else lora.attach(chunks, weights, carrier, context.rank, frozen=config.frozen)
     rows = RowSharding(
         RankAxis.of(cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())),
         RankAxis(),
         multiple=config.tensor_parallel * (layers.FLOAT8_MULTIPLE if config.fp8 else 1),
     )
     return MegatronPipeline(
-        chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
+        chunks,
+        rows,
+        adapted,
+        trained=not config.frozen,
+        distributed_optimizer=config.megatron.distributed_optimizer,
     )
 
 
@@ -222,6 +240,13 @@ def read_weights(config: ModelConfig, context: Context, weights: WeightPartition
     return weights.read(
         context.rank, _select_stored(config, weights, HuggingFaceReader(folder, pickled=False)), in_memory=False
     )
+
+
+def load_head(chunks: Sequence[torch.nn.Module], name: str) -> None:
+    """Read the head that was trained beside adapters from their directory, where the last of ``chunks`` has one."""
+    _, tensors = adapters.read_adapter(find_directory(name))
+    if (own := lora.find_head(chunks)) is not None:
+        own.data.copy_(tensors[adapters.PREFIX + SCORE])
 
 
 def _select_stored(config: ModelConfig, weights: WeightPartition, reader: HuggingFaceReader) -> Callable[[str], Tensor]:

@@ -243,9 +243,12 @@ class PackedGPT(GPTModel):
         ``layout``: of this rank's part of the row (coalign.backends.hf.rows.RowShard).
         """
         angles = compute_rotary_angles(self.described, layout.positions, layout.blocks)
+        embedded = self._embed(layout) if self.pre_process else None
+        if embedded is not None and torch.is_grad_enabled():  # that of a frozen embedding has no gradient by itself
+            embedded.requires_grad_()
         latent = self.described.multi_latent_attention
         hidden = self.decoder(
-            hidden_states=self._embed(layout) if self.pre_process else None,
+            hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=None if latent else angles,
             packed_seq_params=PackedRow(layout.positions, layout.blocks, heads, angles if latent else None),

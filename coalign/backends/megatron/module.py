@@ -7,7 +7,7 @@ Face tensors, sharded and named as Megatron's, and exported back to them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from coalign.backends import pretrained, process_group, require_package
+from coalign.backends import lora, pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import layers
 from coalign.backends.megatron.partition import (
     OWNED,
+    SCORE,
     HuggingFaceExport,
     WeightPartition,
     collect_tensors,
@@ -33,6 +35,7 @@ from coalign.backends.process_group import all_reduce_values
 from coalign.backends.routers import RouterCoefficients
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.files import read_model_config
 from coalign.roles import Context
 from coalign.types import Stats
 
@@ -46,6 +49,7 @@ class MegatronModule(TrainableModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     parallel = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    adapters = True
     pipeline: MegatronPipeline
     weights: WeightPartition
     optimizer: PipelineOptimizer | None = None
@@ -63,9 +67,18 @@ class MegatronModule(TrainableModule):
             model = partition_weights(config, config.processes).layout.config
         except ValueError as problem:
             raise ValueError(f"models.{name}: {problem}") from problem
+        sizes = read_sizes(config)
+        if model.num_moe_experts and not config.frozen and sizes.expert == 1 and sizes.expert_tensor != sizes.tensor:
+            raise ValueError(
+                f"models.{name}.megatron.expert_tensor_parallel is {sizes.expert_tensor}: without `expert_parallel` "
+                f"megatron-core sums gradients of experts as those of other layers, which takes {sizes.tensor}, as "
+                "`tensor_parallel`"
+            )
         wanted = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(config, key)]
         if wanted and not config.frozen and not model.num_moe_experts:
             raise ValueError(f"models.{name}.{wanted[0]} is {getattr(config, wanted[0])}: the model has no experts")
+        if pretrained.has_adapters(config):
+            _check_targets(config, name, config.processes)
 
     @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
@@ -96,28 +109,34 @@ class MegatronModule(TrainableModule):
         self.check_before_setup()
         from coalign.backends.megatron import build
         from coalign.backends.megatron import build as ranks
+        from coalign.backends.megatron.lora import build_carrier
 
-        config, context = self.config, self.context
+        config, context, carrier = self.config, self.context, None
+        if pretrained.has_adapters(config):
+            _check_targets(config, context.model, context.world_size)
+            carrier = build_carrier(config, context)
         with self._here():
             try:
                 te = build.uses_transformer_engine(config, self.device)
                 self.weights = partition_weights(config, context.world_size, te=te)
                 ranks.join_ranks(read_sizes(config), context)
                 try:
-                    self._build(te=te)
+                    self._build(carrier, te=te)
                 except BaseException:
                     ranks.leave_ranks()
                     raise
             except ValueError as problem:
                 raise ValueError(f"models.{context.model}: {problem}") from problem
 
-    def _build(self, *, te: bool) -> None:
+    def _build(self, carrier: PreTrainedModel | None, *, te: bool) -> None:
         from coalign.backends.megatron import build
         from coalign.backends.megatron.training import PipelineOptimizer
 
         config, own = self.config, self.config.optimizer
-        pipeline = build.build_pipeline(config, self.context, self.weights, te=te)
+        pipeline = build.build_pipeline(config, self.context, self.weights, carrier, te=te)
         exact = self._read_weights(pipeline)
+        if config.head != "lm" and config.lora and config.lora.load and pretrained.has_adapters(config):
+            build.load_head(pipeline.models, config.lora.load)
         if not config.frozen:
             settings = {
                 "lr": own.lr,
@@ -137,15 +156,20 @@ class MegatronModule(TrainableModule):
         from coalign.backends.megatron import build
 
         own, exact = collect_tensors(pipeline.models), {}
-        rounded = not self.config.frozen and self.config.compute_dtype not in (None, self.config.dtype)
+        rounded = self._rounded and not self.config.frozen and not pretrained.has_adapters(self.config)
         with torch.no_grad():
             for name, tensor in build.read_weights(self.config, self.context, self.weights):
                 own.pop(name).copy_(tensor)
                 if rounded:
                     exact[name] = tensor.float()
-        if left := [name for name, _ in pipeline.named() if name in own]:
+        if left := [name for name, _ in pipeline.named() if name in own and lora.PART not in name]:
             raise RuntimeError(f"model '{self.context.model}': the checkpoint has no tensor for {left}")
         return exact
+
+    @property
+    def _rounded(self) -> bool:
+        """Whether the model computes with a rounded copy of its weights."""
+        return self.config.compute_dtype not in (None, self.config.dtype)
 
     @property
     def _trained(self) -> PipelineOptimizer:
@@ -196,8 +220,28 @@ class MegatronModule(TrainableModule):
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield weights in ``compute_dtype``, as the model computes with them; `save_hf` writes the exact ones."""
-        for name, tensor in self._export.tensors(collect_tensors(self.pipeline.models)):
+        from coalign.backends.megatron.lora import export_separate
+
+        own, separate = collect_tensors(self.pipeline.models), self.context.adapter_rank is not None
+        if separate:
+            yield from export_separate(self.pipeline.models, self.weights, self.context.rank)
+        export = self._export_changing if changing else self._export
+        for name, tensor in export.tensors(own if separate else self._merge(own)):
             yield name, tensor.detach()
+
+    @cached_property
+    def _export_changing(self) -> HuggingFaceExport:
+        """With adapters: of weights in the same modules as adapted ones, because engines fuse some of them."""
+        if not self.pipeline.adapted:
+            return self._export
+        merged = self.pipeline.adapted if self.context.adapter_rank is None else []
+        blocks = {lora.find_block(name) for name in (*merged, *([] if self.config.head == "lm" else [SCORE]))}
+        return HuggingFaceExport(self.weights, self.context.rank, in_memory=True, blocks=blocks)
+
+    def _merge(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        from coalign.backends.megatron.lora import MergedTensors
+
+        return MergedTensors(tensors, self.pipeline.models) if pretrained.has_adapters(self.config) else tensors
 
     @cached_property
     def _export(self) -> HuggingFaceExport:
@@ -223,10 +267,15 @@ class MegatronModule(TrainableModule):
         dtype = getattr(torch, self.config.dtype)
         export = HuggingFaceExport(self.weights, self.context.rank, in_memory=self.config.export_experts == "stacked")
         held = collect_tensors(self.pipeline.models)
-        if self.optimizer:
-            with self._here():
+        with self._here():
+            if self._rounded and pretrained.has_adapters(self.config):  # frozen weights are what they were
+                from coalign.backends.megatron import build
+
+                exact = build.read_weights(self.config, self.context, self.weights)
+                held |= {name: tensor.to(self.device) for name, tensor in exact}
+            if self.optimizer:
                 held |= self.optimizer.collect_exact()
-        own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(held)}
+        own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(self._merge(held))}
         shares: list[dict[str, int]] = [{}] * self.context.world_size
         dist.all_gather_object(shares, {name: tensor.nbytes for name, tensor in own.items()})
         filled = [rank for rank, share in enumerate(shares) if share]
@@ -243,13 +292,24 @@ class MegatronModule(TrainableModule):
             pretrained.save_config(self.config, dir)
         dist.barrier()
 
+    def save_adapter(self, dir: str | Path) -> None:
+        from coalign.backends.megatron import lora as adapters
+
+        with self._here():
+            adapters.save(self.pipeline.models, self.weights, self.config, self.context, dir)
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        if not pretrained.has_adapters(self.config):
+            return super().base_weights()
+        return lora.disable_adapters(nn.ModuleList(self.pipeline.models))
+
     # ---- memory
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if part == "weights":
             return [parameter for _, parameter in self.pipeline.named()]
         if part == "gradients" and self.optimizer:
-            return [cast(Any, parameter).main_grad for _, parameter in self.pipeline.named()]
+            return [cast(Any, parameter).main_grad for _, parameter in self.pipeline.trained()]
         if part == "optimizer" and self.optimizer:
             return list(self.optimizer.state())
         return ()
@@ -272,7 +332,6 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
             f" is `{config.optimizer.name}`: Megatron's optimizer is `adamw`; for this one use `module: fsdp`",
         )
     others = {
-        "lora": "Megatron's layers have no adapters",
         "ema": "no average is kept beside its optimizer",
         "cpu_offload": "its shards stay on their device",
         "compile": "its layers have kernels of their own",
@@ -280,6 +339,8 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
     for key, reason in others.items():
         if getattr(config, key):
             yield key, f": {reason}; use `module: fsdp`"
+    if pretrained.has_adapters(config):
+        yield from _find_adapter_problems(config)
     if config.dp_replicate > 1:
         yield "dp_replicate", ": weights are not sharded over data-parallel processes here"
     if own.transformer_engine and device.type == "cpu":
@@ -287,3 +348,46 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
     for field in own.config:
         if field in OWNED:
             yield f"megatron.config.{field}", f": {OWNED[field]}"
+
+
+def _find_adapter_problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong with it) for adapters that Megatron's layers cannot have."""
+    own = config.lora
+    assert own is not None
+    others = {
+        "dropout": "ranks see parts of an input, whose dropout they cannot draw alike",
+        "dora": "the norms of whole rows are on no rank",
+        "base_bits": "Megatron's layers do not compute with 4-bit weights",
+    }
+    for key, reason in others.items():
+        if getattr(own, key):
+            yield f"lora.{key}", f" is {getattr(own, key)}: {reason}; use `module: fsdp`"
+    if config.megatron.transformer_engine:
+        yield (
+            "megatron.transformer_engine",
+            " is true: its layers fuse a norm, and adapters need what that leaves; with `lora` it is false",
+        )
+
+
+def _check_targets(config: ModelConfig, name: str, count: int) -> None:
+    """Raise ValueError, naming `lora.target`, for a layer that has no adapter here, and for stages of ``count`` ranks
+    that lack some."""
+    kind = read_model_config(pretrained.get_directory(config)).get("model_type")
+    if kind not in CONFIG_MAPPING and not config.trust_remote_code:
+        raise ValueError(
+            f"models.{name}.lora: adapters are those of a class of transformers, which has none for the model type "
+            f"`{kind}` of {config.load}; without `lora` all weights are trained"
+        )
+    skeleton = pretrained.build_skeleton(config, name=name, packed=False)
+    adapted = {weight.replace(lora.BASE, ""): None for weight in lora.find_adapted_weights(skeleton)}.keys()
+    weights, key = partition_weights(config, count), f"models.{name}.lora.target"
+    if (weight := weights.find_unfit_target(adapted)) is not None:
+        raise ValueError(
+            f"{key} matches '{weight.removesuffix('.weight')}', which Megatron computes outside of its linear layers; "
+            "name the others (`*.self_attn.*`, `*_proj`), or use `module: fsdp`"
+        )
+    if not config.frozen and (stage := weights.find_bare_stage(adapted)) is not None:
+        raise ValueError(
+            f"{key} leaves stage {stage} of `pipeline_parallel` {config.pipeline_parallel} (from 0) without adapters "
+            "that other stages have, in experts or outside of them: match layers of all stages, or use fewer stages"
+        )

@@ -6,15 +6,18 @@ It also lists the fields of megatron-core's configuration that Coalign sets. meg
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coalign.backends.lora import find_block
 from coalign.backends.pretrained import get_directory
 from coalign.config.schema import ModelConfig
 from coalign.files import read_model_config
@@ -26,6 +29,23 @@ from coalign.weights.layouts.megatron_model import MegatronConfig
 from coalign.weights.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
 
 SCORE = "score.weight"  # of a value or reward model, in every Hugging Face directory
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedShard:
+    """A rank's part of the weight of a linear layer, made of Hugging Face weights some of which have adapters.
+
+    layer: `<chunk>/<name in the chunk>`. sources: the adapted weights. expert: which one of a stack they are. row: the
+    columns are cut, not the rows. columns: of A, from start to stop. rows: for each own row that of B, counted through
+    all sources, or one more than these have.
+    """
+
+    layer: str
+    sources: tuple[str, ...]
+    expert: int | None
+    row: bool
+    columns: tuple[int, int]
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,40 @@ class WeightPartition:
             for shard in self.layout.shards(parameters, at, chunk)
         ]
 
+    def adapted_shards(self, rank: int, adapted: Collection[str]) -> Iterator[AdaptedShard]:
+        """Yield a rank's parts of weights that are made of ``adapted`` ones, by the names of transformers in memory."""
+        parameters, at = self.parameters(in_memory=True), self.layout.mesh.at(rank)
+        for chunk in range(len(self.layout.stages[at.pipeline[0]])):
+            for parameter, shard in self.layout.place(parameters, at, chunk):
+                sources = [name for name in parameter.sources if name in adapted]
+                if not sources:
+                    continue
+                *starts, end = accumulate((parameter.sources[name].shape[-2] for name in sources), initial=0)
+                first, rows = dict(zip(sources, starts, strict=True)), [end] * shard.shape[0]
+                for piece in (piece for piece in shard.pieces if piece.name in first):
+                    (start, stop), _ = piece.full[-2:]
+                    rows[slice(*piece.own[-2])] = range(first[piece.name] + start, first[piece.name] + stop)
+                layer, row = f"{chunk}/{shard.name.removesuffix('.weight')}", parameter.kind == "row"
+                expert = parameter.expert if parameter.sources[sources[0]].experts else None
+                yield AdaptedShard(layer, tuple(sources), expert, row, shard.pieces[0].full[-1], tuple(rows))
+
+    def find_unfit_target(self, adapted: Set[str]) -> str | None:
+        """Return an ``adapted`` weight that no column- or row-parallel layer holds, as a gate of shared experts."""
+        parameters = self.parameters(in_memory=True).values()
+        linear = (p for p in parameters if re.search(r"\.linear_\w+\.weight$", p.template))
+        held = {name for parameter in linear for name in parameter.sources}
+        return next((name for name in adapted if name not in held), None)
+
+    def find_bare_stage(self, adapted: Set[str]) -> int | None:
+        """Return a pipeline stage without ``adapted`` weights, or without those of the experts that others have: its
+        ranks would have no optimizer for them."""
+        kinds: dict[int, set[bool]] = {stage: set() for stage in range(self.layout.mesh.pipeline)}
+        for parameter in self.parameters(in_memory=True).values():
+            if not adapted.isdisjoint(parameter.sources):
+                kinds[self.layout.stage_of(parameter)[0]].add(parameter.expert is not None)
+        every = set().union(*kinds.values())
+        return next((stage for stage, found in kinds.items() if found != every), None)
+
     def read(self, rank: int, tensor: Callable[[str], Tensor], *, in_memory: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield a rank's tensors, made from Hugging Face ones. Raises ValueError for a wrong shape."""
         sources = self.sources(in_memory=in_memory)
@@ -84,10 +138,10 @@ class HuggingFaceExport:
     """Makes Hugging Face tensors from those of the ranks; each on one rank only, spread evenly.
 
     The ranks of a pipeline stage make the tensors of its layers among themselves, one for each rank at a time, and send
-    each other only the missing parts.
+    each other only the missing parts. ``blocks``: leave out weights that are in none of these modules.
     """
 
-    def __init__(self, weights: WeightPartition, rank: int, *, in_memory: bool) -> None:
+    def __init__(self, weights: WeightPartition, rank: int, *, in_memory: bool, blocks: Set[str] | None = None) -> None:
         mesh = weights.layout.mesh
         self.rank, self.sources = rank, weights.sources(in_memory=in_memory)
         self.stage = [r for r in range(mesh.size) if mesh.at(r).pipeline == mesh.at(rank).pipeline]
@@ -95,7 +149,7 @@ class HuggingFaceExport:
         # A tied embedding is also on the last stage, which does not export it again.
         parameters, own = weights.parameters(in_memory=in_memory), mesh.at(rank).pipeline[0]
         here = {name for p in parameters.values() if weights.layout.stage_of(p)[0] == own for name in p.sources}
-        self.names = [name for name in self.sources if name in here]
+        self.names = [name for name in self.sources if name in here and (blocks is None or find_block(name) in blocks)]
 
     @cached_property
     def moves(self) -> dict[str, list[BoxCopy]]:

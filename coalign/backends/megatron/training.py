@@ -34,7 +34,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from coalign.backends.base import Measure, Outputs
 from coalign.backends.hf.rows import RowSharding
 from coalign.backends.layout import pack
+from coalign.backends.megatron.lora import sum_partial_gradients
 from coalign.backends.megatron.model import PackedGPT
 from coalign.backends.megatron.routers import MegatronRouters
 from coalign.data.batch import Batch
@@ -57,13 +58,20 @@ BY_PARAMETER = "fully_reshardable"
 class MegatronPipeline:
     """Holds this rank's chunks of a model and runs micro-batches through the chunks of all ranks.
 
-    rows: how each row is sharded over ranks. trained: gradients are kept, and summed over data-parallel ranks.
+    rows: how each row is sharded over ranks. adapted: the names of all weights of the model that have adapters, which
+    alone are trained then. trained: gradients are kept, and summed over data-parallel ranks.
     """
 
     def __init__(
-        self, chunks: Sequence[PackedGPT], rows: RowSharding, *, trained: bool, distributed_optimizer: bool
+        self,
+        chunks: Sequence[PackedGPT],
+        rows: RowSharding,
+        adapted: Sequence[str],
+        *,
+        trained: bool,
+        distributed_optimizer: bool,
     ) -> None:
-        self.models, self.rows, self.config = list(chunks), rows, chunks[0].config
+        self.models, self.rows, self.adapted, self.config = list(chunks), rows, list(adapted), chunks[0].config
         self.chunks: list[Any] = self.models
         if trained:
             settings = DistributedDataParallelConfig(
@@ -139,7 +147,8 @@ class MegatronPipeline:
         return received
 
     def finish_gradients(self) -> None:
-        """Sum gradients over ranks with other rows or the same weights."""
+        """Sum gradients over ranks with other rows, other parts of a layer, or the same weights."""
+        sum_partial_gradients(self.models)
         finalize_model_grads(self.chunks)
 
     @property
@@ -154,6 +163,10 @@ class MegatronPipeline:
             for name, parameter in model.named_parameters():
                 yield f"{number}/{name}", parameter
 
+    def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield those of them that are trained: all, or adapters."""
+        return ((name, parameter) for name, parameter in self.named() if parameter.requires_grad)
+
 
 class PipelineOptimizer:
     """AdamW on float32 copies of a pipeline's parameters."""
@@ -161,18 +174,20 @@ class PipelineOptimizer:
     def __init__(
         self, pipeline: MegatronPipeline, settings: Mapping[str, Any], *, clip: float | None, distributed: bool
     ) -> None:
-        low = pipeline.config.params_dtype == torch.bfloat16
+        dtype = next((parameter.dtype for _, parameter in pipeline.trained()), torch.float32)
+        low = dtype == torch.bfloat16
         config = OptimizerConfig(
             optimizer="adam",
             **settings,
             clip_grad=clip or 0.0,
             bf16=low,
-            params_dtype=pipeline.config.params_dtype,
+            params_dtype=dtype,
             use_distributed_optimizer=distributed,
         )
         self.pipeline, self.limit, self.distributed = pipeline, clip, distributed
-        self.inner = get_megatron_optimizer(config, pipeline.chunks)
-        self.parts: list[Any] = cast(Any, self.inner).chained_optimizers
+        found: list[Any] = cast(Any, get_megatron_optimizer(config, pipeline.chunks)).chained_optimizers
+        self.parts = [part for part in found if part.optimizer is not None]  # one has none if only experts are trained
+        self.inner = ChainedOptimizer(self.parts)
         for group in self.groups():  # Megatron leaves this to its scheduler
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         for part in self.parts:  # at once, so that every checkpoint has the same entries
@@ -209,7 +224,7 @@ class PipelineOptimizer:
     @torch.no_grad()
     def collect_exact(self) -> dict[str, Tensor]:
         """Return the float32 weights, by the names of `MegatronPipeline.named` (a collective)."""
-        return {name: self._exact(parameter) for name, parameter in self.pipeline.named()}
+        return {name: self._exact(parameter) for name, parameter in self.pipeline.trained()}
 
     def _exact(self, parameter: torch.nn.Parameter) -> Tensor:
         if parameter.dtype == torch.float32:
@@ -294,7 +309,7 @@ def _add_steps(part: Any) -> tuple[str, Callable[[Any, dict[str, Tensor]], None]
 
 
 # Passed as copies: megatron-core adds process groups to them.
-METADATA = {"distrib_optim_sharding_type": BY_PARAMETER, "chained_optim_avoid_prefix": True}
+METADATA: dict[str, Any] = {"distrib_optim_sharding_type": BY_PARAMETER, "chained_optim_avoid_prefix": True}
 
 
 class _CheckpointWriter(SaveShardedStrategy):
@@ -341,27 +356,38 @@ def save_checkpoint(
     state = _checkpoint_state(pipeline, optimizer, loading=False) | {
         "progress": dict(progress),
         "steps": optimizer.steps,
+        "adapted": pipeline.adapted,
     }
     dist_checkpointing.save(state, str(dir), _CheckpointWriter(), content_metadata=dict(METADATA))
 
 
 def load_checkpoint(dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimizer) -> dict[str, int]:
-    """Load the state and return the progress (a collective). Raises FileNotFoundError without a checkpoint."""
+    """Load the state and return the progress (a collective).
+
+    Raises FileNotFoundError without a checkpoint, and ValueError for one of adapters of other weights.
+    """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(dir)):
         raise FileNotFoundError(f"{dir} holds no checkpoint of a Megatron model (no metadata.json there)")
+    there = cast(dict[str, Any], dist_checkpointing.load_common_state_dict(str(dir))).get("adapted", [])
+    sides = [(there, pipeline.adapted, "only there"), (pipeline.adapted, there, "not there")]
+    if differences := [f"{name} is {side}" for own, other, side in sides for name in sorted({*own} - {*other})[:3]]:
+        raise ValueError(f"lora.target is not that of the checkpoint {dir}: of the adapters, {', '.join(differences)}")
     state = cast(
         dict[str, Any],
         dist_checkpointing.load(_checkpoint_state(pipeline, optimizer, loading=True), str(dir), _CheckpointReader()),
     )
     for title, model in zip(pipeline.titles, pipeline.models, strict=True):
-        model.load_state_dict(state[title])
+        model.load_state_dict(state[title], strict=not pipeline.adapted)  # without what is frozen
     optimizer.load(state["optimizer"], state["steps"])
     return state["progress"]
 
 
 def _checkpoint_state(pipeline: MegatronPipeline, optimizer: PipelineOptimizer, *, loading: bool) -> dict[str, Any]:
-    state = {
-        title: model.sharded_state_dict(metadata=dict(METADATA))
-        for title, model in zip(pipeline.titles, pipeline.models, strict=True)
-    }
+    state = {}
+    # Tensors of all layers are stacked in one, unless some layers may lack an adapter that others have.
+    metadata = METADATA | ({"non_homogeneous_layers": True} if pipeline.adapted else {})
+    for title, model in zip(pipeline.titles, pipeline.models, strict=True):
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        entries = model.sharded_state_dict(metadata=dict(metadata))
+        state[title] = {name: entry for name, entry in entries.items() if name not in frozen}
     return state | {"optimizer": optimizer.inner.sharded_state_dict(state, is_loading=loading, metadata=dict(METADATA))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from coalign.weights.families.family import Parameter
@@ -120,12 +120,17 @@ class MegatronLayout:
         Their names are local: layers and experts count from 0. Raises ValueError for a parameter that does not divide,
         or that has no name in this spec.
         """
+        return [shard for _, shard in self.place(parameters, at, chunk)]
+
+    def place(
+        self, parameters: Mapping[str, Parameter], at: Coordinates, chunk: int = 0
+    ) -> Iterator[tuple[Parameter, Shard]]:
+        """Yield the parameters that one rank and chunk has a shard of, with that shard, as `shards` lists them."""
         here = (at.pipeline[0], chunk)
         layers = {layer: own for own, layer in enumerate(self.stages[at.pipeline[0]][chunk])}
         experts = (self.config.num_moe_experts or 0) // at.expert[1]
         first = at.expert[0] * experts
         own_experts = (None, *range(first, first + experts))
-        held = []
         for parameter in parameters.values():
             if self.stage_of(parameter) != here or parameter.expert not in own_experts:
                 continue
@@ -133,10 +138,10 @@ class MegatronLayout:
             if parameter.layer is not None:
                 own["layer"] = layers[parameter.layer]
             name = name_in_model(self.config, parameter, self.spec).format_map(own)
-            held.append(self._shard(parameter, name, at))
+            yield parameter, self._shard(parameter, name, at)
         if self.config.share_embeddings_and_output_weights and here == self._last != (0, 0):
-            held.append(self._shard(parameters["embedding.word_embeddings.weight"], TIED_HEAD[self.spec], at))
-        return held
+            tied = parameters["embedding.word_embeddings.weight"]
+            yield tied, self._shard(tied, TIED_HEAD[self.spec], at)
 
     @property
     def _last(self) -> tuple[int, int]:
