@@ -125,8 +125,8 @@ def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path) -> None
         SFTTrainer(args=arguments, **common).train()
         return
     arguments = GRPOConfig(
-        per_device_train_batch_size=2 * SAMPLES,  # logits of more samples do not fit into 24 GiB
-        gradient_accumulation_steps=ROWS[stage] // 2,
+        per_device_train_batch_size=SAMPLES,  # logits of more samples do not fit into 24 GiB
+        gradient_accumulation_steps=ROWS[stage],
         num_generations=SAMPLES,
         max_completion_length=NEW,
         beta=KL,

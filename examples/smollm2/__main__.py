@@ -25,7 +25,8 @@ HERE = Path(__file__).parent
 def main() -> None:
     folder = Path(os.environ.setdefault("RUNS", "runs/smollm2"))
     os.environ["SMOLLM2"] = os.environ.get("SMOLLM2") or str(find_model())
-    make_data(folder / "data")
+    if not (folder / "data" / "pairs_eval.jsonl").exists():  # the last; a run refuses files that are written anew
+        make_data(folder / "data")
     measure("start", os.environ["SMOLLM2"], folder)
     for stage in ("sft", "reward_model", "dpo", "grpo"):
         result = coalign.train(HERE / f"{stage}.yaml")
