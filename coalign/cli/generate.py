@@ -28,7 +28,7 @@ TemplateArguments = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0)]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option()]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")]
+Device = Annotated[str, typer.Option(help="auto (the machine's accelerator, or else the CPU), cpu, cuda, cuda:1.")]
 Rewards = Annotated[
     list[str] | None,
     typer.Option(
@@ -65,7 +65,7 @@ def generate(
     chat_template_kwargs: TemplateArguments = None,
     seed: Seed = 0,
     dtype: Dtype = "float32",
-    device: Device = "cpu",
+    device: Device = "auto",
 ):
     """Generate responses: JSONL in, JSONL out. After an interruption the same command resumes."""
     from coalign import api
@@ -111,7 +111,7 @@ def score(
     response_key: Annotated[str, typer.Option(help="The response's key in the input.")] = "response",
     chat_template: Template = "auto",
     dtype: Dtype = "float32",
-    device: Device = "cpu",
+    device: Device = "auto",
 ):
     """Score responses with a reward model or reward functions. After an interruption the same command resumes."""
     from coalign.commands.score import score as judge
@@ -147,7 +147,7 @@ def chat(
     chat_template_kwargs: TemplateArguments = None,
     seed: Seed = 0,
     dtype: Dtype = "float32",
-    device: Device = "cpu",
+    device: Device = "auto",
 ):
     """Talk to a model in the terminal. /reset, /save FILE and /quit; Ctrl-C stops an answer."""
     from coalign.commands.chat import ChatSettings, read_typed_lines
@@ -194,7 +194,7 @@ def serve_reward(
         str | None, typer.Option(help="The reward model's: `auto` (default), `none`, or a Jinja file.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default) or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu (default), cuda, cuda:1.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto (default; see `coalign generate`), cpu, cuda.")] = None,
 ):
     """Serve a reward model or functions over HTTP, as OpenRLHF's `/get_reward`. SIGTERM finishes current requests."""
     from coalign.commands.serve import serve

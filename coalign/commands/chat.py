@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from coalign.backends.engines.native.engine import NativeModule
-from coalign.commands.judges import check_device
+from coalign.commands.judges import choose_device
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.messages import Message
@@ -36,7 +36,7 @@ class ChatSettings:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "cpu"
+    device: str = "auto"
 
 
 def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None:
@@ -78,13 +78,13 @@ class Conversation:
     """The messages so far, and the model that answers."""
 
     def __init__(self, settings: ChatSettings) -> None:
-        check_device(settings.device)
+        device = choose_device(settings.device)
         self.settings = settings
         config = ModelConfig(
             module="native", load=str(settings.model), dtype=settings.dtype, sampling=settings.sampling
         )
         fetch_model(config)
-        self._module = NativeModule(config, Context(seed=settings.seed, device=settings.device))
+        self._module = NativeModule(config, Context(seed=settings.seed, device=device))
         self._module.setup()
         self._template = load_template(self._module.tokenizer, settings.chat_template, settings.chat_template_kwargs)
         self._turns = 0

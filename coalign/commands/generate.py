@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from coalign.backends.engines.module import RolloutModule
-from coalign.commands.judges import ResponseJudge, ResponseToScore, check_device, open_judge
+from coalign.commands.judges import ResponseJudge, ResponseToScore, choose_device, open_judge
 from coalign.commands.resumable import JsonRecord, RecordStream, ResumableOutput, fingerprint_settings
 from coalign.commands.score import report_unscored, summarise_scores, verdict_entries
 from coalign.config.functions import resolve_class
@@ -37,12 +37,12 @@ def generate(
     killed call stopped, with the same result: a response depends on seed, group and index, not on what came before.
     Raises ValueError for a directory that is no model, and for invalid prompts.
     """
-    check_device(config.device)
+    device = choose_device(config.device)
     settings = config.model_dump(include={"module", "dtype", "sampling", "native", "transformers"})
     model = ModelConfig(load=config.model, **settings)
     fetch_model(model)
     module: RolloutModule = resolve_class(config.module, "coalign.backends")(
-        model, Context(seed=config.seed, device=config.device)
+        model, Context(seed=config.seed, device=device)
     )
     module.setup()
     loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)

@@ -78,20 +78,26 @@ class ResponseJudge(ABC):
         self.first = self.first or message
 
 
-def check_device(name: str) -> None:
-    """Raise ValueError for a device that is not a name of torch's, or that this machine does not have."""
+def choose_device(name: str) -> str:
+    """Return the name of a device of torch's: of `auto` the accelerator of this machine, or else `cpu`.
+
+    Raises ValueError for another name than torch's, and for a device that this machine does not have.
+    """
+    if name == "auto":
+        return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device: {name!r} is no device; expected cpu, cuda or cuda:1") from error
+        raise ValueError(f"device: {name!r} is no device; expected auto, cpu, cuda or cuda:1") from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device: {name!r} is not here: this machine has {count} CUDA devices; use cpu")
+    return name
 
 
 def open_judge(config: JudgeConfig) -> ResponseJudge:
     """Return the judge that the configuration names, ready to score. It must name one."""
-    check_device(config.device)
+    choose_device(config.device)
     return RewardFunctionJudge(config) if config.reward else RewardModelJudge(config)
 
 
@@ -156,7 +162,7 @@ class RewardModelJudge(ResponseJudge):
             chat_template=config.reward_template,
         )
         fetch_model(model)
-        self._module = FSDPModule(model, Context(model="reward_model", device=config.device))
+        self._module = FSDPModule(model, Context(model="reward_model", device=choose_device(config.device)))
         self._module.setup()
         self._reader = ConversationReader(model)
 

@@ -19,7 +19,7 @@ import torch
 
 from coalign.backends.objective import Objective
 from coalign.commands.generate import generate
-from coalign.commands.judges import check_device
+from coalign.commands.judges import choose_device
 from coalign.commands.resumable import JsonRecord, fingerprint_settings
 from coalign.commands.score import score
 from coalign.commands.select import select
@@ -78,7 +78,7 @@ def check_settings(settings: Section) -> None:
         for i, reward in enumerate(settings.reward):
             assert reward.fn is not None  # the schema refuses models of a run here
             bind(resolve(reward.fn, reward.home), reward.arguments, f"reward.{i}")
-        check_device(settings.device)
+        choose_device(settings.device)
         if isinstance(settings, GenerateConfig):
             check_reward_lengths(settings.reward, settings.sampling.max_new_tokens, "sampling.max_new_tokens")
 

@@ -39,6 +39,7 @@ from coalign.launch.validate import (
     check_loads,
     check_packages,
     check_repetition_penalty,
+    check_resume,
     check_reward_lengths,
     check_routing_replay,
     check_sections,
@@ -146,6 +147,7 @@ def prepare(config: RunConfig) -> Plan:
         recipe.check(config, loss)
         check_sections(config, recipe)
         check_packages(config)
+        check_resume(config)
         check_stream(config)
         with located_at("rollout", "fn"):
             environment = find_environment(config.rollout)

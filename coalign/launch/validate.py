@@ -61,6 +61,17 @@ def check_folders(config: RunConfig) -> None:
                 raise ValueError(f"nothing can be written in '{folder}': {error.strerror}") from error
 
 
+def check_resume(config: RunConfig) -> None:
+    """Refuse to resume from a directory that is not there."""
+    resume = config.runtime.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        message = (
+            f"is '{resume}', and there is no such directory; expected auto | never | a checkpoint, "
+            "such as RUN/checkpoints/step_100"
+        )
+        raise ConfigError([ConfigProblem(("runtime", "resume"), message)])
+
+
 def check_stream(config: RunConfig) -> None:
     """Refuse a stream without an end, and shares of sources whose sizes nobody knows."""
     if not config.data.stream:

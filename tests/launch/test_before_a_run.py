@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from coalign import load_config
 from coalign.cli import app
 from coalign.commands.evaluate import show_data
-from coalign.commands.judges import check_device
+from coalign.commands.judges import choose_device
 from coalign.commands.pipeline import check_pipeline
 from coalign.config.pipelines import load_pipeline
 from coalign.launch.check import check
@@ -121,14 +121,25 @@ def test_a_model_that_another_run_will_make_is_named(home, tmp_path):
         load_config(config, planned=True)
 
 
+def test_auto_takes_the_accelerator_that_is_there(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == "cpu"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert choose_device("auto") == "cuda"
+
+
 @NO_CUDA
 @pytest.mark.parametrize(
     ("device", "reason"),
-    [("cuda", "is not here: this machine has 0 CUDA devices; use cpu"), ("gpu", "is no device; expected cpu, cuda")],
+    [
+        ("cuda", "is not here: this machine has 0 CUDA devices; use cpu"),
+        ("gpu", "is no device; expected auto, cpu"),
+    ],
 )
 def test_a_device_that_is_not_there_is_refused_in_one_line(home, tmp_path, device, reason):
     with pytest.raises(ValueError, match=reason):
-        check_device(device)
+        choose_device(device)
     command = ["generate", str(home / "tiny"), "--prompt", "1+1=", "--device", device]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ValueError) and reason in str(result.exception)

@@ -104,6 +104,7 @@ SETTINGS = [
     ("sft", {"data.cache": "/proc/cache"}, r"data\.cache: nothing can be written in '/proc'"),
     ("grpo", {"data.stream": True, "runtime.steps": None}, r"data\.stream: is true, and nobody knows how many rows"),
     ("sft", {"data.stream": True, "data.mixing": "size"}, r"data\.mixing: is size, and nobody knows how many rows"),
+    ("sft", {"runtime.resume": "gone/step_3"}, r"runtime\.resume: is 'gone/step_3', and there is no such directory"),
     ("sft", {"models.trainer.load": None}, r"models\.trainer\.load: missing"),
     (
         "grpo",

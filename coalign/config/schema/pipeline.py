@@ -25,8 +25,8 @@ class JudgeConfig(Section):
     """Token limit of one forward pass of the reward model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type that models compute in."""
-    device: str = "cpu"
-    """Device that models run on: `cpu`, `cuda`, `cuda:1`."""
+    device: str = "auto"
+    """Device that models run on: `cpu`, `cuda`, `cuda:1`; `auto`: the machine's accelerator, or else `cpu`."""
 
     def check(self) -> None:
         if self.reward and self.reward_model:
