@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import sysconfig
-from pathlib import Path
+from coalign.report.own_code import describe_place
 
-_FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(.+))?', re.MULTILINE)
-_PACKAGE = str(Path(__file__).resolve().parents[1])
 _MOST_LINES = 6  # of a message
 
 
@@ -18,17 +14,7 @@ def describe_briefly(error: BaseException, trace: str) -> str:
     """
     message = f"{type(error).__name__}: {error}".partition("\n\n")[0]  # a WorkerError's text goes on with a traceback
     lines = [line for line in message.splitlines() if line.strip()][:_MOST_LINES]
-    frames = _FRAME.findall(trace)
-    own = [frame for frame in frames if _is_own(frame[0])]
-    for file, line, function, source in own[-1:] or frames[-1:]:
-        lines.append(f"  at {file}:{line}" + (f", in {function}" if function else ""))
-        lines += [f"      {source.strip()}"] if source else []
+    lines += describe_place(trace)
     return "\n".join(
         [*lines, *getattr(error, "__notes__", ()), "`--traceback` shows the whole traceback; log.txt of a run has it"]
     )
-
-
-def _is_own(file: str) -> bool:
-    """Whether a file is neither Coalign's nor an installed package's nor Python's."""
-    installed = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
-    return not file.startswith(installed) and "site-packages" not in file

@@ -34,6 +34,7 @@ from rich.text import Text
 
 from coalign.config.secrets import hide_secrets
 from coalign.files import Sink
+from coalign.report.own_code import describe_place
 from coalign.report.step_line import RunTotals, format_fields, format_idle, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -206,7 +207,10 @@ class _LogHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = hide_secrets(self.format(record))
+        said = record.getMessage()
+        if record.exc_info:  # the log file has all of the traceback
+            said = "\n".join([said, *describe_place(self.format(record))])
+        said = hide_secrets(said)
         text = Text(said, style="dim")
         if record.levelno >= logging.WARNING:
             style = "red" if record.levelno >= logging.ERROR else "yellow"
