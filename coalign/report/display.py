@@ -208,8 +208,9 @@ class _LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage()
-        if record.exc_info:  # the log file has all of the traceback
-            said = "\n".join([said, *describe_place(self.format(record))])
+        if record.exc_info and (error := record.exc_info[1]):  # the log file has all of the traceback
+            named = [] if str(error) in said else [f"{type(error).__name__}: {error}"]
+            said = "\n".join([said, *named, *describe_place(self.format(record))])
         said = hide_secrets(said)
         text = Text(said, style="dim")
         if record.levelno >= logging.WARNING:

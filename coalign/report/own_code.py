@@ -6,7 +6,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-_FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(.+))?', re.MULTILINE)
+_FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(?! *File ")(.+))?', re.MULTILINE)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 

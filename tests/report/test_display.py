@@ -208,7 +208,7 @@ def test_step_lines_are_logged_once_and_shown_once(caplog):
     assert text(shown.err) == ""
 
 
-def test_warnings_show_their_traceback():
+def test_warnings_show_the_error_that_caused_them():
     shown = display()
     logger = logging.getLogger("coalign.test_display")
     handler = shown.handler()
@@ -219,7 +219,7 @@ def test_warnings_show_their_traceback():
         logger.warning("reward [failed] " + "x" * 100, exc_info=True)
     logger.removeHandler(handler)
     first, *others = text(shown.err).splitlines()
-    assert first == "warning: reward [failed] " + "x" * 100 and others[-1] == "KeyError: 'answer'"
+    assert first == "warning: reward [failed] " + "x" * 100 and others[0] == "KeyError: 'answer'"
 
 
 def test_a_sample_is_shown_as_it_is():

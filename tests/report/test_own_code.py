@@ -13,7 +13,7 @@ from coalign.report.own_code import describe_place
 def test_the_screen_shows_the_place_in_peoples_own_code_and_no_traceback(tmp_path):
     (tmp_path / "mine.py").write_text("import json\n\njson.loads('[1')\n")
     log = logging.getLogger("coalign.test_own_code")
-    display = Display(out=Console(file=io.StringIO(), width=200))
+    display = Display(err=Console(file=io.StringIO(), width=200))
     handler = display.handler()
     log.addHandler(handler)
     try:
@@ -22,9 +22,10 @@ def test_the_screen_shows_the_place_in_peoples_own_code_and_no_traceback(tmp_pat
         log.warning("it failed", exc_info=True)
     finally:
         log.removeHandler(handler)
-    lines = display.out.file.getvalue().splitlines()
+    lines = display.err.file.getvalue().splitlines()
     assert lines[0] == "warning: it failed" and "Traceback" not in "".join(lines)
-    assert lines[1:] == [f"  at {tmp_path}/mine.py:3, in <module>", "      json.loads('[1')"]
+    assert lines[1].startswith("JSONDecodeError: ")
+    assert lines[2:] == [f"  at {tmp_path}/mine.py:3, in <module>", "      json.loads('[1')"]
 
 
 def test_without_own_code_the_last_frame_is_shown():
