@@ -65,5 +65,5 @@ def test_a_stream_ends_with_its_tokens_and_must_have_an_end(tmp_path, caplog):
     assert metrics(config)[-1]["data/epoch"] == math.floor((rows - 1) / 24)
     config = configured(tmp_path, STREAM, steps=None, output="endless")
     config["models"]["trainer"]["optimizer"]["schedule"] = "constant"
-    with pytest.raises(ValueError, match="data.stream: is true, .*: set runtime.steps or runtime.tokens"):
+    with pytest.raises(ValueError, match=r"data\.stream: is true, .*: set runtime\.steps or runtime\.tokens"):
         run(config)
