@@ -317,7 +317,7 @@ def choose_cluster(config: RunConfig) -> str:
     if config.runtime.cluster != "auto":
         return config.runtime.cluster
     models = config.models.values()
-    several = any((model.num_process or model.num_gpu) > 1 for model in models)
+    several = any(model.processes > 1 for model in models)
     return "ray" if config.runtime.ray_address or several else "local"
 
 

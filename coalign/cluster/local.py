@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta
-from coalign.cluster.placement.nodes import Node, assign_nodes, find_accelerator, place_processes
+from coalign.cluster.placement.nodes import Node, assign_nodes, count_devices, find_accelerator, place_processes
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.cluster.shards import WorkerHandle, WorkerTask
 from coalign.cluster.worker import Worker
@@ -92,7 +91,7 @@ class LocalCluster(Cluster):
         self._arenas: dict[str, Arena] = {}  # by device: models on one device share one
         self._threads = config.runtime.threads
         self._device = find_accelerator(config.runtime.accelerator).device
-        count = 0 if self._device == "cpu" else getattr(torch, self._device).device_count()
+        count = count_devices(config.runtime.accelerator)
         self.nodes = [Node("this process", count, count)]
         where = assign_nodes(list_slots(self.slots), self.nodes)
         self.placements = place_processes(list_slots(self.slots), where, [[[str(number) for number in range(count)]]])

@@ -48,7 +48,7 @@ def check_run(config: RunConfig, display: Display) -> bool:
         raise ValueError(f"algorithm: in `{config.algorithm}` no weights travel from one model to another")
     config = fetch_sources(config, rows=False)
     plan = prepare(config).restrict([name for pair in pairs for name in pair])
-    with start_cluster(config) as cluster:
+    with start_cluster(plan.config, plan.started) as cluster:
         engine = build(plan, cluster)
         engine.training.sync(0)
         good = True

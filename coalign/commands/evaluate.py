@@ -42,7 +42,7 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[st
     config = fetch_sources(config)
     plan = prepare(config)
     plan = plan.restrict([*names, *(name for name in plan.roles if name not in plan.recipe.models)])
-    with start_cluster(config) as cluster:
+    with start_cluster(plan.config, plan.started) as cluster:
         engine = build(plan, cluster)
         assert engine.evaluator is not None  # the configuration has evaluation data
         stats, _ = engine.evaluator.evaluate(display)

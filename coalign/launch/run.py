@@ -29,6 +29,7 @@ from coalign.engine.reference import precompute
 from coalign.files import RecordFile, RecordHandler, Sink
 from coalign.launch.build import build
 from coalign.launch.check import trace
+from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import describe_assigned_layout
 from coalign.launch.plan import prepare
@@ -61,11 +62,15 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
 def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: StopSignals) -> int:
     named, config = config, fetch_sources(config)
     plan = prepare(config)
+    config = plan.config
     trace(plan)
     folder = RunFolder(config.output)
     write_commits(folder.path, named, config)
     with _logged(folder, display):
+        if plan.devices:
+            log.info("%s", plan.devices)
         with locate_problems(config):
+            check_devices(plan.started, config)
             cluster = start_cluster(config, plan.started)
         try:
             if choose_cluster(config) == "ray":
