@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from coalign import load_config
+from coalign.cluster.base import plan_slots
+from coalign.cluster.placement.nodes import Node, assign_nodes
+from coalign.cluster.placement.slots import list_slots
 from coalign.config.errors import ConfigError
 from coalign.launch.check import check
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
-from tests.runs import settings
+from tests.runs import ROOT, settings, write_data
 
 ALL = {"policy", "trainer", "reference"}
 
@@ -156,3 +159,26 @@ def test_devices_of_a_ray_cluster_are_counted_there(tmp_path, machine, monkeypat
     assert asked == [("head:6379", "GPU")]
     config = load_config(settings(tmp_path, "grpo"), ["runtime.ray_address=head:6379"])
     assert {*numbers(prepare(config, join=False)).values()} == {0} and len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("example", "gpus", "layout"),
+    [
+        ("one_gpu", 1, {"policy": (1, 1), "trainer": (1, 1), "reference": (1, 1)}),
+        ("eight_gpus", 8, {"policy": (4, 2), "trainer": (8, 1), "reference": (8, 1)}),
+        ("two_nodes", 16, {"policy": (4, 2), "trainer": (8, 1), "reference": (8, 1)}),
+    ],
+)
+def test_the_examples_for_gpus_fit_on_them(tmp_path, machine, monkeypatch, example, gpus, layout):
+    """Nodes of eight GPUs hold them; ``layout``: processes of each model, and the devices of each."""
+    machine(min(gpus, 8))
+    monkeypatch.setattr("coalign.cluster.ray.count_cluster_devices", lambda address, resource: gpus)
+    model = settings(tmp_path, "grpo")["models"]["policy"]["load"]
+    data = write_data(tmp_path, "grpo")
+    overrides = [f"models.policy.load={model}", f"data.train={data}", f"data.eval={data}"]
+    plan = prepare(load_config(ROOT / f"examples/gpu/{example}.yaml", overrides))
+    slots = plan_slots(plan.started, plan.config.runtime.colocation)
+    found = {name: slots[name].footprints[name] for name in layout}
+    assert {name: (own.processes, own.devices) for name, own in found.items()} == layout
+    assign_nodes(list_slots(slots), [Node(f"node {i}", min(gpus, 8), min(gpus, 8)) for i in range(max(1, gpus // 8))])
+    assert (slots["policy"] is slots["trainer"]) == (example != "two_nodes")
