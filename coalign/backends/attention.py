@@ -1,15 +1,16 @@
-"""Attention over one packed row, block by block, behind transformers' attention interface.
+"""Attention over one packed row, behind transformers' attention interface.
 
 It serves every decoder whose layers call the interface, with sliding windows, soft-capped scores and grouped heads.
-No [P, P] mask is built: each block of coalign.backends.layout is one call of scaled_dot_product_attention. Unknown
-settings are refused, never ignored.
+No [P, P] mask is built: on CUDA one call computes the row (flash or flex attention), elsewhere one call each block of
+coalign.backends.layout. Unknown settings are refused, never ignored.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coalign.backends.hf.rows import HeadExchange
-from coalign.backends.layout import Block, Layout
+from coalign.backends.layout import Block, Layout, RowPlan, Spans
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 NAME = "coalign_packed"
 
@@ -76,7 +80,7 @@ def packed_attention(
         query, key, value = (heads.split_heads(x) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     settings: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap}
-    out = attend(query, key, value, blocks=layout.blocks, **settings)[None]
+    out = attend(query, key, value, plan=layout.plan, **settings)[None]
     return (out if heads is None else heads.join_heads(out)), None
 
 
@@ -85,7 +89,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     *,
-    blocks: tuple[Block, ...],
+    plan: RowPlan,
     scaling: float | None = None,
     dropout: float = 0.0,
     window: int | None = None,
@@ -95,87 +99,162 @@ def attend(
     """query [P, heads, D], key [P, kv_heads, D] and value [P, kv_heads, E] -> [P, heads, E], in the dtype of value.
     ``scaling`` of the scores; None: 1 / sqrt(D). ``window``: how many tokens a token sees, itself included. ``bias``
     maps positions i64[K] of keys to what is added to their scores, f32[heads, K] (not with ``softcap``)."""
-    # Rotary embeddings may leave query and key in a wider dtype than value. On a CPU, the backward of torch's bf16
-    # kernel takes twice the time of the float32 one.
-    dtype = value.dtype
-    kernel = torch.promote_types(dtype, torch.float32) if value.device.type == "cpu" else dtype
-    query, key, value = (x.to(kernel) for x in (query, key, value))
-    function = partial(_apply_softcap, softcap=softcap) if softcap else F.scaled_dot_product_attention
-    function = partial(function, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
-    mask = partial(_mask, window=window, device=query.device)
-    if bias is not None:
-        mask = partial(_add_bias, window=window, device=query.device, bias=bias, dtype=kernel)
+    kernel = plan.kernel
+    if kernel == "auto":
+        kernel = choose_kernel(value.dtype, value.device, plain=softcap is None and key.shape[2] == value.shape[2])
+    if bias is not None or dropout:
+        kernel = "blocks"  # the only one that has them
+    scale: float = query.shape[2] ** -0.5 if scaling is None else scaling
     with torch.autocast(value.device.type, enabled=False):
-        return _attend(function, query, key, value, blocks, mask).to(dtype)
+        if kernel == "varlen":
+            if softcap is not None:
+                raise UnsupportedAttention("the attention kernel `varlen` has no soft-capped scores; use `flex`")
+            return _attend_spans(query.to(value.dtype), key.to(value.dtype), value, plan.spans, scale, window)
+        if kernel == "flex":
+            return _attend_flex(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window, softcap)
+        return _attend_blocks(query, key, value, plan, scaling, dropout, window, softcap, bias)
 
 
-def _attend(
-    attend: Callable[..., Tensor],
+# ---- how the scores are computed
+
+KERNELS = ("blocks", "flex", "varlen")  # for a model's key `attention`
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def choose_kernel(dtype: torch.dtype, device: torch.device, *, plain: bool = True) -> str:
+    """Return the kernel for values of ``dtype`` on ``device``; ``plain``: scores are not capped, heads of one size.
+
+    `varlen`, flash attention over sequences of different lengths, needs 16-bit floats and compute capability 8.0.
+    `flex` computes anything else on CUDA. On other devices `blocks` calls scaled_dot_product_attention for each block.
+    """
+    if device.type != "cuda":
+        return "blocks"
+    flash = dtype in FLASH_DTYPES and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "varlen" if plain and flash and has_varlen() else "flex"
+
+
+def check_kernel(kernel: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for a kernel that does not compute values of ``dtype`` on this kind of device."""
+    if kernel in ("flex", "varlen") and device.type != "cuda":
+        raise ValueError(f"is {kernel}, which computes on CUDA only; on {device.type} use `blocks`")
+    if kernel == "varlen" and dtype not in FLASH_DTYPES:
+        raise ValueError(f"is varlen, which computes in bfloat16 or float16; this model takes {dtype}: use `flex`")
+    if kernel == "varlen" and not has_varlen():
+        raise ValueError(f"is varlen, which needs torch 2.12 (windows, grouped heads); this is {torch.__version__}")
+
+
+def has_varlen() -> bool:
+    """Whether torch's varlen_attn is there, with windows and grouped heads (torch 2.12)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+def _attend_spans(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, window: int | None) -> Tensor:
+    """One call of flash attention. The keys of a shared prompt are copied for each span that continues it: a gather of
+    a few MiB a layer."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if spans.source is not None:
+        key, value = (x.index_select(0, spans.source) for x in (key, value))
+    out = varlen_attn(
+        query, key, value, spans.queries, spans.keys, *spans.longest, scale=scale,
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return cast(Tensor, out)
+
+
+def _attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """One call of flex attention, with one mask of blocks for all layers with the same window."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    function = _compile_flex() if query.device.type == "cuda" else flex_attention
+    mask = plan.keep(("flex", window), lambda: _flex_mask(plan, len(query), window))
+    capped = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = function(q, k, v, capped, mask, scale, query.shape[1] != key.shape[1])
+    return out[0].transpose(0, 1)
+
+
+@cache
+def _compile_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)  # of rows of any length
+
+
+def _flex_mask(plan: RowPlan, tokens: int, window: int | None) -> BlockMask:
+    """A token sees the tokens of its span up to itself, and those of the span that it continues, within ``window``."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    own, continued = plan.owners
+    # The index of a token within its sequence: a span continues where its prefix ends.
+    positions = plan.positions
+
+    def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = ((own[q] == own[k]) & (k <= q)) | (continued[q] == own[k])
+        return seen if window is None else seen & (positions[q] - positions[k] < window)
+
+    on_cuda = plan.device.type == "cuda"
+    return create_block_mask(sees, None, None, tokens, tokens, device=plan.device, _compile=on_cuda)
+
+
+def _attend_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    blocks: tuple[Block, ...],
-    mask_of: Callable[[Block], Tensor | None],
+    plan: RowPlan,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    bias: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
+    """One call of scaled_dot_product_attention for each block."""
+    # Rotary embeddings may leave query and key in a wider dtype than value. On a CPU, the backward of torch's bf16
+    # kernel takes twice the time of the float32 one.
+    dtype = value.dtype
+    computed = torch.promote_types(dtype, torch.float32) if value.device.type == "cpu" else dtype
+    query, key, value = (x.to(computed) for x in (query, key, value))
+    function = partial(_apply_softcap, softcap=softcap) if softcap else F.scaled_dot_product_attention
+    function = partial(function, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
     # Split once: the backward of one split is one concatenation, that of many slices as many zero-filled copies.
-    sizes = [sum(block.lengths) for block in blocks]
-    queries, keys, values = (x.split(sizes) for x in (query, key, value))
-    numbers = {block.start: i for i, block in enumerate(blocks)}
+    queries, keys, values = (x.split(plan.sizes) for x in (query, key, value))
+    numbers = {block.start: i for i, block in enumerate(plan.blocks)}
     out = []
-    for i, block in enumerate(blocks):
-        k, v = _stack(keys[i], block), _stack(values[i], block)
+    for i, block in enumerate(plan.blocks):
+        into, back = plan.stacking[i]
+        k, v = _stack(keys[i], block, into), _stack(values[i], block, into)
         if block.prefix:
             prefix = numbers[block.prefix[0]]
             k, v = (torch.cat([x[prefix].expand(len(y), -1, -1, -1), y], 1) for x, y in ((keys, k), (values, v)))
-        mask = mask_of(block)
-        q, k, v = (x.transpose(1, 2) for x in (_stack(queries[i], block), k, v))
-        rows = attend(q, k, v, attn_mask=mask, is_causal=mask is None)
-        out.append(_unstack(rows.transpose(1, 2), block))
-    return torch.cat(out)
+        mask = plan.mask(i, window)
+        if bias is not None:
+            mask = _add_bias(block, mask, plan.device, bias, computed)
+        q, k, v = (x.transpose(1, 2) for x in (_stack(queries[i], block, into), k, v))
+        rows = function(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2).flatten(0, 1)
+        out.append(rows if back is None else rows.index_select(0, back))
+    return torch.cat(out).to(dtype)
 
 
-def _stack(own: Tensor, block: Block) -> Tensor:
+def _stack(own: Tensor, block: Block, into: Tensor | None) -> Tensor:
     """[sum(lengths), H, D] -> [n, longest, H, D]; shorter spans are padded with their last token."""
-    n, longest = len(block.lengths), max(block.lengths)
-    if own.shape[0] == n * longest:
-        return own.unflatten(0, (n, longest))
-    lengths = torch.tensor(block.lengths)
-    starts = lengths.cumsum(0) - lengths
-    index = starts[:, None] + torch.arange(longest).clamp(max=lengths[:, None] - 1)
-    return own.index_select(0, index.flatten().to(own.device)).unflatten(0, (n, longest))
-
-
-def _unstack(x: Tensor, block: Block) -> Tensor:
-    """[n, longest, H, D] -> [sum(lengths), H, D]."""
-    longest = x.shape[1]
-    rows = x.flatten(0, 1)
-    if rows.shape[0] == sum(block.lengths):
-        return rows
-    real = torch.arange(longest) < torch.tensor(block.lengths)[:, None]
-    return rows.index_select(0, real.flatten().nonzero().flatten().to(x.device))
-
-
-def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
-    """bool[longest, prefix + longest], True where a query may look; None for plain causal attention."""
-    before = block.prefix[1] - block.prefix[0] if block.prefix else 0
-    longest = max(block.lengths)
-    if not before and (window is None or window >= longest):
-        return None
-    query = torch.arange(before, before + longest, device=device)[:, None]
-    key = torch.arange(before + longest, device=device)
-    mask = key <= query
-    return mask if window is None or window >= before + longest else mask & (key > query - window)
+    rows = own if into is None else own.index_select(0, into)
+    return rows.unflatten(0, (len(block.lengths), -1))
 
 
 def _add_bias(
-    block: Block, window: int | None, device: torch.device, bias: Callable[[Tensor], Tensor], dtype: torch.dtype
+    block: Block, seen: Tensor | None, device: torch.device, bias: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look. The bias of the
-    query's own position is subtracted: softmax does not see the difference, but bf16 would otherwise round the nearest
-    keys of a late query all to one number."""
+    """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look (``seen``; None: at
+    later keys). The bias of the query's own position is subtracted: softmax does not see the difference, but bf16 would
+    otherwise round the nearest keys of a late query all to one number."""
     before = block.prefix[1] - block.prefix[0] if block.prefix else 0
     longest = max(block.lengths)
-    seen = _mask(block, window, device)
     if seen is None:
         seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
     biases = bias(torch.arange(before + longest, device=device))

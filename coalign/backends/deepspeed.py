@@ -60,6 +60,7 @@ class DeepSpeedModule(HuggingFaceModule):
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        super().check_settings(config, name, device)
         if cls.one_group(config):
             for key, reason in _problems(config):
                 raise ValueError(f"models.{name}.{key}{reason}")

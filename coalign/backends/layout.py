@@ -3,19 +3,22 @@
     batch     [p p p a a] [p p p b b b] [q q c]          three sequences, the first two of one group
     row       p p p a a b b b q q c                      position_ids 0 1 2 3 4 3 4 5 0 1 2
 
-Pure index arithmetic on the host, without models or losses. coalign.backends.attention reads the blocks.
+Pure index arithmetic, without models or losses. coalign.backends.attention reads the blocks, by a RowPlan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import cast
+from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from coalign.data.batch import Batch
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,122 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Spans:
+    """The spans of a row as attention over sequences of different lengths takes them: queries end to end, and keys.
+
+    Span n has the queries ``queries[n]`` to ``queries[n + 1]``, and the keys ``keys[n]`` to ``keys[n + 1]`` of the
+    row's tokens at ``source``: those of its prefix, then its own. The last query of a span sees its last key.
+    """
+
+    queries: Tensor  # i32[N + 1]
+    keys: Tensor  # i32[N + 1]
+    source: Tensor | None  # i64[K]; None: the tokens of the row in their order
+    longest: tuple[int, int]  # most queries and most keys of a span
+
+
+class RowPlan:
+    """The indices and masks of a row's blocks on the device that computes it, made once for all layers.
+
+    ``kernel``: how attention is computed (coalign.backends.attention.KERNELS). ``stacking[i]``: of block i, the tokens
+    i64[n · longest] that stack its spans, each padded with its last token, and those i64[tokens] that take the stack
+    apart; (None, None) for spans of one length.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], device: torch.device | str, kernel: str = "auto") -> None:
+        self.blocks, self.device, self.kernel = blocks, torch.device(device), kernel
+        self.sizes = [sum(block.lengths) for block in blocks]
+        pieces = [piece for block in blocks for piece in _stacking(block)]
+        moved = torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).to(self.device)  # one copy for all
+        views = iter(moved.split([len(piece) for piece in pieces]))
+        pairs = [(next(views), next(views)) for _ in blocks]
+        self.stacking = [(into, back) if len(into) else (None, None) for into, back in pairs]
+        self._kept: dict[Any, Any] = {}
+
+    def keep(self, key: Any, make: Callable[[], Value]) -> Value:
+        """Return what ``make`` has made for ``key``, the same for all layers."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def mask(self, number: int, window: int | None) -> Tensor | None:
+        """bool[longest, prefix + longest] of block ``number``, True where a query may look; None for plain causal
+        attention. A token sees the ``window`` tokens up to itself."""
+        return self.keep(("mask", number, window), lambda: _mask(self.blocks[number], window, self.device))
+
+    @property
+    def spans(self) -> Spans:
+        return self.keep("spans", self._find_spans)
+
+    @property
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """i32[P] twice: the span of each token of the row, and the span that this one continues (-1: none)."""
+        return self.keep("owners", self._find_owners)
+
+    @property
+    def positions(self) -> Tensor:
+        """i32[P]: the index of each token of the row within its sequence."""
+        return self.keep("positions", self._find_positions)
+
+    def _find_spans(self) -> Spans:
+        queries, keys, source = [0], [0], []
+        for block in self.blocks:
+            start, before = block.start, range(*block.prefix) if block.prefix else range(0)
+            for length in block.lengths:
+                queries.append(start + length)
+                keys.append(keys[-1] + len(before) + length)
+                source += [torch.arange(before.start, before.stop), torch.arange(start, start + length)]
+                start += length
+        ends = torch.tensor([queries, keys], dtype=torch.int32)
+        longest = ends.diff(dim=1).amax(1).tolist()
+        moved = ends.to(self.device)
+        shared = keys[-1] > queries[-1]
+        return Spans(moved[0], moved[1], torch.cat(source).to(self.device) if shared else None, tuple(longest))
+
+    def _find_positions(self) -> Tensor:
+        ranges = []
+        for block in self.blocks:
+            before = block.prefix[1] - block.prefix[0] if block.prefix else 0
+            ranges += [torch.arange(before, before + length, dtype=torch.int32) for length in block.lengths]
+        return torch.cat(ranges).to(self.device)
+
+    def _find_owners(self) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor([length for block in self.blocks for length in block.lengths])
+        first: dict[int, int] = {}  # the number of the span that begins at a place
+        continued, number = [], 0
+        for block in self.blocks:
+            first[block.start] = number
+            continued += [first[block.prefix[0]] if block.prefix else -1] * len(block.lengths)
+            number += len(block.lengths)
+        owners = torch.stack([torch.arange(number), torch.tensor(continued)]).repeat_interleave(lengths, 1)
+        owners = owners.to(self.device, torch.int32)
+        return owners[0], owners[1]
+
+
+def _stacking(block: Block) -> tuple[Tensor, Tensor]:
+    """i64: the tokens of the block that stack its spans, and the places in the stack of its tokens; empty for spans of
+    one length."""
+    longest = max(block.lengths)
+    if longest * len(block.lengths) == sum(block.lengths):
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    lengths = torch.tensor(block.lengths)
+    starts = lengths.cumsum(0) - lengths
+    column = torch.arange(longest)
+    into = starts[:, None] + column.clamp(max=lengths[:, None] - 1)
+    return into.flatten(), (column < lengths[:, None]).flatten().nonzero().flatten()
+
+
+def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
+    before = block.prefix[1] - block.prefix[0] if block.prefix else 0
+    longest = max(block.lengths)
+    if not before and (window is None or window >= longest):
+        return None
+    query = torch.arange(before, before + longest, device=device)[:, None]
+    key = torch.arange(before + longest, device=device)
+    mask = key <= query
+    return mask if window is None or window >= before + longest else mask & (key > query - window)
+
+
+@dataclass(frozen=True)
 class Layout:
     """One packed row of P tokens that holds N sequences with T trained tokens.
 
@@ -53,10 +172,16 @@ class Layout:
     candidates: Tensor | None = None  # i64[T, K], the batch's column at the trained tokens
     copies: Tensor | None = None  # i64[P], how many sequences share the token; 0: padding
     experts: Tensor | None = None  # i16[P, L, k], the batch's column `routed_experts` at the tokens of the row
+    kernel: str = "auto"  # how attention over the row is computed (coalign.backends.attention.KERNELS)
 
     def to(self, device: torch.device | str) -> Layout:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
+
+    @cached_property
+    def plan(self) -> RowPlan:
+        """What attention needs to know of the blocks, on the device of the tokens."""
+        return RowPlan(self.blocks, self.tokens.device, self.kernel)
 
 
 def get_loss_mask(batch: Batch) -> Tensor:

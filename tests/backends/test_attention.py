@@ -1,12 +1,15 @@
 """Packed rows against the plain Hugging Face forward of each sequence alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from coalign.backends import attention
-from coalign.backends.attention import attend, packed_attention
-from coalign.backends.layout import Block, pack
+from coalign.backends.attention import attend, check_kernel, choose_kernel, has_varlen, packed_attention
+from coalign.backends.layout import Block, RowPlan, pack
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
 from tests.tiny import tiny_model_dir
@@ -79,9 +82,9 @@ def test_nothing_of_a_sequence_reaches_another():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(7, 2, 4, generator=generator) for _ in range(3))
     blocks = (Block(0, (2,)), Block(2, (2, 3), (0, 2)))
-    before = attend(q, k, v, blocks=blocks)
+    before = attend(q, k, v, plan=RowPlan(blocks, "cpu"))
     k[2:4] += 1.0
-    after = attend(q, k, v, blocks=blocks)
+    after = attend(q, k, v, plan=RowPlan(blocks, "cpu"))
     changed = (before != after).flatten(1).any(-1).nonzero().flatten().tolist()
     assert changed == [2, 3]
 
@@ -89,3 +92,115 @@ def test_nothing_of_a_sequence_reaches_another():
 def test_an_empty_batch_has_no_blocks():
     batch = Batch(torch.zeros(0, dtype=torch.int64), {"tokens": torch.zeros(0, dtype=torch.int32)})
     assert pack(batch).blocks == ()
+
+
+# ---- kernels of devices: one call for the row
+
+BLOCKS = (Block(0, (4,)), Block(4, (2, 3, 3), (0, 4)), Block(12, (5, 1)), Block(18, (6,)), Block(24, (2, 2), (18, 24)))
+SPANS = [(0, 4), (4, 6), (6, 9), (9, 12), (12, 17), (17, 18), (18, 24), (24, 26), (26, 28)]
+TOKENS = 28
+
+
+def inputs(dtype=torch.float32, size=8):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(TOKENS, heads, size) for heads in (4, 2, 2)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def flash_as_documented(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, **_
+):  # fmt: skip
+    """torch's varlen_attn by its documentation: the last query of a sequence is aligned with its last key."""
+    out = []
+    for n in range(len(cu_seq_q) - 1):
+        q = query[cu_seq_q[n] : cu_seq_q[n + 1]]
+        k, v = (x[cu_seq_k[n] : cu_seq_k[n + 1]] for x in (key, value))
+        assert len(q) <= max_q and len(k) <= max_k and enable_gqa == (q.shape[1] != k.shape[1])
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        left, right = window_size
+        seen = (distance >= -right) & ((distance <= left) | (left < 0))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(out)
+
+
+def test_the_plan_of_a_row():
+    plan = RowPlan(BLOCKS, "cpu")
+    own, continued = plan.owners
+    assert own.tolist() == [n for n, (start, stop) in enumerate(SPANS) for _ in range(start, stop)]
+    assert continued.tolist() == [-1] * 4 + [0] * 8 + [-1] * 12 + [6] * 4
+    assert plan.positions[:9].tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6] and plan.positions[24:].tolist() == [6, 7, 6, 7]
+    assert plan.spans.queries.tolist() == [0, *(stop for _, stop in SPANS)]
+    assert plan.spans.keys.diff().tolist() == [4, 6, 7, 7, 5, 1, 6, 8, 8] and plan.spans.longest == (6, 8)
+    source = plan.spans.source.tolist()
+    assert source[:10] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5] and source[-2:] == [26, 27]
+    assert plan.spans is plan.spans and plan.mask(1, None) is plan.mask(1, None)
+    assert RowPlan((Block(0, (3, 2)),), "cpu").spans.source is None  # nothing is shared, so nothing is copied
+
+
+@pytest.mark.parametrize("window", [None, 3, 5, 100])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_flash_attention_over_spans_is_that_of_blocks(monkeypatch, window, scaling):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash_as_documented)
+    results = []
+    for kernel in ("blocks", "varlen"):
+        given = inputs()
+        out = attend(*given, plan=RowPlan(BLOCKS, "cpu", kernel), window=window, scaling=scaling)
+        (out * torch.arange(out.numel()).reshape(out.shape).cos()).sum().backward()
+        results.append([out, *(x.grad for x in given)])
+    for blocks, spans in zip(*results, strict=True):
+        torch.testing.assert_close(blocks, spans, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3, 5, 100])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_flex_attention_is_that_of_blocks(window, softcap):
+    """Forward only: on CPUs torch has no backward of it."""
+    with torch.no_grad():
+        given = [x.detach() for x in inputs()]
+        blocks, flex = (
+            attend(*given, plan=RowPlan(BLOCKS, "cpu", kernel), window=window, softcap=softcap)
+            for kernel in ("blocks", "flex")
+        )
+    torch.testing.assert_close(blocks, flex, rtol=1e-5, atol=1e-6)
+
+
+def test_the_kernel_follows_device_and_dtype(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert choose_kernel(torch.bfloat16, cpu) == "blocks"
+    assert choose_kernel(torch.bfloat16, cuda) == ("varlen" if has_varlen() else "flex")
+    assert choose_kernel(torch.bfloat16, cuda, plain=False) == choose_kernel(torch.float32, cuda) == "flex"
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    assert choose_kernel(torch.float16, cuda) == "flex"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "device", "message"),
+    [
+        ("flex", torch.float32, "cpu", "is flex, which computes on CUDA only; on cpu use `blocks`"),
+        ("varlen", torch.bfloat16, "npu", "is varlen, which computes on CUDA only"),
+        ("varlen", torch.float32, "cuda", "computes in bfloat16 or float16; this model takes torch.float32"),
+    ],
+)
+def test_a_kernel_that_cannot_compute_is_refused(kernel, dtype, device, message):
+    with pytest.raises(ValueError, match=message):
+        check_kernel(kernel, dtype, torch.device(device) if device != "npu" else SimpleNamespace(type="npu"))
+    check_kernel("blocks", dtype, torch.device("cpu"))
+
+
+def test_a_layer_copies_nothing_to_the_device():
+    """Indices and masks are made for the first layer; the others find them."""
+    plan, made = RowPlan(BLOCKS, "cpu", "blocks"), []
+    given = inputs()
+    attend(*given, plan=plan, window=3)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        attend(*given, plan=plan, window=3)
+    assert not [name for name in made if any(word in name for word in ("arange", "_to_copy", "lift", "cumsum"))], made

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from coalign.backends.attention import attend, has_varlen
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.layout import Block, RowPlan
 from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
@@ -38,6 +40,26 @@ def test_logprobs_agree_with_hugging_face_on_the_cpu(path, compute, tolerance):
     expected = reference.logprobs(model, batch).detach()
     got = build(FSDPModule, path, compute_dtype=compute).forward_step(batch)["ref_logprobs"][batch["loss_mask"]]
     assert float((got - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("flex", torch.float32), ("flex", torch.bfloat16), ("varlen", torch.bfloat16)]
+)
+def test_one_call_for_a_row_is_attention_block_by_block(kernel, dtype, window):
+    if kernel == "varlen" and not has_varlen():
+        pytest.skip(f"torch {torch.__version__} has no varlen_attn with windows")
+    blocks = (Block(0, (100,)), Block(100, (50, 70, 70), (0, 100)), Block(290, (300, 20)))
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(610, heads, 64, generator=generator).to("cuda", dtype) for heads in (8, 2, 2)]
+    results = []
+    for name in ("blocks", kernel):
+        own = [x.detach().requires_grad_() for x in given]
+        out = attend(*own, plan=RowPlan(blocks, "cuda", name), window=window)
+        (out.float() * torch.arange(out.numel(), device="cuda").reshape(out.shape).cos()).sum().backward()
+        results.append([out, *(x.grad for x in own)])
+    for one, other in zip(*results, strict=True):
+        assert float((one - other).norm() / one.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def test_the_sampler_and_the_trainer_agree(path):

@@ -10,7 +10,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as of_
 pytest.importorskip("megatron.core")
 
 from coalign.backends.attention import _add_bias, attend
-from coalign.backends.layout import Block
+from coalign.backends.layout import Block, RowPlan
 from coalign.backends.megatron.attention import Alibi, compute_slopes
 from coalign.weights import families
 
@@ -45,7 +45,9 @@ def test_a_bias_goes_by_positions_not_by_places(window):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(14, heads, 8, generator=generator) for heads in (4, 2, 2))
     slope = compute_slopes(4)
-    found = attend(query, key, value, blocks=blocks, window=window, bias=lambda keys: slope[:, None] * keys)
+    found = attend(
+        query, key, value, plan=RowPlan(blocks, "cpu"), window=window, bias=lambda keys: slope[:, None] * keys
+    )
     for places in sequences:
         n = len(places)
         q, k, v = query[places], key[places].repeat_interleave(2, 1), value[places].repeat_interleave(2, 1)

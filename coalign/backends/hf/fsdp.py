@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coalign.backends import checkpoint, lora, optim, pretrained
+from coalign.backends.attention import check_kernel, choose_kernel
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.engines.native import kernels
 from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
@@ -42,6 +43,7 @@ from coalign.backends.layout import Layout, pack
 from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
 from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
+from coalign.config.errors import located_at
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory import get_storage
@@ -94,7 +96,13 @@ class HuggingFaceModule(TrainableModule):
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         rows = cls.build_skeleton(config, "*").rows
-        return [*super().notes(config), *([] if rows == "packed" else [f"computes {rows} rows"])]
+        if rows != "packed":
+            return [*super().notes(config), f"computes {rows} rows"]
+        if not config.devices or not torch.cuda.is_available():
+            return super().notes(config)
+        dtype = getattr(torch, config.compute_dtype or config.dtype)
+        kernel = choose_kernel(dtype, torch.device("cuda")) if config.attention == "auto" else config.attention
+        return [*super().notes(config), f"attention over packed rows: {kernel}"]
 
     @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
@@ -102,6 +110,11 @@ class HuggingFaceModule(TrainableModule):
         alone = "single rows do not show their routers" if model.rows == "single" else None
         if reason := alone or find_hidden_routers(model.routers, config):
             raise ValueError(f"rollout.routing_replay is true, and models.{name} cannot replay: {reason}")
+
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        with located_at("models", name, "attention"):
+            check_kernel(config.attention, getattr(torch, config.compute_dtype or config.dtype), device)
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
@@ -128,7 +141,7 @@ class HuggingFaceModule(TrainableModule):
         # Over several ranks, the library that shards the parameters also casts them.
         dtype = self.compute_dtype if self.context.world_size == 1 else None
         with torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext():
-            return self.model(layout.to(self.device), needs=needs)
+            return self.model(replace(layout.to(self.device), kernel=self.config.attention), needs=needs)
 
     def _backward(self, loss: Tensor) -> None:
         """Add its gradient. Losses have global denominators, so gradients are sums over micro-batches and ranks."""
@@ -363,6 +376,7 @@ class FSDPModule(HuggingFaceModule):
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        super().check_settings(config, name, device)
         if config.fp8:
             check_float8_device_type(device, f"models.{name}.fp8")
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from coalign.backends.attention import attend
 from coalign.backends.hf.rows import HeadExchange
-from coalign.backends.layout import Block
+from coalign.backends.layout import Block, RowPlan
 from coalign.backends.pretrained import check_rope_length
 from coalign.weights.families import MegatronConfig, RopeScaling
 
@@ -148,7 +148,7 @@ class PackedRow:
     """
 
     positions: Tensor
-    blocks: tuple[Block, ...]
+    plan: RowPlan
     heads: HeadExchange | None = None
     angles: Tensor | None = None
 
@@ -191,7 +191,7 @@ class PackedAttention(nn.Module):
         if packed.heads is not None:
             states = [packed.heads.split_heads(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in states]
             alibi = alibi and alibi.shard(packed.heads.group.rank(), packed.heads.group.size())
-        out = attend(*states, blocks=packed.blocks, scaling=self.scaling, window=self.window, bias=alibi)
+        out = attend(*states, plan=packed.plan, scaling=self.scaling, window=self.window, bias=alibi)
         if packed.heads is not None:
             out = packed.heads.join_heads(out[None])[0]
         return out.flatten(1)[:, None]

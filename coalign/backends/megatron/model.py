@@ -251,7 +251,7 @@ class PackedGPT(GPTModel):
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=None if latent else angles,
-            packed_seq_params=PackedRow(layout.positions, layout.blocks, heads, angles if latent else None),
+            packed_seq_params=PackedRow(layout.positions, layout.plan, heads, angles if latent else None),
         )
         return self._outputs(hidden, layout, needs) if self.post_process else hidden
 

@@ -339,6 +339,8 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
     for key, reason in others.items():
         if getattr(config, key):
             yield key, f": {reason}; use `module: fsdp`"
+    if config.attention != "auto":
+        yield "attention", f" is {config.attention}: here the device decides; leave it out"
     if pretrained.has_adapters(config):
         yield from _find_adapter_problems(config)
     if config.dp_replicate > 1:

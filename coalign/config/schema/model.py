@@ -237,6 +237,10 @@ class ModelConfig(Section):
     """How the sequences of a micro-batch are computed: end to end in one row; below each other, padded on the right; or
     those of equal length together. `packed` is the fastest and needs layers that mix tokens by attention alone; `auto`
     takes it where the architecture can, else `padded`. For the modules `fsdp` and `deepspeed`."""
+    attention: Continuable[Literal["auto", "blocks", "flex", "varlen"]] = "auto"
+    """How attention over a packed row is computed, by the modules `fsdp` and `deepspeed`. `varlen`: flash attention
+    (CUDA, 16-bit floats). `flex`: flex attention, compiled (CUDA). `blocks`: scaled_dot_product_attention, a call for
+    each block of spans. `auto`: on CUDA `varlen` where it can, else `flex`; on other devices `blocks`."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per batch (PPO mini-batches)."""
     epochs_per_batch: PositiveInt = 1
