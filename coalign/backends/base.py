@@ -16,9 +16,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import LossTotals, count_trained_sequences
-from coalign.algorithms.importance import mismatch_stats
-from coalign.algorithms.segments import segment_count
+from coalign.algorithms.divergence import mismatch_stats
+from coalign.algorithms.segments import LossTotals, count_trained_sequences, segment_count
 from coalign.backends.layout import get_loss_mask
 from coalign.backends.objective import Objective, groups_of
 from coalign.backends.optim import compute_learning_rate

@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import (
+from coalign.algorithms.divergence import mismatch_stats
+from coalign.algorithms.segments import (
     LossTotals,
     aggregation_weights,
     check_aggregation,
@@ -18,7 +19,6 @@ from coalign.algorithms.aggregate import (
     sequence_weights,
     value_unit,
 )
-from coalign.algorithms.importance import mismatch_stats
 from coalign.backends.layout import get_loss_mask
 from coalign.config.errors import located_at, parse_key
 from coalign.config.functions import bind, resolve
@@ -83,7 +83,7 @@ class Objective:
         """The scalar to differentiate, and the loss's statistics.
 
         Where the batch has the sampler's log-probs, the statistics include how far the loss's anchor is from them
-        (coalign.algorithms.importance.mismatch_stats). ``totals`` are those of the whole optimizer step over all ranks,
+        (coalign.algorithms.divergence.mismatch_stats). ``totals`` are those of the whole optimizer step over all ranks,
         so the gradient does not depend on how the step was cut. Raises ValueError for a wrong number of values.
         """
         x = loss_input(micro, outputs)

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from rich.table import Table
 
-from coalign.algorithms.aggregate import LossTotals
+from coalign.algorithms.segments import LossTotals
 from coalign.backends.base import Module
 from coalign.backends.objective import Objective, loss_input
 from coalign.cluster.base import Cluster, plan_slots

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from coalign.algorithms.kl import AdaptiveKL, FixedKL
+from coalign.algorithms.divergence import AdaptiveKL, FixedKL
 from coalign.backends.base import Module, TrainableModule
 from coalign.backends.objective import Objective
 from coalign.backends.scorers.reward import resolve_reward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from coalign.algorithms.kl import FixedKL
+from coalign.algorithms.divergence import FixedKL
 from coalign.algorithms.shaping import sequence_kl_reward, shape_reward
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coalign.algorithms.aggregate import LossTotals, required_inputs, value_unit
 from coalign.algorithms.losses import bradley_terry
+from coalign.algorithms.segments import LossTotals, required_inputs, value_unit
 from coalign.backends.objective import Objective
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
