@@ -40,7 +40,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import Meta, WorkerFailure
+from coalign.cluster.future import LOAD_SECONDS, Meta, WorkerFailure, WorkerHandle, WorkerTask
 from coalign.cluster.numpy_batch import NumpyBatch, to_numpy
 from coalign.cluster.placement.nodes import (
     Domain,
@@ -55,7 +55,6 @@ from coalign.cluster.placement.nodes import (
 )
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.ray_space import RayStoreError, StoreSpace, describe_open_cluster
-from coalign.cluster.shards import LOAD_SECONDS, WorkerHandle, WorkerTask
 from coalign.cluster.stacks import StackFile, collect_stacks, listen
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
