@@ -30,6 +30,7 @@ from coalign.cluster.future import (
     Meta,
     Outcome,
     Store,
+    WatchedCalls,
     WorkerHandle,
     WorkerTask,
     merge_answers,
@@ -189,6 +190,16 @@ class Cluster(ABC):
         else:
             queue.submit(task)
         return future
+
+    @contextmanager
+    def watch(self) -> Iterator[WatchedCalls]:
+        """Collect the calls that are made inside the block (on this thread; blocks do not nest)."""
+        calls = WatchedCalls()
+        self.on_call = calls.futures.append
+        try:
+            yield calls
+        finally:
+            self.on_call = None
 
     @contextmanager
     def defer_errors(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from coalign.data.batch import Batch
-from coalign.types import Stats, Status, Total, merge_stats
+from coalign.types import Max, Stats, Status, Total, merge_stats
 
 ROW_FIELDS = ("group", "work", "status")  # optional columns that the driver keeps, as fields of BatchRef and Meta
 MOVE = "move"  # the worker's verb that moves parts of a model between host and device (coalign.cluster.residency)
@@ -413,6 +413,30 @@ class Future:
         self.running = []
         self.set_partial_results([])
         return True
+
+
+class WatchedCalls:
+    """The Futures of the calls made while watching, in order."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+
+    def stats(self, main: str | None = None) -> Stats:
+        """Wait for every call; return their metrics, `time/<model.method>` (s) and `memory/<model>` (MiB, peak).
+
+        With ``main``, the metrics of every other model get its name as a prefix (`value/loss/grad_norm`), so that two
+        models that learn are not averaged. Metrics of functions get none.
+        """
+        parts: list[Stats] = []
+        for future in self.futures:
+            future.result()
+            model = future.call.model
+            mine = main is None or model is None or model == main
+            parts.append(dict(future.stats) if mine else {f"{model}/{k}": v for k, v in future.stats.items()})
+            parts.append({f"time/{future.call}": Total(future.seconds)})
+            if model:
+                parts.append({f"memory/{model}": Max(future.peak_memory / 2**20)})
+        return merge_stats(parts)
 
 
 class CallDeadlines:

@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.future import BatchRef, Future, WatchedCalls
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.environment import Buffer, Environment
+from coalign.engine.environment import Buffer, Environment, Ledger
 from coalign.engine.filters import build_group_selection
-from coalign.engine.ledger import Ledger
-from coalign.engine.metrics import WatchedCalls, watch
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.roles import Rollout
@@ -36,7 +34,7 @@ from coalign.weights.sync.sync import WeightSync
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from coalign.backends.objective import Objective
+    from coalign.backends.base import Objective
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan
@@ -95,7 +93,7 @@ class Trainer:
         """Train on one batch, and wait until every model has taken its step."""
         begun = time.perf_counter()
         with self.cluster.defer_errors():
-            with watch(self.cluster) as calls:
+            with self.cluster.watch() as calls:
                 self.flow(batch)
             stats = calls.stats(self.main)
         return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}])
@@ -150,7 +148,7 @@ class Evaluator:
         begun = time.perf_counter()
         futures, calls, results = [], dict[str, list[WatchedCalls]](), []
         for source, prompts in self.loader.all(self.limit):
-            with watch(self.cluster) as own:
+            with self.cluster.watch() as own:
                 futures.append((len(prompts), self.flow(self.cluster.put(_separate_groups(prompts)))))
             calls.setdefault(source, []).append(own)
         total = sum(rows for rows, _ in futures)
@@ -298,7 +296,7 @@ class Engine:
     # ---- what a flow uses ------------------------------------------------------------------------------------------
 
     def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
-        """Generate complete groups of samples with the policy, as `rollout` says; see coalign.engine.ledger.
+        """Generate complete groups of samples with the policy, as `rollout` says; see coalign.engine.environment.
 
         With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``. A
         flow that needs more about a group asks by what this returns.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,7 @@ from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
 from coalign.data.loader import Loader
 from coalign.engine.curriculum import Curriculum, hash_row, list_first_rows
-from coalign.engine.metrics import find_sources
-from coalign.types import SEQUENCE_COLUMNS, Stats, Total
+from coalign.types import SEQUENCE_COLUMNS, SOURCE_KEY, Stats, Total
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
@@ -55,6 +54,12 @@ def filter_groups(
         stats[f"source/{source}/kept"] = Total(float((whole & mine).sum()))
         stats[f"source/{source}/dropped"] = Total(float((~whole & mine).sum()))
     return batch.select(whole[member]), stats
+
+
+def find_sources(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return for each source which rows are of it, bool[N]."""
+    names = [row.get(SOURCE_KEY, "") for row in rows]
+    return {source: torch.tensor([name == source for name in names]) for source in sorted(set(names))}
 
 
 class ResponseLengths:

@@ -11,8 +11,7 @@ import torch
 from rich.table import Table
 
 from coalign.algorithms.segments import LossTotals
-from coalign.backends.base import Module
-from coalign.backends.objective import Objective, loss_input
+from coalign.backends.base import Module, Objective, loss_input
 from coalign.cluster.base import Cluster, plan_slots
 from coalign.cluster.dry import DryCluster, FlowGraph, TracedCall, draw_graph
 from coalign.cluster.placement.nodes import find_accelerator

@@ -14,7 +14,7 @@ from coalign.roles import Rollout, Scorer, Trainable
 from coalign.types import Stats
 
 if TYPE_CHECKING:
-    from coalign.backends.objective import Objective
+    from coalign.backends.base import Objective
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.engine.reference import BaseWeights

@@ -6,7 +6,7 @@ import torch
 
 from coalign.algorithms.losses import apo_zero_unpaired, kto
 from coalign.algorithms.segments import LossTotals, required_inputs, value_unit
-from coalign.backends.objective import Objective
+from coalign.backends.base import Objective
 from coalign.data.batch import Batch
 from tests.algorithms.responses import responses
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from coalign.algorithms import losses
 from coalign.algorithms.losses import aot, aot_unpaired, cpo, dpo, exo_pair, ipo, orpo, simpo
 from coalign.algorithms.segments import LossTotals, required_inputs, value_unit
-from coalign.backends.objective import Objective
+from coalign.backends.base import Objective
 from coalign.data.batch import Batch
 from tests.algorithms.responses import responses
 

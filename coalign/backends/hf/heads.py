@@ -27,7 +27,7 @@ from coalign.algorithms.logprobs import (
 from coalign.backends.attention import check_attention
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
-from coalign.backends.pretrained import describe_encoder, read_context_length
+from coalign.backends.pretrained import describe_encoder, read_context_length, read_rope_limit
 from coalign.backends.routers import Routers
 from coalign.backends.vision_language import find_body
 from coalign.data.batch import Batch
@@ -55,6 +55,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.rows = rows
         self.routers = Routers(model)
+        self.rope_limit = read_rope_limit(model.config)
 
     def hidden(self, layout: Layout) -> Tensor:
         """[P, hidden], after the final norm."""
