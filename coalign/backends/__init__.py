@@ -20,7 +20,7 @@ CLASSES = {
     "deepspeed": "coalign.backends.deepspeed:DeepSpeedModule",
     "megatron": "coalign.backends.megatron.module:MegatronModule",
     "native": "coalign.backends.engines.native.engine:NativeModule",
-    "transformers": "coalign.backends.engines.transformers.engine:TransformersModule",
+    "transformers": "coalign.backends.engines.transformers:TransformersModule",
     "vllm": "coalign.backends.engines.vllm.module:VLLMModule",
     "reward": "coalign.backends.scorers.reward:RewardModule",
     "judge": "coalign.backends.scorers.judge:JudgeModule",

@@ -42,8 +42,7 @@ from coalign.cluster.future import (
 )
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
-from coalign.data.balance import estimate_costs, partition
-from coalign.data.batch import split_ranges
+from coalign.data.batch import estimate_costs, partition, split_ranges
 from coalign.memory import PARTS
 from coalign.roles import Context, Rollout, Scorer, Trainable
 from coalign.types import merge_stats
