@@ -27,7 +27,7 @@ CLASSES = {
     "preference": "coalign.backends.scorers.judge:PreferenceModule",
     "cached": "coalign.backends.scorers.cached:CachedModule",
     "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",
-    "cross_tokenizer": "coalign.backends.scorers.cross_tokenizer:CrossTokenizerModule",
+    "cross_tokenizer": "coalign.backends.scorers.retokenize:CrossTokenizerModule",
 }
 
 

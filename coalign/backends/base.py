@@ -315,6 +315,7 @@ class TrainableModule(Module):
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
+        self._shards = len(set(config.shares(context.world_size)))  # of a batch: ranks may compute rows together
         self._objectives: dict[str, Objective] = {}  # of calls that name another loss than the configured one
 
     @property
@@ -528,7 +529,6 @@ class TrainableModule(Module):
     ) -> tuple[list[Batch], Measure, list[Stats]]:
         """The micro-batches, the function from (micro-batch, outputs) to a loss, and the list it adds statistics to."""
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
-        parts = len(set(self.config.shares(self.context.world_size)))
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:
             if micro is IDLE:
@@ -536,7 +536,7 @@ class TrainableModule(Module):
             value, stats = objective(micro, outputs, totals)
             seen.append({f"loss/{name}": stat for name, stat in stats.items()})
             # Statistics of data-parallel ranks are averaged when they are merged; the loss is a sum over the ranks.
-            seen.append({"loss/value": Stat(value.item() * parts, 0.0)})
+            seen.append({"loss/value": Stat(value.item() * self._shards, 0.0)})
             return value
 
         if objective.per == "token":  # a row without trained tokens adds nothing and would cost as much as any other

@@ -2,7 +2,8 @@
 
 A recipe subclasses ``Engine`` and writes two methods. Everything else is here, once, for synchronous and asynchronous
 training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop and
-``Evaluator`` the evaluation side; the roll-out side is in environment.py.
+``Evaluator`` the evaluation side; the roll-out side is in environment.py. Reference log-probs come without a second
+model in memory from the frozen weights beneath adapters (``BaseWeights``), or from a cache (``precompute``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.environment import Buffer, Environment, Ledger
 from coalign.engine.filters import build_group_selection
-from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.roles import Rollout
 from coalign.types import Metric, Stat, Stats, Total, merge_stats
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan
     from coalign.report.display import Display
+    from coalign.roles import Trainable
 
 
 @dataclass(frozen=True)
@@ -403,3 +404,37 @@ def compute_rates(stats: Stats, seconds: float) -> Stats:
     rates["throughput/samples"] = stats.get("samples/count")
     found = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}
     return {"time/step": Total(seconds), **found}
+
+
+def drop_unread_reference(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
+    """Return ``roles`` without `reference` if ``loss`` does not read its log-probs."""
+    if loss is None:
+        return roles
+    return {name: role for name, role in roles.items() if name != "reference" or "ref" in loss.needs}
+
+
+class BaseWeights:
+    """The weights beneath a model's adapters, as a scorer: ``forward_step`` with the adapters off."""
+
+    def __init__(self, model: DistModel[Trainable]) -> None:
+        self.model = model
+
+    def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
+        """See TrainableModule.forward_step."""
+        return self.model.forward_step(batch, into=into, base=True)
+
+
+def precompute(engine: Engine, display: Display) -> None:
+    """Fill the caches of all models that have one with the rows of the run's data, then unload these models."""
+    cached = {n: model for n, model in engine.running.items() if model.config.cache}
+    loaders = [engine.environment.loader, *([engine.evaluator.loader] if engine.evaluator else [])]
+    if not cached:
+        return
+    with display.progress(f"log-probs of {', '.join(cached)}", sum(loader.rows for loader in loaders)) as advance:
+        for _, rows in (part for loader in loaders for part in loader.all()):
+            ref = engine.cluster.put(rows)
+            for scored in [model.forward_step(ref) for model in cached.values()]:
+                scored.result()
+            advance(len(set(rows["group"].tolist())))
+    for model in cached.values():
+        model.unload().result()

@@ -33,8 +33,7 @@ from coalign.cluster.future import BatchRef, Future, WatchedCalls
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.curriculum import pass_rates
-from coalign.engine.filters import GroupSelection, filter_groups, find_sources, response_lengths
+from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
 from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
