@@ -1,71 +1,57 @@
 """Learning curves: Coalign and TRL train one model on the same rows in the same order, each in its own process.
 
     python benchmarks/curves_vs_trl.py sft --model MODEL --data runs/smollm2/data/train.jsonl --steps 100
-    python benchmarks/curves_vs_trl.py grpo --model MODEL --data runs/smollm2/data/train.jsonl --steps 20
+    python benchmarks/curves_vs_trl.py grpo --model MODEL --data runs/demo/data/train.jsonl --steps 20
 
-SFT: 16 rows a step, AdamW at 1e-4, mean over the trained tokens. GRPO: 8 prompts x 8 samples x 192 tokens, KL 0.01,
-AdamW at 5e-6, 1 for the right answer. Weights in float32, computed in bf16, no warmup, constant learning rate. Each
-side draws its own samples, so curves of GRPO agree within noise only; losses of SFT agree step by step. Writes a line
-per step to OUTPUT/{stage}_{side}.jsonl while it runs (a side with all its steps is not run again), then prints both.
+SFT: 16 questions and solutions a step, AdamW at 1e-4, mean over the trained tokens. GRPO: instructions of the demo, 8
+prompts x 8 samples x 32 tokens, KL 0.01, AdamW at 1e-5, 1 for a sentence that follows its instruction. Weights in
+float32, computed in bf16 (`--dtype float32`: not), no warmup, constant learning rate. Each side draws its own samples,
+so curves of GRPO agree within noise only; losses of SFT agree step by step. Writes a line per step to
+OUTPUT/{stage}_{side}.jsonl while it runs (a side with all its steps is not run again), then prints both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import peak_mib, stopwatch
 
+import coalign
+from examples.instructions import follows
+
 ROWS = {"sft": 16, "grpo": 8}
-RATES = {"sft": 1e-4, "grpo": 5e-6}
-SAMPLES, NEW, KL = 8, 192, 0.01
+RATES = {"sft": 1e-4, "grpo": 1e-5}
+SAMPLES, NEW, KL = 8, 32, 0.01
 FORMAT = "{question}\nEnd with #### and the answer."
 SHOWN = {"sft": "loss", "grpo": "reward"}
 
 
-def is_right(response: str, answer: str) -> float:
-    """1.0 if the number after the last `####` is that of the answer."""
-    numbers = [re.findall(r"####\s*\$?(-?[\d,]*\.?\d+)", text) for text in (response, answer)]
-    found, truth = (values[-1].replace(",", "") if values else "" for values in numbers)
-    return float(bool(found) and math.isclose(float(found), float(truth)))
-
-
-def reward(sample: Any) -> float:
-    return is_right(sample.response, sample.meta["answer"])
-
-
-def run_coalign(stage: str, model: Path, data: Path, steps: int, file: Path) -> None:
-    import coalign
-
-    bf16 = {"compute_dtype": "bfloat16"}
-    models: dict[str, Any] = {"trainer": {"load": str(model), "optimizer": {"lr": RATES[stage]}} | bf16}
+def run_coalign(stage: str, model: Path, data: Path, steps: int, file: Path, dtype: str) -> None:
+    computed = {"compute_dtype": dtype}
+    models: dict[str, Any] = {"trainer": {"load": str(model), "optimizer": {"lr": RATES[stage]}} | computed}
     models["trainer"]["optimizer"]["schedule"] = "constant"
     config: dict[str, Any] = {
         "algorithm": stage,
         "output": str(file.with_suffix("")),
         "runtime": {"steps": steps, "prompts_per_step": ROWS[stage], "trackers": [], "resume": "never", "plots": False},
-        "data": {
-            "train": str(data),
-            "prompt_key": "question",
-            "prompt_format": FORMAT.replace("question", "prompt"),
-            "shuffle": False,
-        },
+        "data": {"train": str(data), "shuffle": False},
         "models": models,
     }
     if stage == "grpo":
-        models["policy"] = {"load": str(model), "sampling": {"max_new_tokens": NEW}} | bf16
+        models["policy"] = {"load": str(model), "sampling": {"max_new_tokens": NEW}} | computed
         config["runtime"]["samples_per_prompt"] = SAMPLES
         config["loss"] = {"fn": "policy_gradient", "kl_coef": KL}
-        result = coalign.train(config, reward=reward, quiet=True)
+        result = coalign.train(config, reward=follows, quiet=True)
     else:
+        config["data"] |= {"prompt_key": "question", "prompt_format": FORMAT.replace("question", "prompt")}
         result = coalign.train(config, quiet=True)
     for line in result.metrics:
         length = line["tokens/generated"] / (ROWS[stage] * SAMPLES) if stage == "grpo" else None
@@ -73,7 +59,7 @@ def run_coalign(stage: str, model: Path, data: Path, steps: int, file: Path) -> 
         append(file, value, line["loss/grad_norm"], line["time/step"], length)
 
 
-def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path) -> None:
+def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path, dtype: str) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -89,18 +75,18 @@ def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path) -> None
     lines = data.read_bytes().splitlines()[: ROWS[stage] * steps]
     rows = []
     for row in map(json.loads, lines):
-        asked = {"prompt": [{"role": "user", "content": FORMAT.format(**row)}]}
         if stage == "sft":
-            rows.append(asked | {"completion": [{"role": "assistant", "content": row["answer"]}]})
+            asked, answer = FORMAT.format(**row), row["answer"]
+            rows.append({"prompt": said("user", asked), "completion": said("assistant", answer)})
         else:
-            rows.append(asked | {"answer": row["answer"]})
+            rows.append(row | {"prompt": said("user", row["prompt"])})
     same: dict[str, Any] = {
         "output_dir": str(file.with_suffix("")),
         "learning_rate": RATES[stage],
         "lr_scheduler_type": "constant",
         "max_steps": steps,
         "gradient_checkpointing": False,
-        "bf16": True,
+        "bf16": dtype == "bfloat16",
         "use_cpu": True,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -134,10 +120,19 @@ def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path) -> None
         **same,
     )
 
-    def grade(completions, answer, **_):
-        return [is_right(c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
+    def grade(completions, data_source, topic, word, **_):
+        none, rewards = torch.zeros(0), []
+        for said, kind, named, used in zip(completions, data_source, topic, word, strict=True):
+            meta = {"data_source": kind, "topic": named, "word": used}
+            sample = coalign.Sample(0, 0, none, none, none, response=said[0]["content"], meta=meta)
+            rewards.append(follows(sample))
+        return rewards
 
     GRPOTrainer(args=arguments, reward_funcs=grade, **common).train()
+
+
+def said(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
 
 
 def append(file: Path, value: float, norm: float, seconds: float, tokens: float | None) -> None:
@@ -179,7 +174,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("stage", choices=list(ROWS))
     options.add_argument("--model", required=True, help="a directory, a GGUF file, or a name of the hub")
-    options.add_argument("--data", type=Path, required=True, help="a JSONL file of questions and answers")
+    options.add_argument("--data", type=Path, required=True, help="JSONL: questions and answers, or the demo's rows")
+    options.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--output", type=Path, default=Path("runs/curves"))
     options.add_argument("--only", choices=["coalign", "trl"], help="run this side alone, in this process")
@@ -190,7 +186,7 @@ def main() -> None:
     files = {side: given.output / f"{given.stage}_{side}.jsonl" for side in ("coalign", "trl")}
     if given.only:
         run = {"coalign": run_coalign, "trl": run_trl}[given.only]
-        run(given.stage, fetch(given.model), given.data, given.steps, files[given.only])
+        run(given.stage, fetch(given.model), given.data, given.steps, files[given.only], given.dtype)
         return
     for side, file in files.items():
         if len(read(file)) != given.steps:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from coalign.cluster import stacks
 from coalign.cluster.dist import DistActor, DistModel
@@ -36,7 +35,14 @@ from coalign.cluster.future import (
     merge_answers,
     wait,
 )
-from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, find_accelerator, place_processes
+from coalign.cluster.placement.nodes import (
+    Node,
+    ProcessPlacement,
+    assign_nodes,
+    count_devices,
+    find_accelerator,
+    place_processes,
+)
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray_space import check_ray
 from coalign.cluster.residency import Residency
@@ -392,7 +398,7 @@ class LocalCluster(Cluster):
         self._arenas: dict[str, Arena] = {}  # by device: models on one device share one
         self._threads = config.runtime.threads
         self._device = find_accelerator(config.runtime.accelerator).device
-        count = 0 if self._device == "cpu" else getattr(torch, self._device).device_count()
+        count = count_devices(config.runtime.accelerator)
         self.nodes = [Node("this process", count, count)]
         where = assign_nodes(list_slots(self.slots), self.nodes)
         self.placements = place_processes(list_slots(self.slots), where, [[[str(number) for number in range(count)]]])
@@ -439,7 +445,7 @@ def choose_cluster(config: RunConfig) -> str:
     if config.runtime.cluster != "auto":
         return config.runtime.cluster
     models = config.models.values()
-    several = any((model.num_process or model.num_gpu) > 1 for model in models)
+    several = any(model.processes > 1 for model in models)
     return "ray" if config.runtime.ray_address or several else "local"
 
 

@@ -425,6 +425,18 @@ def _list_devices(resource: str) -> list[Domain]:
     return group_devices(names, read_nvidia_buses() if resource == "GPU" else {})
 
 
+def count_cluster_devices(address: str, resource: str) -> int:
+    """Count the devices of the Ray cluster at ``address``, in use or not. ValueError if nothing answers there."""
+    joined = ray.is_initialized()
+    if not joined:
+        _connect(address)
+    try:
+        return int(ray.cluster_resources().get(resource, 0))
+    finally:
+        if not joined:
+            ray.shutdown()
+
+
 def _connect(address: str | None) -> None:
     """Join the Ray cluster at ``address``; None: start one here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -13,7 +13,7 @@ from rich.table import Table
 from coalign.cluster.base import start_cluster
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
-from coalign.launch.build import build
+from coalign.launch.data_load import load_data
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.plan import find_recipe, prepare
 from coalign.report.display import Display
@@ -48,8 +48,8 @@ def check_run(config: RunConfig, display: Display) -> bool:
         raise ValueError(f"algorithm: in `{config.algorithm}` no weights travel from one model to another")
     config = fetch_sources(config, rows=False)
     plan = prepare(config).restrict([name for pair in pairs for name in pair])
-    with start_cluster(config) as cluster:
-        engine = build(plan, cluster)
+    with start_cluster(plan.config, plan.started) as cluster:
+        engine = plan.recipe(plan, cluster, load_data(plan))
         engine.training.sync(0)
         good = True
         for sync in engine.training.syncs:

@@ -17,7 +17,7 @@ from coalign.data.batch import Batch
 from coalign.data.templates import decode
 from coalign.engine.hooks.run_folder import flatten_stats
 from coalign.engine.reward import list_reward_parts
-from coalign.launch.build import build, load_split, load_tokenizer
+from coalign.launch.data_load import load_data, load_split, load_tokenizer
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.plan import find_recipe, plan_reward_models, prepare
 from coalign.report.display import Display
@@ -42,8 +42,8 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[st
     config = fetch_sources(config)
     plan = prepare(config)
     plan = plan.restrict([*names, *(name for name in plan.roles if name not in plan.recipe.models)])
-    with start_cluster(config) as cluster:
-        engine = build(plan, cluster)
+    with start_cluster(plan.config, plan.started) as cluster:
+        engine = plan.recipe(plan, cluster, load_data(plan))
         assert engine.evaluator is not None  # the configuration has evaluation data
         stats, _ = engine.evaluator.evaluate(display)
     return flatten_stats(stats)

@@ -73,7 +73,7 @@ def complete_settings(settings: Section, before: Path | None, model: str | None)
 def check_settings(settings: Section) -> None:
     """Raise ValueError for what the schema cannot check: a run's plan, reward functions and their arguments."""
     if isinstance(settings, RunConfig):
-        prepare(fetch_sources(settings, weights=False, rows=False))
+        prepare(fetch_sources(settings, weights=False, rows=False), join=False)
     elif isinstance(settings, JudgeConfig):
         for i, reward in enumerate(settings.reward):
             assert reward.fn is not None  # the schema refuses models of a run here
@@ -183,7 +183,7 @@ def check_pipeline(file: PipelineFile, display: Display) -> None:
     """Print what the pipeline would do. Raises ConfigError for what would stop it."""
     for stage in plan_stages(file):
         if isinstance(stage.settings, RunConfig):
-            trace(prepare(fetch_sources(stage.settings, weights=False, rows=False)))
+            trace(prepare(fetch_sources(stage.settings, weights=False, rows=False), join=False))
         done = " (done)" if _read(stage.folder / "stage.json").get("done") else ""
         display.show(f"{stage}: {describe_settings(stage.settings)}{done}\n    → {stage.output}")
     display.show("\nno problem found")

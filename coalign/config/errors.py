@@ -190,10 +190,16 @@ def locate_problems(config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def located_at(*key: str | int) -> Iterator[None]:
-    """Give the key of a setting to a ValueError or OSError from inside, such as that of a name that does not exist."""
+    """Give the key of a setting to a ValueError or OSError from inside, such as that of a name that does not exist.
+
+    Any other error comes from code that the setting names, and keeps its traceback; a note names the key.
+    """
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError([ConfigProblem(key, str(error))]) from error
+    except Exception as error:
+        error.add_note(f"  named by {format_key(key)}")
+        raise

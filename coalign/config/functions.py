@@ -13,6 +13,7 @@ import json
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -157,6 +158,9 @@ def _import_dotted(name: str) -> Any:
         return _objects[attribute]
     if _refuses_code and (path.partition(".")[0] != "coalign" or "." in attribute):
         raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is imported")
+    if not all(part.isidentifier() for part in path.split(".")):
+        name = f"{Path(path).name.removesuffix('.py')}:{attribute}"
+        raise ValueError(f"'{path}' is no name of a module; write it as `import` has it, such as `{name}`")
     try:
         value: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -395,6 +396,8 @@ def _nowhere(text: str, required: InputPath, folder: Path) -> str:
         return f"{text} is still to be filled in"
     tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
     suggestion = next((found for path in tried if (found := suggest_file(path))), "")
+    if required.kind == "model" and (page := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", text)):
+        return f"'{text}' is the address of a page; the name of its model is `{page[1]}`"
     kind = {"model": "directory", "data": "file"}.get(required.kind, required.kind)
     return f"there is no {kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
 

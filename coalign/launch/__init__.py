@@ -1,6 +1,6 @@
 """From a configuration to a run. Start with ``plan.py``: ``prepare(config)`` finds, checks and binds everything once.
 
-``validate.py`` refuses settings that cannot work, ``check.py`` is `coalign check`, ``build.py`` makes an engine with
-its data, and ``run.py`` trains. ``layout.py`` describes placements, ``memory_estimate.py`` estimates memory,
-``template.py`` writes what `coalign init` prints.
+``validate.py`` refuses settings that cannot work, ``devices.py`` finds the devices of models, ``check.py`` is `coalign
+check`, ``data_load.py`` loads the data, and ``run.py`` trains. ``layout.py`` describes placements,
+``memory_estimate.py`` estimates memory, ``template.py`` writes what `coalign init` prints.
 """

@@ -24,6 +24,7 @@ from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import describe_reward
 from coalign.hub import is_hub_name
 from coalign.launch.data_check import check_data
+from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
@@ -42,8 +43,8 @@ def check(config: RunConfig, display: Display) -> None:
     Of models of the hub it fetches configuration and tokenizer, no weights; of data of the hub which files there are.
     Of files that are here it reads the first rows.
     """
-    config = fetch_sources(config, weights=False, rows=False)
-    plan = prepare(config)
+    plan = prepare(fetch_sources(config, weights=False, rows=False))
+    config = plan.config
     graph = trace(plan)
     count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
@@ -68,6 +69,9 @@ def check(config: RunConfig, display: Display) -> None:
         display.show(rewards + "\n")
     with locate_problems(config):
         display.show(describe_requested_layout(plan.started, config))
+        if plan.devices:
+            display.show(plan.devices)
+        check_devices(plan.started, config)
     display.show("")
     if planned:
         for load in dict.fromkeys(model.config.load for model in planned):
@@ -135,7 +139,7 @@ def _try_loss(model: PlannedModel, objective: Objective, call: TracedCall) -> li
 
 def _check_backend(model: PlannedModel, config: RunConfig) -> None:
     """Raise what the setup of a model would raise before it reads weights."""
-    device = torch.device(find_accelerator(config.runtime.accelerator).device if model.config.num_gpu else "cpu")
+    device = torch.device(find_accelerator(config.runtime.accelerator).device if model.config.devices else "cpu")
     # A cache, or a template to read by, and the backend behind it.
     for module in dict.fromkeys((model.module, resolve_class(model.config.module, "coalign.backends"))):
         module.check_settings(model.config, model.name, device)

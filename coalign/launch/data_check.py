@@ -25,7 +25,7 @@ from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import find_tokenizer_name
 from coalign.hub import is_hub_name
 from coalign.hub_data import is_dataset, is_url
-from coalign.launch.build import load_tokenizer
+from coalign.launch.data_load import load_tokenizer
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.roles import Rollout, Trainable
 from coalign.types import SOURCE_KEY

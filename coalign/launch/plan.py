@@ -29,6 +29,7 @@ from coalign.engine.reward import list_reward_models, list_reward_parts
 from coalign.engine.vocabulary import find_tokenizer_name, is_tokenized_alike
 from coalign.environments.conversation import find_environment
 from coalign.environments.loop import EnvironmentFunction
+from coalign.launch.devices import assign_devices, describe_devices
 from coalign.launch.validate import (
     check_adapters,
     check_environment,
@@ -76,7 +77,7 @@ class Plan:
     """What a run consists of, bound and checked.
 
     ``models``: those that the flow calls, and those of the reward. ``syncs``: (source, target) of each weight sync.
-    ``rewards``: the parts of `self.reward`; empty without one.
+    ``rewards``: the parts of `self.reward`; empty without one. ``devices``: what `num_gpu: auto` has become, in a line.
     ``turn_weight``: how much an environment's reward for a turn counts within it.
     """
 
@@ -87,6 +88,7 @@ class Plan:
     syncs: Sequence[tuple[str, str]] = ()
     rewards: Sequence[RewardConfig] = ()
     turn_weight: float = 0.0
+    devices: str = ""
     loss: Objective | None = None
     advantage: Callable[..., Any] | None = None
     covariance: Callable[..., Any] | None = None
@@ -131,8 +133,11 @@ def find_recipe(algorithm: str) -> type[Engine]:
     return resolve_class(algorithm, "coalign.recipes")
 
 
-def prepare(config: RunConfig) -> Plan:
-    """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place."""
+def prepare(config: RunConfig, *, join: bool = True) -> Plan:
+    """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place.
+
+    ``join``: ask the Ray cluster of `runtime.ray_address`, if there is one, for the devices behind `num_gpu: auto`.
+    """
     recipe = find_recipe(config.algorithm)
     if recipe.source not in KINDS:
         raise ValueError(
@@ -141,7 +146,11 @@ def prepare(config: RunConfig) -> Plan:
     with locate_problems(config):
         loss = Objective.of(config.loss, "loss") if config.loss else None
         judges = (reward.model for reward in config.reward if reward.model)
-        check_names(config, [*recipe.models, *recipe.roles(config, loss), *judges])
+        roles = dict(recipe.roles(config, loss))
+        check_names(config, [*recipe.models, *roles, *judges])
+        rewards = list_reward_parts(config) if roles.get("reward") is Scorer else []
+        planned_roles = _roles_of_models(roles, rewards)
+        config, before = assign_devices(config, [*planned_roles], join=join), config
         check_functions_are_imported(config)
         recipe.check(config, loss)
         check_sections(config, recipe)
@@ -155,9 +164,6 @@ def prepare(config: RunConfig) -> Plan:
         check_limits(config)
         names = ("advantage", "covariance", "truncated", "pairs", "kl", "filter", "replay")
         functions = {name: _bind(getattr(config, name), name) for name in names}
-        roles = dict(recipe.roles(config, loss))
-        rewards = list_reward_parts(config) if roles.get("reward") is Scorer else []
-        planned_roles = _roles_of_models(roles, rewards)
         configs = _configs_of_models(planned_roles, rewards, config)
         compared = getattr(
             functions["pairs"] and functions["pairs"].func, "compares", config.runtime.samples_per_prompt
@@ -187,6 +193,7 @@ def prepare(config: RunConfig) -> Plan:
         syncs=syncs,
         rewards=rewards,
         turn_weight=find_turn_weight(config),
+        devices=describe_devices(before, config),
         loss=loss,
         **functions,
     )
@@ -244,7 +251,7 @@ def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> di
         if part.fn:
             with located_at("reward", i):
                 resolve_reward(part, f"reward.{i}")
-            configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward")
+            configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward", num_gpu=0)
         elif part.model in config.models:
             model = config.models[part.model]
             alike = is_tokenized_alike(model, find_tokenizer_name(config)[0])

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Engine, Hook, precompute
-from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore_engine, verify_checkpoint
+from coalign.engine.hooks.checkpoint import Checkpoints, Save, read_state, restore_engine, verify_checkpoint
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
 from coalign.engine.hooks.profiling import StepProfiler
@@ -26,8 +26,9 @@ from coalign.engine.hooks.run_folder import RunFolder
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.files import RecordFile, RecordHandler, Sink
-from coalign.launch.build import build
 from coalign.launch.check import trace
+from coalign.launch.data_load import load_data
+from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import describe_assigned_layout
 from coalign.launch.plan import prepare
@@ -37,6 +38,10 @@ from coalign.report.trackers import start_trackers
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)
+FINISHED = (
+    "this run is finished: %s has step %d of %d. For more steps raise `runtime.steps` (or `epochs`, `tokens`); to "
+    "train anew give another `output`, or `runtime.resume=never`"
+)
 
 
 def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> int:
@@ -60,11 +65,24 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
 def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: StopSignals) -> int:
     named, config = config, fetch_sources(config)
     plan = prepare(config)
+    config = plan.config
     trace(plan)
-    folder = RunFolder(config.output)
-    write_commits(folder.path, named, config)
-    with _logged(folder, display):
+    with closing(RunFolder(config.output)) as folder, _logged(folder, display):
+        write_commits(folder.path, named, config)
+        data = load_data(plan)
+        provenance = Provenance(config, data.eval.state_dict() if data.eval else None)
+        checkpoint = _find_checkpoint(config, Checkpoints(folder.checkpoints, config.runtime.keep))
+        if checkpoint is not None:
+            state = read_state(checkpoint, config.algorithm)
+            provenance.compare(state["hooks"].get("Provenance"))
+            if state["step"] >= data.steps:
+                log.warning(FINISHED, checkpoint, state["step"], data.steps)
+                display.finish(folder.path)
+                return 0
+        if plan.devices:
+            log.info("%s", plan.devices)
         with locate_problems(config):
+            check_devices(plan.started, config)
             cluster = start_cluster(config, plan.started)
         try:
             if choose_cluster(config) == "ray":
@@ -74,17 +92,18 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                 )
             with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
                 log.info("loading %s", ", ".join(plan.started))
-                engine = build(plan, cluster)
-                return _learn(engine, folder, display, watchdog, hooks, signals)
+                engine = plan.recipe(plan, cluster, data)
+                engine.hooks.append(provenance)
+                return _learn(engine, folder, checkpoint, display, watchdog, hooks, signals)
         finally:
             display.close()
             cluster.shutdown()
-            folder.close()
 
 
 def _learn(
     engine: Engine,
     folder: RunFolder,
+    checkpoint: Path | None,
     display: Display,
     watchdog: Watchdog,
     hooks: Sequence[Hook],
@@ -98,20 +117,14 @@ def _learn(
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
     engine.cluster.on_end = timeline.note
-    provenance = Provenance(config, engine.evaluator.loader.state_dict() if engine.evaluator else None)
-    engine.hooks.extend([provenance, guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save])
+    engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save])
     _refuse_namesakes(engine.hooks)
-    if (found := _resume_from(config, folder, checkpoints)) is not None:
-        restore_engine(engine, found)
+    if checkpoint is None:
+        folder.move_records_aside()  # of an earlier run
+    else:
+        restore_engine(engine, checkpoint)
         checkpoints.move_later_aside(engine.step)
-        if engine.step < engine.last:
-            log.info("continuing from %s", found)
-        else:
-            message = (
-                "this run is finished: %s has step %d of %d. For more steps raise `runtime.steps` (or `epochs`, "
-                "`tokens`); to train anew give another `output`, or `runtime.resume=never`"
-            )
-            log.warning(message, found, engine.step, engine.last)
+        log.info("continuing from %s", checkpoint)
     folder.begin(dump(config), engine.step)
     record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
     log.info("%s", engine.environment.loader.report())
@@ -160,19 +173,15 @@ def _evaluation(engine: Engine, record: MetricsRecorder) -> list[Hook]:
     return [EvaluationHook(runtime.eval_every, runtime.eval_at_start, report), *stopping]
 
 
-def _resume_from(config: RunConfig, folder: RunFolder, checkpoints: Checkpoints) -> Path | None:
+def _find_checkpoint(config: RunConfig, checkpoints: Checkpoints) -> Path | None:
+    """Return the checkpoint that the run goes on from, None if it begins anew. CorruptCheckpoint for a damaged one."""
     resume = config.runtime.resume
     if resume == "never":
-        folder.move_records_aside()
         return None
     if resume == "auto":
-        found = checkpoints.find_newest()
-        if found is None:
-            folder.move_records_aside()  # of a run that has left no checkpoint
-        return found
-    path = Path(resume)
-    verify_checkpoint(path)
-    return path
+        return checkpoints.find_newest()
+    verify_checkpoint(Path(resume))
+    return Path(resume)
 
 
 class StopSignals:

@@ -13,8 +13,8 @@ from coalign.backends.hf.heads import LanguageModel
 from coalign.backends.pretrained import read_config, read_context_length, read_rope_limit
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.launch.build import build
 from coalign.launch.check import check
+from coalign.launch.data_load import load_data
 from coalign.launch.plan import prepare
 from tests.backends.native import helpers
 from tests.backends.test_fsdp import module
@@ -111,7 +111,7 @@ def test_vllm_may_not_get_longer_sequences(path):
 def test_data_that_may_be_longer_is_refused_before_anything_loads(path, tmp_path, given):
     quiet = cast(Any, SimpleNamespace(show=lambda *_: None))
     config = configured(tmp_path, "sft", f"models.trainer.load={path}", f"data.max_tokens={given}")
-    for start in (lambda: check(config, quiet), lambda: build(prepare(config), None)):
+    for start in (lambda: check(config, quiet), lambda: load_data(prepare(config))):
         with pytest.raises(ValueError, match=rf"data\.max_tokens is .* models\.trainer .* set it to {LIMIT} or less"):
             start()
 

@@ -9,9 +9,10 @@ import re
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from coalign import load_config
-from coalign.cli import app
+from coalign.cli import app, main
 from coalign.config.errors import ConfigError, parse_key
 from coalign.config.foreign import TRL, VERL
 from coalign.config.introspect import list_keys
@@ -46,6 +47,9 @@ def refuse(home, algorithm, changes, *overrides):
 
 
 NAMES = [
+    ("reward", {"fn": "./rewards/mine.py:score"}, r"reward\[0\]: .*is no name of a module; .* such as `mine:score`"),
+    ("models.trainer.num_gpu", 1, r"models\.trainer\.num_gpu: is 1, and torch finds no GPU on this machine"),
+    ("runtime.accelerator", "cuda", r"runtime\.accelerator: is cuda; Ray's name of it is GPU"),
     ("reward", {"fn": "mth"}, r"run\.yaml:\d+: reward\[0\]: 'mth' .*did you mean 'math'"),
     ("loss", {"fn": "policy_gradint"}, r"run\.yaml:\d+: loss\.fn: .*did you mean 'policy_gradient'"),
     ("advantage", {"fn": "grup"}, r"run\.yaml:\d+: advantage\.fn: .*did you mean 'group'"),
@@ -71,8 +75,20 @@ LOADS = [
     ("models.policy.load", "runs/one", r"models\.policy\.load: .*; the model is in '.*runs/one/model'"),
     ("models.policy.load", "runs/two", r"models\.policy\.load: .* a run folder, .*two/checkpoints/step_N/hf"),
     ("models.policy.load", "megatron", r"models\.policy\.load: .*Megatron checkpoint: `coalign convert"),
+    (
+        "models.policy.load",
+        "https://huggingface.co/Qwen/Qwen2.5-0.5B/tree/main",
+        r"models\.policy\.load: .*is the address of a page; the name of its model is `Qwen/Qwen2\.5-0\.5B`",
+    ),
     ("models.reference", {"load": None}, r"run\.yaml:\d+: models\.reference\.load: missing"),
 ]
+
+
+CODE = {
+    "unclosed": ("def reward(sample:\n    return 1", r"SyntaxError: '\(' was never closed", 1),
+    "needing": ("import no_such_package\n\ndef reward(sample): return 1.0", r"No module named 'no_such_package'", 1),
+    "raising": ("def reward(sample): return 1.0\n\nboom = 1 / 0", r"ZeroDivisionError", 3),
+}
 
 
 DATA = [
@@ -155,6 +171,21 @@ def test_what_holds_no_model_is_named_with_where_it_is(home, monkeypatch, key, v
     assert re.search(message, said), said
 
 
+@pytest.mark.parametrize("module", CODE)
+def test_code_that_cannot_be_imported_is_shown_by_its_place(home, monkeypatch, capsys, module):
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(home))
+    monkeypatch.setattr("sys.argv", ["coalign", "check", "code.yaml"])
+    code, message, line = CODE[module]
+    (home / f"{module}.py").write_text(code)
+    (home / "code.yaml").write_text(json.dumps(settings(home, "grpo") | {"reward": {"fn": f"{module}:reward"}}))
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert re.search(message, said) and f"{module}.py:{line}" in said and "named by reward[0]" in said, said
+    assert len(said.splitlines()) <= LINES, said
+
+
 @pytest.mark.parametrize("algorithm", ["rlaif", "distill", "on_policy_distillation"])
 def test_a_model_without_weights_is_named(home, algorithm):
     name = "judge" if algorithm == "rlaif" else "teacher"
@@ -187,8 +218,6 @@ def test_a_text_may_begin_with_a_brace_on_the_command_line(home):
 
 
 def test_commands_name_what_was_mixed_up(home, tmp_path, monkeypatch):
-    from typer.testing import CliRunner
-
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     (tmp_path / "pipeline.yaml").write_text("stages: [{train: run.yaml}]\n")
     (tmp_path / "run.yaml").write_text(json.dumps(settings(home, "sft")))

@@ -23,10 +23,16 @@ class FileStore:
 
     in_process = False
 
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="coalign-store-")
+
     def put(self, value):
-        with tempfile.NamedTemporaryFile(prefix="coalign-store-", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=self._folder.name, delete=False) as file:
             pickle.dump(value, file)
         return file.name
+
+    def close(self):
+        self._folder.cleanup()
 
     def get(self, reference):
         return pickle.loads(Path(reference).read_bytes())
@@ -70,6 +76,7 @@ class Processes:
             process.kill()
             process.join()
         self._lane.shutdown(wait=False)
+        self.store.close()
 
     def _everywhere(self, function, arguments):
         for pipe in self._pipes:

@@ -383,7 +383,7 @@ class FSDPModule(HuggingFaceModule):
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         notes = super().notes(config)
-        if config.num_gpu or config.compute_dtype != "bfloat16" or kernels.has_bf16():
+        if config.devices or config.compute_dtype != "bfloat16" or kernels.has_bf16():
             return notes
         return [*notes, kernels.FLOAT32_INSTEAD]
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import torch
+
 from coalign.cluster.placement.slots import Slot
 
 
@@ -36,9 +38,25 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 }
 
 
+DEVICES = {"cuda": "GPU", "rocm": "GPU", "hip": "GPU", "gpu": "GPU", "npu": "NPU", "hpu": "HPU"}
+NOT_SUPPORTED = ("xpu", "tpu", "mps", "mlu", "musa")
+
+
 def find_accelerator(resource: str) -> Accelerator:
-    """The kind of device behind a Ray resource; an unknown resource stands for devices on a machine without any."""
+    """The kind of device behind a Ray resource; an unknown resource stands for devices on a machine without any.
+
+    ValueError for the name of a device that is no such resource, or that nothing here supports.
+    """
+    if resource not in ACCELERATORS and (name := resource.lower()) in (*DEVICES, *NOT_SUPPORTED):
+        right = f"Ray's name of it is {DEVICES[name]}" if name in DEVICES else f"supported: {', '.join(ACCELERATORS)}"
+        raise ValueError(f"is {resource}; {right}")
     return ACCELERATORS.get(resource, STAND_IN)
+
+
+def count_devices(resource: str) -> int:
+    """Count the devices of this machine that torch can use; 0 for a resource that only simulates devices."""
+    device = find_accelerator(resource).device
+    return 0 if device == "cpu" or not hasattr(torch, device) else getattr(torch, device).device_count()
 
 
 PCI = Path("/sys/bus/pci/devices")

@@ -65,22 +65,22 @@ class Footprint:
         pipeline_parallel) replicas, one process each. ``num_process`` overrides both.
         """
         per_process = 1 if spmd else config.tensor_parallel * config.pipeline_parallel
-        processes = config.num_process or max(config.num_gpu // per_process, 1)
+        processes = config.num_process or max(config.devices // per_process, 1)
         key = ("models", name, "num_process")
         for needed in (ROWS, EXPERTS) if spmd else ():
             ways = {way: getattr(config, way) for way in needed if getattr(config, way) > 1}
             if processes % prod(ways.values()):
                 product = f"{' × '.join(ways)} = {' × '.join(map(str, ways.values()))}"
                 raise ConfigError([ConfigProblem(key, f"is {processes}; expected a multiple of {product}")])
-        if config.num_gpu % (processes * (per_process if config.num_gpu else 1)):
+        if config.devices % (processes * (per_process if config.devices else 1)):
             each = f", {per_process} for each" if per_process > 1 else ""
             raise ConfigError(
-                [ConfigProblem(key, f"is {processes}; num_gpu={config.num_gpu} does not divide by it{each}")]
+                [ConfigProblem(key, f"is {processes}; num_gpu={config.devices} does not divide by it{each}")]
             )
         spread = None if config.placement is None else config.placement == "spread"
         together = config.tensor_parallel if spmd else 1
         alike = config.context_parallel * config.pipeline_parallel if spmd else 1
-        return Footprint(processes, config.num_gpu // processes, together, spread, alike)
+        return Footprint(processes, config.devices // processes, together, spread, alike)
 
 
 @dataclass(frozen=True)

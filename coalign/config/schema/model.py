@@ -170,9 +170,11 @@ class ModelConfig(Section):
     """Data type of the stored parameters (a trainer's master weights)."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of matrix products; None: `dtype`."""
-    num_gpu: Continuable[NonNegativeInt] = 0
+    num_gpu: Continuable[NonNegativeInt | Literal["auto"]] = "auto"
     """Devices of the whole model; 0: CPU. A trained model has one process per device. A roll-out engine or a frozen
-    model has num_gpu / (tensor_parallel × pipeline_parallel) replicas, one process each."""
+    model has num_gpu / (tensor_parallel × pipeline_parallel) replicas, one process each. `auto`: all devices that are
+    there and not asked for by other models; those models share them in turn, unless `runtime.colocation` says
+    otherwise. Without devices, for reward functions, and beside `num_process`: CPU."""
     num_process: Continuable[PositiveInt | None] = None
     """Processes of the whole model; None: one per device, or one on CPU."""
     tensor_parallel: Continuable[PositiveInt] = 1
@@ -268,17 +270,22 @@ class ModelConfig(Section):
         return [rank % stage // (self.tensor_parallel * self.context_parallel) for rank in range(ranks)]
 
     @property
+    def devices(self) -> int:
+        """Devices of the whole model; 0 as long as nobody has counted what `auto` stands for (launch/devices.py)."""
+        return 0 if self.num_gpu == "auto" else self.num_gpu
+
+    @property
     def processes(self) -> int:
         """Processes of the whole model: as configured, else one per GPU, or one on CPU."""
-        return self.num_process or max(1, self.num_gpu)
+        return self.num_process or max(1, self.devices)
 
     def check(self) -> None:
         if self.trust_remote_code and is_code_refused():
             raise Conflict(("trust_remote_code",), "is true: with --no-code no code of a model is run")
         for key in PARALLEL:
-            if self.num_gpu % (parts := getattr(self, key)):
+            if self.devices % (parts := getattr(self, key)):
                 raise Conflict((key,), f"is {parts}, which does not divide num_gpu ({self.num_gpu})")
-        if self.num_gpu % (self.tensor_parallel * self.pipeline_parallel):
+        if self.devices % (self.tensor_parallel * self.pipeline_parallel):
             product = f"{self.pipeline_parallel}, which with tensor_parallel={self.tensor_parallel}"
             raise Conflict(("pipeline_parallel",), f"is {product} does not divide num_gpu ({self.num_gpu})")
         if self.parts_per_call > 1 and (self.shares_per_replica > 1 or self.spread_samples):
@@ -292,7 +299,7 @@ class ModelConfig(Section):
             raise Conflict(("fp8",), f"needs `compute_dtype: bfloat16` around the products; it is {found}")
         if self.fp8 and self.lora is not None:
             raise Conflict(("fp8",), "is for training the weights; with `lora` most of them are frozen")
-        if self.cpu_offload and self.processes == 1:
+        if self.cpu_offload and self.processes == 1 and self.num_gpu != "auto":
             raise Conflict(("cpu_offload",), "needs a model that several processes share (num_process)")
         if self.optimizer.name == "adamw_8bit" and self.processes > 1 and not self.frozen:
             raise Conflict(

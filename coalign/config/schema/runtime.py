@@ -106,7 +106,7 @@ class RuntimeConfig(Section):
     ray_address: ResultNeutral[str | None] = None
     """None: start Ray locally if needed."""
     accelerator: Continuable[str] = "GPU"
-    """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`, … Any other name simulates devices on a
+    """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`. Any other name simulates devices on a
     machine without any: models take turns on them and compute on the CPU."""
     wait_for_devices: ResultNeutral[NonNegativeFloat] = 0.0
     """Seconds to wait for devices that are in use or on nodes that are starting, before the run is refused."""

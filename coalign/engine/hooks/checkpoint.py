@@ -172,15 +172,21 @@ def write_engine_state(engine: Engine, directory: Path, snapshot: dict[str, Any]
         save.result()
 
 
+def read_state(directory: Path, algorithm: str) -> dict[str, Any]:
+    """Read what a checkpoint knows beside weights. Raises ValueError for one of another recipe."""
+    state = json.loads((directory / "state.json").read_text())
+    if state["algorithm"] != algorithm:
+        raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{algorithm}`")
+    return state
+
+
 def restore_engine(engine: Engine, directory: Path) -> None:
     """Resume from a checkpoint, hooks included. Raises ValueError for one of another recipe or other data."""
-    state = json.loads((directory / "state.json").read_text())
-    if state["algorithm"] != engine.config.algorithm:
-        raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{engine.config.algorithm}`")
+    state = read_state(directory, engine.config.algorithm)
     if (state["ptx"] is None) != (engine.ptx_loader is None):
         there, here = ("with", "without") if state["ptx"] else ("without", "with")
         raise ValueError(f"{directory} is of a run {there} `ptx`; this one is {here} it")
-    for hook in engine.hooks:  # before anything loads: the hook Provenance may refuse the checkpoint
+    for hook in engine.hooks:
         if saved := state["hooks"].get(type(hook).__name__):
             hook.load_state_dict(saved)
     _load_training_state(engine, directory, state)

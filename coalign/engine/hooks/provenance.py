@@ -25,7 +25,6 @@ from coalign.hub import find_directory
 
 if TYPE_CHECKING:
     from coalign.config.schema import RunConfig
-    from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +56,18 @@ class Provenance(Hook):
                 self.models[name] = hashes[value]
         for index, source in enumerate(held_out["sources"] if held_out else ()):
             self.settings[f"data.eval[{index}] (contents)"] = source["hash"]
-        self._compared = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"settings": self.settings, "models": self.models, "fixed": sorted(self.fixed)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare with a checkpoint's record. ValueError for settings or contents of models that have changed."""
-        self._compared = True
+    def compare(self, state: Mapping[str, Any] | None) -> None:
+        """Compare with a checkpoint's record (`state_dict`), if it has one.
+
+        ValueError for settings or contents of models that have changed and may not. What else has changed is logged.
+        """
+        if state is None:
+            log.warning("the checkpoint has no record of settings and models, so they are not compared")
+            return
         before, now = state["settings"], self.settings
         changed = {
             name: f"{name}: {_shorten(before, name)} → {_shorten(now, name)}"
@@ -91,10 +94,6 @@ class Provenance(Hook):
                 "`runtime.allow_changed: [models]`"
             )
         log.warning("models with other contents than the checkpoint was made with: %s", named)
-
-    def begin(self, engine: Engine) -> None:
-        if engine.step and not self._compared:
-            log.warning("the checkpoint has no record of settings and models, so they are not compared")
 
 
 def hash_model(directory: Path) -> str:

@@ -53,10 +53,26 @@ def test_a_setting_that_the_checkpoint_did_not_know_counts_as_its_default(begun,
     for name in ("models.trainer.rows", "models.trainer.optimizer.lr"):
         del record["settings"][name]
     with pytest.raises(ValueError, match=r"settings:\n  models\.trainer\.optimizer\.lr: not set → 0\.003\nTrain"):
-        made.load_state_dict(record)
+        made.compare(record)
 
 
-def test_a_finished_run_says_so(begun, caplog):
+@pytest.fixture
+def no_models(monkeypatch):
+    """Makes a run fail that starts models."""
+
+    def start(*_):
+        raise AssertionError("models are started")
+
+    monkeypatch.setattr("coalign.launch.run.start_cluster", start)
+
+
+def test_changed_settings_are_refused_before_models_load(begun, no_models):
+    begun["models"]["trainer"]["optimizer"]["lr"] = 1e-3
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        run(begun)
+
+
+def test_a_finished_run_says_so_and_loads_no_models(begun, caplog, no_models):
     assert run(begun, "runtime.steps=2", "models.trainer.max_tokens_per_micro=128") == 0
     assert "this run is finished" in caplog.text and "step 2 of 2" in caplog.text and "`runtime.steps`" in caplog.text
 

@@ -475,7 +475,7 @@ class NativeModule(MetaModelModule):
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         notes = [*super().notes(config)]
-        if config.num_gpu:
+        if config.devices:
             return notes
         model = cls.build_model(pretrained.read_config(config), config, "cpu")
         notes += [str(model.kernel)] if model.kernel else []

@@ -7,8 +7,8 @@ import pytest
 from coalign import load_config
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
-from coalign.launch.build import load_data
 from coalign.launch.check import check
+from coalign.launch.data_load import load_data
 from coalign.launch.plan import prepare
 from coalign.recipes.grpo import GRPO
 from coalign.report.display import Display

@@ -1,14 +1,13 @@
-"""From a plan to an engine with its data, on a running cluster."""
+"""The data of a plan: tokenizer and loaders, checked against its models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from coalign.cluster.base import Cluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.loader import Loader, build_loader
-from coalign.engine.engine import Engine, RunData
+from coalign.engine.engine import RunData
 from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_name
 from coalign.hub import find_directory
@@ -19,19 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def build(plan: Plan, cluster: Cluster) -> Engine:
-    """The engine of ``plan`` with its models and data, ready to ``learn`` (or to be evaluated)."""
+def load_data(plan: Plan) -> RunData:
+    """The tokenizer and the loaders of a run. ValueError for data or models that do not fit each other."""
     check_context(plan.models.values())
     check_rope(plan.models.values(), plan.config, plan.recipe.source)
-    data = load_data(plan)
-    check_reward_sources(plan.rewards, data.train, data.eval)
-    for model in plan.learning:
-        check_it_learns(model.name, model.config, data.steps)
-    return plan.recipe(plan, cluster, data)
-
-
-def load_data(plan: Plan) -> RunData:
-    """The tokenizer and the loaders of a run."""
     config, source = plan.config, plan.recipe.source
     tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
     train, runtime = load_split(config, source, tokenizer, "train"), config.runtime
@@ -51,6 +41,9 @@ def load_data(plan: Plan) -> RunData:
             allow_changed="data" in runtime.allow_changed,
         )
     held_out = load_split(config, source, tokenizer, "eval") if config.data.eval else None
+    check_reward_sources(plan.rewards, train, held_out)
+    for model in plan.learning:
+        check_it_learns(model.name, model.config, steps)
     return RunData(tokenizer, train, steps, held_out, ptx)
 
 
