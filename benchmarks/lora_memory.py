@@ -36,8 +36,8 @@ def measure(path: str, setting: str, steps: int, rows: int, length: int, micro: 
     """Train in this process; seconds of the steps after the first one."""
     import torch
 
+    from coalign.backends.base import Objective
     from coalign.backends.hf.fsdp import FSDPModule
-    from coalign.backends.objective import Objective
     from coalign.config.schema import ModelConfig
     from coalign.data.batch import Batch
     from coalign.roles import Context

@@ -24,12 +24,11 @@ from common import make_model
 
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.engines.request import begin_samples
-from coalign.cluster.local import LocalCluster
+from coalign.cluster.base import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.environment import Buffer, Environment
+from coalign.engine.environment import Buffer, Environment, Ledger
 from coalign.engine.filters import build_group_selection
-from coalign.engine.ledger import Ledger
 from coalign.launch.plan import Plan, find_recipe
 from coalign.roles import Context
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from transformers import Qwen2Config
 
+from coalign.backends.base import Objective
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

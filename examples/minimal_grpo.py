@@ -12,9 +12,9 @@ import torch
 from arithmetic import make_model
 
 from coalign.algorithms.advantages import group as group_advantages
+from coalign.backends.base import Objective
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig, OptimizerConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import read_samples

@@ -1,12 +1,25 @@
-"""Reductions over the sequences of a packed batch, and over groups of sequences.
+"""Reductions over the sequences of a packed batch and over groups of sequences, and the weights of a loss's values.
 
 ``segment`` i64[T] says which sequence a token belongs to and never decreases; N sequences may include empty ones.
+
+The denominators of a loss are global over an optimizer step: a loss never divides. The framework counts tokens and
+sequences over all micro-batches and ranks of the step, and sums ``value * weight``. So neither the loss nor its
+gradient depends on how the step was split. A sequence without trained tokens counts neither as tokens nor as a
+sequence. What a loss declares about its values are the attributes ``needs``, ``per`` and ``aggregations`` of the
+function: see coalign.types.LossInput and LossOutput.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from coalign.types import Loss
 
 
 def segment_count(segment: Tensor, sequences: int) -> Tensor:
@@ -56,3 +69,99 @@ class RewardGroups:
     def std(self, *, unbiased: bool) -> Tensor:
         squares = segment_sum(self.deviation.square(), self.member, len(self.size))
         return (squares / (self.size - int(unbiased)).clamp(min=1)).sqrt()
+
+
+@dataclass(frozen=True, slots=True)
+class LossTotals:
+    """The denominators of a loss: counts of one optimizer step over all micro-batches and ranks.
+
+    ``sequences`` counts those with trained tokens.
+    """
+
+    tokens: float
+    sequences: float
+    groups: float
+
+
+def count_trained_sequences(segment: Tensor, sequences: int) -> int:
+    """The number of sequences with a trained token. ``segment`` is that of trained tokens."""
+    return int((segment_count(segment, sequences) > 0).sum())
+
+
+def aggregation_weights(
+    segment: Tensor,
+    sequences: int,
+    *,
+    aggregation: str,
+    totals: LossTotals,
+    constant_length: int | None = None,
+) -> Tensor:
+    """f64[T]: the weight of each trained token.
+
+    - ``token_mean``: 1 / tokens
+    - ``sequence_mean_token_mean``: 1 / (sequences · tokens of the sequence)
+    - ``sequence_mean_token_sum``: 1 / sequences
+    - ``constant``: 1 / (sequences · constant_length)   (Dr. GRPO, 2503.20783)
+
+    A micro-batch holds whole sequences. Raises ValueError for another name, or for `constant` without a length.
+    """
+    ones = torch.ones(len(segment), dtype=torch.float64, device=segment.device)
+    if aggregation == "token_mean":
+        return ones / totals.tokens
+    if aggregation == "sequence_mean_token_mean":
+        return ones / segment_count(segment, sequences)[segment] / totals.sequences
+    if aggregation == "sequence_mean_token_sum":
+        return ones / totals.sequences
+    if aggregation == "constant":
+        if constant_length is None:
+            raise ValueError("loss.aggregation is 'constant': set loss.constant_length, the token count to divide by")
+        return ones / (totals.sequences * constant_length)
+    raise ValueError(
+        f"loss.aggregation '{aggregation}': expected token_mean, sequence_mean_token_mean, sequence_mean_token_sum "
+        "or constant"
+    )
+
+
+def sequence_weights(segment: Tensor, sequences: int, *, totals: LossTotals) -> Tensor:
+    """f64[N]: the weights of a loss with one value per sequence: the mean over sequences with trained tokens."""
+    return (segment_count(segment, sequences) > 0).double() / totals.sequences
+
+
+def group_weights(groups: int, *, totals: LossTotals, device: torch.device | str = "cpu") -> Tensor:
+    """f64[G]: the weights of a loss with one value per group: the mean over the groups."""
+    return torch.full((groups,), 1.0 / totals.groups, dtype=torch.float64, device=device)
+
+
+def required_inputs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the LossInput fields that ``loss`` reads with these arguments and that exist only on request.
+
+    The model computes ``entropy``, ``candidate_logprobs`` and ``collision``; ``ref`` makes the recipe run a reference.
+    The attribute ``loss.needs``, if there is one, is called with the loss's keyword arguments, defaults included.
+    """
+    declared = getattr(loss, "needs", None)
+    if declared is None:
+        return ()
+    bound = signature(loss).bind(None, **arguments)
+    bound.apply_defaults()
+    return tuple(declared(**bound.kwargs))
+
+
+def value_unit(loss: Loss) -> str:
+    """What one value of ``loss`` belongs to: token, sequence, group or batch (see coalign.types.LossOutput)."""
+    return getattr(loss, "per", "token")
+
+
+def check_aggregation(loss: Loss, name: str, aggregation: str, where: str = "loss") -> None:
+    """Raise ValueError for an ``aggregation`` that has no effect on ``loss``, or that the loss is not defined for.
+
+    ``loss.aggregations``, if there is one, lists those it is defined for. ``name`` is the loss's name in the
+    configuration at ``where``.
+    """
+    setting = f"{where}.aggregation is `{aggregation}`"
+    if value_unit(loss) != "token" and aggregation != "token_mean":
+        raise ValueError(
+            f"{setting} and has no effect: `{name}` gives a value per {value_unit(loss)}, of which the mean is taken"
+        )
+    allowed: Sequence[str] = getattr(loss, "aggregations", (aggregation,))
+    if aggregation not in allowed:
+        raise ValueError(f"{setting}, which `{name}` is not defined for; expected {' or '.join(allowed)}")

@@ -5,16 +5,13 @@ Flow functions: positional arguments are columns, token columns [T] over all tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from coalign.algorithms.advantages import Moments
-from coalign.algorithms.kl import estimate_kl
-from coalign.algorithms.segments import RewardGroups, segment_count, segment_sum
+from coalign.algorithms.divergence import estimate_kl
+from coalign.algorithms.segments import segment_count, segment_sum
 from coalign.types import Stat, Status, Total
 
 __all__ = ["mask_truncated", "scale_truncated"]  # what `truncated.fn` can name
@@ -102,47 +99,3 @@ def mask_truncated(loss_mask: Tensor, status: Tensor, segment: Tensor) -> dict[s
     """
     cut = status == int(Status.TRUNCATED)
     return {"loss_mask": loss_mask & ~cut[segment], "samples/masked": Total(float(cut.sum()))}
-
-
-EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class RewardTerm:
-    """One part of a reward; see coalign.config.schema.RewardConfig."""
-
-    name: str
-    weight: float = 1.0
-    normalise: Literal["none", "batch", "group", "running"] = "none"
-    clip: float | None = None
-    sources: tuple[str, ...] = ()  # of the rows that have it; none: all rows
-
-
-def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running: Mapping[str, Moments]) -> Tensor:
-    """The sum over terms of weight * clip(normalise(value)): f64[N].
-
-    values [terms, N]: NaN for rows that a term is not for, else finite where it has weight; group i64[N], in any order.
-    A value is normalised to (value - mean) / (std + 1e-6) with the moments of this batch, of its group (2601.05242:
-    before the sum, so that no term outweighs the others), or for a `running` term with those in ``running`` (ValueError
-    if they are empty). Rows that the term is not for count in no moments. The standard deviation is the population's.
-    Values that are all equal become 0.
-    """
-    total = torch.zeros(values.shape[1], dtype=torch.float64)
-    for term, every in zip(terms, values.double(), strict=True):
-        if not term.weight:
-            continue
-        here = every.isfinite()
-        own = every[here]
-        if term.normalise == "group":
-            groups = RewardGroups(own, group[here])
-            own = groups.deviation / (groups.std(unbiased=False)[groups.member] + EPS)
-        elif term.normalise != "none":
-            moments = running[term.name] if term.normalise == "running" else Moments.of(own)
-            if len(own) and not moments.count:
-                raise ValueError(
-                    f"reward '{term.name}': there are no running moments to normalise it by; score samples before what "
-                    "they are compared with"
-                )
-            own = (own - moments.mean) / (moments.std + EPS)
-        total[here] += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
-    return total

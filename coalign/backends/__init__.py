@@ -1,8 +1,9 @@
 """Backends: what computes a model of a run. `models.<name>.module` names one of ``CLASSES``.
 
 Start with ``base.py``: a backend is a subclass of ``Module``, or of ``TrainableModule`` if it learns.
+``Objective``, there too, turns the outputs of a model into a loss.
 
-- ``objective.py`` turns the outputs of a model into a loss; ``layout.py`` and ``attention.py`` pack a micro-batch.
+- ``layout.py`` and ``attention.py`` pack a micro-batch.
 - ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and ``megatron/`` use other engines for that.
 - ``engines/`` generates: the contract, and the engines ``native``, ``vllm`` and ``transformers``.
 - ``scorers/`` only score: reward functions, judges, reward models with a tokenizer of their own, cached answers.
@@ -19,14 +20,14 @@ CLASSES = {
     "deepspeed": "coalign.backends.deepspeed:DeepSpeedModule",
     "megatron": "coalign.backends.megatron.module:MegatronModule",
     "native": "coalign.backends.engines.native.engine:NativeModule",
-    "transformers": "coalign.backends.engines.transformers.engine:TransformersModule",
+    "transformers": "coalign.backends.engines.transformers:TransformersModule",
     "vllm": "coalign.backends.engines.vllm.module:VLLMModule",
     "reward": "coalign.backends.scorers.reward:RewardModule",
     "judge": "coalign.backends.scorers.judge:JudgeModule",
     "preference": "coalign.backends.scorers.judge:PreferenceModule",
     "cached": "coalign.backends.scorers.cached:CachedModule",
     "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",
-    "cross_tokenizer": "coalign.backends.scorers.cross_tokenizer:CrossTokenizerModule",
+    "cross_tokenizer": "coalign.backends.scorers.retokenize:CrossTokenizerModule",
 }
 
 

@@ -1,5 +1,8 @@
 """The base classes of all backends: ``Module``, any model of a run, and ``TrainableModule``, one that learns.
 
+``Objective`` turns a model's outputs into a loss: it builds what the loss reads, and weights its values by the counts
+of the whole step.
+
 This file knows no backend, no algorithm and no Ray. It owns the order of events inside a training step: cut the batch
 into updates, count the global denominators, cut each update into micro-batches, forward and backward, optimizer step.
 It is long, so that a training step can be read from top to bottom in one place.
@@ -10,23 +13,162 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import LossTotals, count_trained_sequences
-from coalign.algorithms.importance import mismatch_stats
-from coalign.algorithms.segments import segment_count
+from coalign.algorithms.divergence import mismatch_stats
+from coalign.algorithms.segments import (
+    LossTotals,
+    aggregation_weights,
+    check_aggregation,
+    count_trained_sequences,
+    group_weights,
+    required_inputs,
+    segment_count,
+    sequence_weights,
+    value_unit,
+)
 from coalign.backends.layout import get_loss_mask
-from coalign.backends.objective import Objective, groups_of
 from coalign.backends.optim import compute_learning_rate
-from coalign.config.schema import ModelConfig
+from coalign.config.errors import located_at, parse_key
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory import PARTS, Arena, release_free_heap
 from coalign.roles import Context
-from coalign.types import TOKEN_COLUMNS, Stat, Stats, Total, merge_stats
+from coalign.types import TOKEN_COLUMNS, LossInput, Stat, Stats, Total, merge_stats
+
+# Field of LossInput -> the column that it comes from, if the batch has that column.
+FIELDS = {
+    "old": "old_logprobs",
+    "rollout": "rollout_logprobs",
+    "ref": "ref_logprobs",
+    "advantages": "advantages",
+    "returns": "returns",
+    "old_values": "values",
+}
+
+OWN_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
+
+
+class Objective:
+    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's part of the global loss."""
+
+    def __init__(
+        self,
+        fn: str,
+        *,
+        aggregation: str = "token_mean",
+        constant_length: int | None = None,
+        where: str = "loss",
+        **arguments: Any,
+    ) -> None:
+        """``fn`` names the loss; ``where`` is the dotted path of its section, for errors.
+
+        Raises ConfigError for wrong arguments, ValueError for a loss that is not there or an aggregation that has no
+        meaning for it.
+        """
+        with located_at(*parse_key(where), "fn"):
+            loss = resolve(fn, LossConfig.home)
+        arguments = bind(loss, arguments, where)
+        check_aggregation(loss, fn, aggregation, where)
+        self.name = fn
+        self.where = where
+        self.loss = partial(loss, **arguments)
+        self.needs = required_inputs(loss, arguments)
+        self.per = value_unit(loss)
+        self.aggregation = aggregation
+        self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
+
+    @classmethod
+    def of(cls, config: LossConfig, where: str) -> Objective:
+        """The loss that the section at ``where`` describes."""
+        return cls(
+            config.fn,
+            aggregation=config.aggregation,
+            constant_length=config.constant_length,
+            where=where,
+            **config.arguments,
+        )
+
+    def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: LossTotals) -> tuple[Tensor, Stats]:
+        """The scalar to differentiate, and the loss's statistics.
+
+        Where the batch has the sampler's log-probs, the statistics include how far the loss's anchor is from them
+        (coalign.algorithms.divergence.mismatch_stats). ``totals`` are those of the whole optimizer step over all ranks,
+        so the gradient does not depend on how the step was cut. Raises ValueError for a wrong number of values.
+        """
+        x = loss_input(micro, outputs)
+        result = self.loss(x)
+        weights = self._weights(x, totals)
+        if len(result.value) != len(weights):
+            raise ValueError(
+                f"the loss returned {len(result.value)} values; expected {len(weights)}, one per {self.per} (its "
+                "attribute `per` says which: token, sequence, group or batch)"
+            )
+        if taken := OWN_STATISTICS & set(result.stats):
+            raise ValueError(
+                f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
+            )
+        mismatch: Stats = {}
+        if x.logprobs is not None and x.old is not None and x.rollout is not None:
+            mismatch = mismatch_stats(x.old, x.rollout)
+        return (result.value * weights.to(result.value)).sum(), {**mismatch, **result.stats}
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares responses with each other, so that no token has an importance ratio of its own."""
+        return self.per in ("group", "batch")
+
+    def count(self, totals: LossTotals) -> float:
+        """The number of values that the loss is the mean of: a step's weight when several steps are averaged."""
+        if self.per == "token" and self.aggregation != "token_mean":
+            return totals.sequences
+        return {"token": totals.tokens, "sequence": totals.sequences, "group": totals.groups, "batch": 1.0}[self.per]
+
+    def _weights(self, x: LossInput, totals: LossTotals) -> Tensor:
+        if self.per == "token":
+            return self.weights(x.segment, x.sequences, totals=totals)
+        if self.per == "sequence":
+            return sequence_weights(x.segment, x.sequences, totals=totals)
+        if self.per == "group":
+            return group_weights(x.groups, totals=totals, device=x.segment.device)
+        return torch.ones(1)
+
+
+def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
+    """What a loss reads: the trained tokens of ``micro`` and the model's outputs, on the outputs' device. Without an
+    ``old_logprobs`` column the anchor of the importance ratio is the current policy itself."""
+    mask = get_loss_mask(micro)
+    device = next(iter(outputs.values())).device
+    columns = {name: column[mask].to(device) for name, column in micro.token.items()}
+    columns |= {name: c.to(device) if isinstance(c, Tensor) else c for name, c in micro.sequence.items()}
+    fields = {field: columns.get(column) for field, column in FIELDS.items()}
+    if fields["old"] is None and "logprobs" in outputs:
+        fields["old"] = outputs["logprobs"].detach()
+    group = groups_of(micro)
+    return LossInput(
+        segment=micro.segment[mask].to(device),
+        sequences=len(micro),
+        group=group.to(device),
+        groups=int(group[-1]) + 1 if len(group) else 0,
+        columns=columns,
+        **fields,
+        **outputs,
+    )
+
+
+def groups_of(batch: Batch) -> Tensor:
+    """i64[N], from 0: the number of each sequence's group, a run of equal neighbours in the column ``group``. Without
+    that column each sequence is a group."""
+    if "group" not in batch:
+        return torch.arange(len(batch))
+    return torch.unique_consecutive(cast(Tensor, batch["group"]), return_inverse=True)[1]
+
 
 # What a model computes from one micro-batch: logprobs [T] (and entropy [T]) | values [T] | scores [N].
 Outputs = dict[str, Tensor]
@@ -173,6 +315,7 @@ class TrainableModule(Module):
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
+        self._shards = len(set(config.shares(context.world_size)))  # of a batch: ranks may compute rows together
         self._objectives: dict[str, Objective] = {}  # of calls that name another loss than the configured one
 
     @property
@@ -386,7 +529,6 @@ class TrainableModule(Module):
     ) -> tuple[list[Batch], Measure, list[Stats]]:
         """The micro-batches, the function from (micro-batch, outputs) to a loss, and the list it adds statistics to."""
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
-        parts = len(set(self.config.shares(self.context.world_size)))
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:
             if micro is IDLE:
@@ -394,7 +536,7 @@ class TrainableModule(Module):
             value, stats = objective(micro, outputs, totals)
             seen.append({f"loss/{name}": stat for name, stat in stats.items()})
             # Statistics of data-parallel ranks are averaged when they are merged; the loss is a sum over the ranks.
-            seen.append({"loss/value": Stat(value.item() * parts, 0.0)})
+            seen.append({"loss/value": Stat(value.item() * self._shards, 0.0)})
             return value
 
         if objective.per == "token":  # a row without trained tokens adds nothing and would cost as much as any other

@@ -1,9 +1,8 @@
 """Models in processes. Start with ``base.py``, what every cluster does; ``dist.py`` is a model as the driver sees it.
 
-- ``local.py`` runs models in this process, ``ray.py`` on a Ray cluster; ``dry.py`` records a flow on stand-ins.
-- ``worker.py`` runs a module in its process. ``future.py`` has calls, futures and references to batches;
-  ``shards.py`` splits batches over workers and merges what they answer.
+- ``base.py`` also runs models in this process, ``ray.py`` on a Ray cluster; ``dry.py`` records a flow on batches of
+  zeros. ``dist.py`` also splits batches over workers, and ``worker.py`` runs a module in its process.
+- ``future.py`` has calls, futures, answers and references to batches.
 - ``placement/`` decides which process gets which devices, ``residency.py`` which models are on the devices now.
-- ``standins.py`` has tiny batches for ``dry.py``, ``numpy_batch.py`` the form of batches in Ray's object store, and
-  ``stacks.py`` reads the Python stacks of processes that hang.
+- ``stacks.py`` reads the Python stacks of processes that hang.
 """

@@ -2,7 +2,7 @@
 
 Calls answer at once with the columns of the real model, all zero, on tiny batches; functions really run. Every call is
 recorded in ``cluster.graph``, with the columns that it reads and makes. A flow that reads a missing column fails here,
-at the line that reads it.
+at the line that reads it. ``STANDINS`` has the batches, one for each kind of data.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from coalign.cluster.base import LocalReference, LocalStore
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, merge_columns
-from coalign.cluster.local import LocalReference, LocalStore
 from coalign.cluster.worker import apply_columns, find_module_class, name_of, transform_batches
 from coalign.config.functions import list_columns
 from coalign.config.schema import ModelConfig, RunConfig
@@ -69,7 +69,8 @@ def draw_graph(graph: FlowGraph) -> str:
     return "\n".join(lines)
 
 
-RESPONSE = 3  # tokens that a stand-in generates
+PROMPT = 3  # tokens of a stand-in's prompt
+RESPONSE = 3  # tokens that it generates
 HEAD_COLUMNS = {"lm": "ref_logprobs", "value": "values", "reward": "reward"}
 
 
@@ -300,3 +301,60 @@ def _by_source(sources: Mapping[str, str], names: list[str]) -> dict[str, list[s
     for name in names:
         reads.setdefault(sources[name], []).append(name)
     return reads
+
+
+def prompts() -> Batch:
+    """Two prompts of two and three tokens."""
+    return Batch(torch.tensor([2, 3])).with_(
+        tokens=torch.zeros(5, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
+    )
+
+
+def conversations() -> Batch:
+    """Two conversations of six tokens, half of them learned."""
+    return _make_responses([0, 1])
+
+
+def documents() -> Batch:
+    """Two documents; the first is in two pieces."""
+    batch = _make_responses([0, 0, 1], index=[0, 1, 0], prompt_length=[1, 1, 1])
+    return batch.with_(loss_mask=torch.tensor([False, *[True] * (PROMPT + RESPONSE - 1)] * 3))
+
+
+def preferences() -> Batch:
+    """Two prompts, each with a chosen and a rejected response."""
+    return _make_responses([0, 0, 1, 1], index=[0, 1] * 2, preference=[1, 0] * 2, margin=[0] * 4)
+
+
+def labelled() -> Batch:
+    """Two prompts, one with a desirable response and one with an undesirable one."""
+    return _make_responses([0, 1], index=[0, 0], preference=[1, 0])
+
+
+def steps() -> Batch:
+    """Two solutions of three steps."""
+    batch = _make_responses([0, 1], index=[0, 0])
+    total = batch.tokens_total
+    return batch.with_(label=torch.zeros(total), candidates=torch.zeros(total, 2, dtype=torch.int32))
+
+
+def _make_responses(group: list[int], **columns: list[int]) -> Batch:
+    """Prompts with responses, whose tokens are learned."""
+    n = len(group)
+    columns = {"group": group, "prompt_length": [PROMPT] * n} | columns
+    return Batch(torch.full((n,), PROMPT + RESPONSE)).with_(
+        tokens=torch.zeros(n * (PROMPT + RESPONSE), dtype=torch.int32),
+        loss_mask=torch.tensor(([False] * PROMPT + [True] * RESPONSE) * n),
+        rows=[{} for _ in range(n)],
+        **{name: torch.tensor(column, dtype=SEQUENCE_COLUMNS[name]) for name, column in columns.items()},
+    )
+
+
+STANDINS: Mapping[str, Callable[[], Batch]] = {
+    "prompts": prompts,
+    "conversations": conversations,
+    "documents": documents,
+    "preferences": preferences,
+    "labelled": labelled,
+    "steps": steps,
+}

@@ -22,13 +22,14 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import grpc
 import numpy as np
 import ray
+import torch
 from ray._private.internal_api import node_stats
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node, state
@@ -37,11 +38,11 @@ from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from torch import Tensor
 
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import Meta, WorkerFailure
-from coalign.cluster.numpy_batch import NumpyBatch, to_numpy
+from coalign.cluster.future import LOAD_SECONDS, Meta, WorkerFailure, WorkerHandle, WorkerTask
 from coalign.cluster.placement.nodes import (
     Domain,
     Node,
@@ -55,13 +56,78 @@ from coalign.cluster.placement.nodes import (
 )
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.ray_space import RayStoreError, StoreSpace, describe_open_cluster
-from coalign.cluster.shards import LOAD_SECONDS, WorkerHandle, WorkerTask
 from coalign.cluster.stacks import StackFile, collect_stacks, listen
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.data.batch import Batch
+from coalign.data.batch import Batch, Column
 from coalign.memory import Arena
 from coalign.threads import start_thread
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyColumn:
+    """A column as a numpy array; a dtype that numpy lacks is stored as integers of its size."""
+
+    array: np.ndarray
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> NumpyColumn:
+        tensor = tensor.detach().cpu().contiguous()
+        raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+        return NumpyColumn(raw.numpy(), tensor.dtype)
+
+    def rows(self, index: np.ndarray | slice) -> Tensor:
+        """Copy some rows; the copy may be written to."""
+        rows = self.array[index]
+        return torch.from_numpy(rows.copy() if isinstance(index, slice) else rows).view(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyBatch:
+    """A Batch whose tensors are numpy arrays."""
+
+    lengths: np.ndarray
+    token: Mapping[str, NumpyColumn]
+    sequence: Mapping[str, NumpyColumn | list[Any]]
+
+    @staticmethod
+    def of(batch: Batch) -> NumpyBatch:
+        return NumpyBatch(
+            batch.lengths.numpy(),
+            {name: NumpyColumn.of(column) for name, column in batch.token.items()},
+            {name: NumpyColumn.of(c) if isinstance(c, Tensor) else c for name, c in batch.sequence.items()},
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays; what lists hold is not counted."""
+        columns = (*self.token.values(), *self.sequence.values())
+        return self.lengths.nbytes + sum(each.array.nbytes for each in columns if isinstance(each, NumpyColumn))
+
+    def select(self, rows: np.ndarray) -> Batch:
+        """Copy the sequences ``rows`` (i64), in this order."""
+        lengths, ends = self.lengths[rows], self.lengths.cumsum()
+        starts = ends[rows] - lengths
+        # Token t comes from where its row starts, plus its distance from where the row starts in the result.
+        moved = starts - lengths.cumsum() + lengths
+        whole = len(rows) > 0 and bool((moved == moved[0]).all())  # one piece
+        tokens = (
+            slice(starts[0], starts[0] + lengths.sum()) if whole else moved.repeat(lengths) + np.arange(lengths.sum())
+        )
+        sequence: dict[str, Column] = {
+            name: column.rows(rows) if isinstance(column, NumpyColumn) else [column[i] for i in rows]
+            for name, column in self.sequence.items()
+        }
+        return Batch(
+            torch.from_numpy(lengths), {name: column.rows(tokens) for name, column in self.token.items()}, sequence
+        )
+
+
+def to_numpy(value: Any) -> Any:
+    """Convert a Batch into a NumpyBatch; other values are returned unchanged."""
+    return NumpyBatch.of(value) if isinstance(value, Batch) else value
+
 
 CONNECT_SECONDS = 30.0  # how long a cluster that runs already may take to answer
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free

@@ -15,9 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from coalign.cluster.future import DeviceMemoryUse, Future, Meta
+from coalign.cluster.future import CallDeadlines, DeviceMemoryUse, Future, Meta, WorkerHandle, WorkerTask, wait
 from coalign.cluster.placement.slots import Slot
-from coalign.cluster.shards import CallDeadlines, WorkerHandle, WorkerTask, wait
 from coalign.config.schema import ModelConfig
 from coalign.memory import PARTS
 from coalign.types import Max, Stats, Total

@@ -36,8 +36,6 @@ from coalign.types import Metric, Stats
 if TYPE_CHECKING:
     from coalign.backends.base import Module
 
-    pass
-
 
 class Tracer:
     """Traces the calls of a worker with torch's profiler or nsys, where each call is a range. One trace at a time."""

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from coalign.algorithms.shaping import combine
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader
 from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, format_prompt, get_text
-from coalign.engine.reward import build_terms
+from coalign.engine.reward import build_terms, combine
 from coalign.hub import fetch_model
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from coalign.backends.objective import Objective
+from coalign.backends.base import Objective
 from coalign.commands.generate import generate
 from coalign.commands.judges import choose_device
 from coalign.commands.resumable import JsonRecord, fingerprint_settings

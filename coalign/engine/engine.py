@@ -2,7 +2,8 @@
 
 A recipe subclasses ``Engine`` and writes two methods. Everything else is here, once, for synchronous and asynchronous
 training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop and
-``Evaluator`` the evaluation side; the roll-out side is in environment.py.
+``Evaluator`` the evaluation side; the roll-out side is in environment.py. Reference log-probs come without a second
+model in memory from the frozen weights beneath adapters (``BaseWeights``), or from a cache (``precompute``).
 """
 
 from __future__ import annotations
@@ -19,15 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.future import BatchRef, Future, WatchedCalls
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.environment import Buffer, Environment
+from coalign.engine.environment import Buffer, Environment, Ledger
 from coalign.engine.filters import build_group_selection
-from coalign.engine.ledger import Ledger
-from coalign.engine.metrics import WatchedCalls, watch
-from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.roles import Rollout
 from coalign.types import Metric, Stat, Stats, Total, merge_stats
@@ -36,11 +34,12 @@ from coalign.weights.sync.sync import WeightSync
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from coalign.backends.objective import Objective
+    from coalign.backends.base import Objective
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan
     from coalign.report.display import Display
+    from coalign.roles import Trainable
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Trainer:
         """Train on one batch, and wait until every model has taken its step."""
         begun = time.perf_counter()
         with self.cluster.defer_errors():
-            with watch(self.cluster) as calls:
+            with self.cluster.watch() as calls:
                 self.flow(batch)
             stats = calls.stats(self.main)
         return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}])
@@ -150,7 +149,7 @@ class Evaluator:
         begun = time.perf_counter()
         futures, calls, results = [], dict[str, list[WatchedCalls]](), []
         for source, prompts in self.loader.all(self.limit):
-            with watch(self.cluster) as own:
+            with self.cluster.watch() as own:
                 futures.append((len(prompts), self.flow(self.cluster.put(_separate_groups(prompts)))))
             calls.setdefault(source, []).append(own)
         total = sum(rows for rows, _ in futures)
@@ -298,7 +297,7 @@ class Engine:
     # ---- what a flow uses ------------------------------------------------------------------------------------------
 
     def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
-        """Generate complete groups of samples with the policy, as `rollout` says; see coalign.engine.ledger.
+        """Generate complete groups of samples with the policy, as `rollout` says; see coalign.engine.environment.
 
         With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``. A
         flow that needs more about a group asks by what this returns.
@@ -405,3 +404,37 @@ def compute_rates(stats: Stats, seconds: float) -> Stats:
     rates["throughput/samples"] = stats.get("samples/count")
     found = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}
     return {"time/step": Total(seconds), **found}
+
+
+def drop_unread_reference(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
+    """Return ``roles`` without `reference` if ``loss`` does not read its log-probs."""
+    if loss is None:
+        return roles
+    return {name: role for name, role in roles.items() if name != "reference" or "ref" in loss.needs}
+
+
+class BaseWeights:
+    """The weights beneath a model's adapters, as a scorer: ``forward_step`` with the adapters off."""
+
+    def __init__(self, model: DistModel[Trainable]) -> None:
+        self.model = model
+
+    def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
+        """See TrainableModule.forward_step."""
+        return self.model.forward_step(batch, into=into, base=True)
+
+
+def precompute(engine: Engine, display: Display) -> None:
+    """Fill the caches of all models that have one with the rows of the run's data, then unload these models."""
+    cached = {n: model for n, model in engine.running.items() if model.config.cache}
+    loaders = [engine.environment.loader, *([engine.evaluator.loader] if engine.evaluator else [])]
+    if not cached:
+        return
+    with display.progress(f"log-probs of {', '.join(cached)}", sum(loader.rows for loader in loaders)) as advance:
+        for _, rows in (part for loader in loaders for part in loader.all()):
+            ref = engine.cluster.put(rows)
+            for scored in [model.forward_step(ref) for model in cached.values()]:
+                scored.result()
+            advance(len(set(rows["group"].tolist())))
+    for model in cached.values():
+        model.unload().result()

@@ -8,6 +8,12 @@ A batch that is consumed at step s was begun at weight version v >= s - max_stal
 ``begun - version <= max_staleness``, and step s consumes the s-th batch begun. So the bound holds by construction and
 is asserted where it matters, at consumption. With max_staleness 0 a batch is begun only after the weights of the step
 before are in place: synchronous training.
+
+``Ledger`` keeps unfinished samples between roll-outs: the next one continues what one leaves unfinished. With
+`rollout.round_tokens` a response grows by at most that many tokens in one roll-out. With `rollout.oversample` a
+roll-out ends once the minimum of groups is complete. Complete groups go to the flow. Incomplete ones are continued by
+the weights of the next roll-out (their tokens keep the log-probs and versions they were chosen with); without
+`round_tokens` they are dropped and counted.
 """
 
 from __future__ import annotations
@@ -22,18 +28,18 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future
+from coalign.backends.engines.request import begin_samples
+from coalign.cluster.future import BatchRef, Future, WatchedCalls
+from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.curriculum import pass_rates
-from coalign.engine.filters import GroupSelection, filter_groups, response_lengths
-from coalign.engine.ledger import Ledger
-from coalign.engine.metrics import WatchedCalls, count, describe, describe_sources, group_ages, watch
-from coalign.types import Metric, Stat, Stats, Total, merge_stats
+from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
+from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
-
+    from coalign.cluster.dist import DistModel
+    from coalign.roles import Rollout
 
 T = TypeVar("T")
 
@@ -165,7 +171,7 @@ KINDS = {kind.__name__: kind for kind in get_args(Metric)}
 class Round:
     """One run of the flow on some prompts.
 
-    ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (metrics.group_ages),
+    ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (group_ages),
     `shares` (curriculum.pass_rates), `lengths` (filters.response_lengths). It is empty if there was nothing to do.
     """
 
@@ -273,7 +279,7 @@ class Environment:
         self.ledger.since = step - self.selection.max_age
         several = len(self.loader.sources) > 1
         batches: dict[str, Future | BatchRef] = {}
-        with watch(self.cluster) as calls:
+        with self.cluster.watch() as calls:
             groups = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
             if curriculum := self.selection.curriculum:
                 batches["shares"] = self.cluster.transform(pass_rates, groups, solved=curriculum.config.solved)
@@ -338,7 +344,7 @@ class Environment:
         """Take the batch to train on from the pool; return it and its metrics."""
         if not len(self.pool):
             raise RuntimeError(self._explain_empty_pool(version, stats))
-        with watch(self.cluster) as calls:
+        with self.cluster.watch() as calls:
             batch: BatchRef | Future = self.pool.take(self.selection.groups, version)
             batch = self.selection.replay.mix(batch) if self.selection.replay else batch
             batch = self.cluster.apply(describe, batch, version=version)
@@ -446,3 +452,180 @@ def drop_failed_rounds(snapshot: dict[str, Any]) -> int:
         snapshot["buffer"] = entries[:good]
         snapshot["unfinished"] = None  # of a roll-out under way
     return len(entries) - good
+
+
+class Ledger:
+    """Keeps the unfinished groups of one policy. Only ``carried`` waits for a roll-out under way."""
+
+    def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
+        self.cluster = cluster
+        self.config = config
+        self.samples = samples  # of each prompt
+        self.carries = config.round_tokens is not None
+        self.since = 0  # groups with tokens of an older version than this are given up
+        self.min_complete: float | None = None  # the share of groups that ends the next roll-out
+        self.calls = 0
+        self._unfinished: BatchRef | Future | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a roll-out may leave something unfinished."""
+        return self.carries or self.config.oversample > 1
+
+    @property
+    def carried(self) -> int:
+        """Number of groups that the next roll-out continues."""
+        if self._unfinished is None:
+            return 0
+        ref: BatchRef = self.cluster.resolve(self._unfinished)
+        return len(torch.unique(ref.group)) if len(ref) else 0
+
+    def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
+        """Generate for ``prompts`` and for the groups begun before; the result holds the complete groups."""
+        self.calls += 1
+        if policy.config.spread_samples and self._unfinished is None:  # single samples are spread over replicas
+            prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
+        if not self.active:
+            return policy.generate(prompts, **sampling)
+        if self._unfinished is not None:
+            options = {"samples": self.samples, "since": self.since}
+            prompts = self.cluster.transform(go_on, self._unfinished, prompts, **options)
+        out = policy.generate(
+            prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
+        )
+        if self.carries:
+            self._unfinished = self.cluster.transform(unfinished_groups, out)
+        return self.cluster.transform(complete_groups, out, carried=self.carries)
+
+    def check(self) -> None:
+        """Raise ValueError if the flow has not called ``generate`` once since the last check."""
+        calls, self.calls = self.calls, 0
+        if self.active and calls != 1:
+            raise ValueError(
+                f"rollout: `round_tokens` and `oversample` need an env_flow that calls `self.generate(prompts)` once; "
+                f"this one calls it {calls} times (`self.policy.generate` knows nothing of them)"
+            )
+
+    def snapshot(self) -> BatchRef | Future | None:
+        """Return where the unfinished groups are, or will be once the roll-outs begun so far have ended."""
+        return self._unfinished
+
+    def restore(self, unfinished: Batch | None) -> None:
+        """Continue with these unfinished groups."""
+        self._unfinished = None if unfinished is None else self.cluster.put(unfinished)
+
+
+def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tuple[Batch, Stats]:
+    """Put ``samples`` new samples of each prompt after the unfinished ones, which come oldest first.
+
+    Groups with a token older than version ``since`` are dropped: rollout/given_up (groups), rollout/given_up_tokens.
+    """
+    _, member = torch.unique_consecutive(unfinished["group"], return_inverse=True)
+    old = (find_oldest_versions(unfinished, default=since) < since)[member]
+    stats = count_dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
+    rest = unfinished.select(~old)
+    if "expected_tokens" in rest:  # what has ended is no work
+        ended = rest["status"] != Status.PARTIAL
+        rest = rest.with_(expected_tokens=rest["expected_tokens"].masked_fill(ended, 0))
+    return Batch.concat([rest, begin_samples(prompts, samples)]), stats
+
+
+def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:
+    """Keep the complete groups; without ``carried`` the others are counted as dropped: rollout/cut."""
+    waiting = _find_unfinished(samples)
+    stats = {} if carried else count_dropped(samples.select(waiting), "cut")
+    return samples.select(~waiting), stats
+
+
+def unfinished_groups(samples: Batch) -> tuple[Batch, Stats]:
+    """Keep the groups with an unfinished sample, their finished samples included. rollout/carried: groups."""
+    rest = samples.select(_find_unfinished(samples))
+    return rest, {"rollout/carried": Max(float(len(torch.unique(rest["group"]))))}
+
+
+def count_dropped(samples: Batch, why: str) -> Stats:
+    """Count dropped samples: rollout/<why> in groups, rollout/<why>_tokens in generated tokens."""
+    return {
+        f"rollout/{why}": Total(float(len(torch.unique(samples["group"])))),
+        f"rollout/{why}_tokens": Total(float(samples["loss_mask"].sum())),
+    }
+
+
+def _find_unfinished(samples: Batch) -> Tensor:
+    """Return bool[N]: whether the sample's group has an unfinished one."""
+    groups, member = torch.unique(samples["group"], return_inverse=True)
+    waiting = torch.zeros(len(groups), dtype=torch.bool)
+    waiting[member[samples["status"] == Status.PARTIAL]] = True
+    return waiting[member]
+
+
+def count(loss_mask: Tensor, versions: Tensor | None = None, reward: Tensor | None = None) -> dict[str, Metric]:
+    """Metrics of one roll-out as it leaves its flow, before any filter."""
+    stats: dict[str, Metric] = {
+        "tokens/generated": Total(float(loss_mask.sum()) if versions is not None else 0.0),
+    }
+    if reward is not None:
+        stats["rollout/reward"] = Stat.of(reward)
+    return stats
+
+
+def describe(
+    loss_mask: Tensor,
+    segment: Tensor,
+    lengths: Tensor,
+    status: Tensor | None = None,
+    versions: Tensor | None = None,
+    reward: Tensor | None = None,
+    *,
+    version: int,
+) -> dict[str, Metric]:
+    """Metrics of a batch as it is trained on: lengths (tokens), endings, age of its weights (versions), rewards."""
+    trained = torch.zeros(len(lengths), dtype=torch.int64).index_add_(0, segment, loss_mask.long())
+    stats: dict[str, Metric] = {
+        "tokens/response": Stat.of(trained),
+        "tokens/response_max": Max(float(trained.max()) if len(trained) else 0.0),
+        "tokens/prompt": Stat.of(lengths - trained),
+        "samples/count": Total(float(len(lengths))),
+        "samples/empty": Stat.of(trained == 0),
+    }
+    if status is not None:
+        stats["samples/truncated"] = Stat.of(status == int(Status.TRUNCATED))
+    if versions is not None:
+        ages = version - versions[loss_mask]
+        stats["samples/staleness"] = Stat.of(ages)
+        stats["samples/staleness_max"] = Max(float(ages.max()) if len(ages) else 0.0)
+    if reward is not None and len(reward):
+        stats["reward/mean"] = Stat.of(reward)
+        stats["reward/std"] = Stat(float(reward.double().std(unbiased=False)))
+        stats["reward/max"] = Max(float(reward.max()))
+    return stats
+
+
+def describe_sources(rows: list[dict[str, Any]], group: Tensor, reward: Tensor | None = None) -> dict[str, Metric]:
+    """Metrics of each source of a batch that is trained on: samples, groups and mean reward."""
+    stats: dict[str, Metric] = {}
+    for source, own in find_sources(rows).items():
+        stats[f"source/{source}/samples"] = Total(float(own.sum()))
+        stats[f"source/{source}/groups"] = Total(float(len(group[own].unique())))
+        if reward is not None:
+            stats[f"source/{source}/reward"] = Stat.of(reward, own & reward.isfinite())
+    return stats
+
+
+def find_oldest_versions(batch: Batch, *, default: int) -> Tensor:
+    """Return i64[G]: the oldest weight version that chose a token of each group.
+
+    Groups are runs of equal neighbours, in their order; one without a chosen token gets ``default``.
+    """
+    _, member = torch.unique_consecutive(batch["group"], return_inverse=True)
+    never = torch.iinfo(torch.int64).max
+    oldest = torch.full((int(member[-1]) + 1 if len(member) else 0,), never)
+    chosen = batch["versions"] >= 0
+    oldest.scatter_reduce_(0, member[batch.segment[chosen]], batch["versions"][chosen].long(), "amin")
+    return oldest.masked_fill(oldest == never, default)
+
+
+def group_ages(batch: Batch, *, default: int) -> Batch:
+    """Return one row without tokens for each group; column ``oldest``: see ``find_oldest_versions``."""
+    oldest = find_oldest_versions(batch, default=default)
+    return Batch(torch.zeros(len(oldest)), {}, {"oldest": oldest})

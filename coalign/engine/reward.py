@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
-from coalign.algorithms.shaping import RewardTerm, combine
+from coalign.algorithms.segments import RewardGroups
 from coalign.cluster.future import BatchRef, Future, merge_columns
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
@@ -22,8 +22,22 @@ from coalign.types import SOURCE_KEY, Stat, Stats, Status, Total
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
-    from coalign.engine.reference import BaseWeights
+    from coalign.engine.engine import BaseWeights
     from coalign.roles import Scorer
+
+
+EPS = 1e-6  # added to a standard deviation that is divided by
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """One part of a reward; see coalign.config.schema.RewardConfig."""
+
+    name: str
+    weight: float = 1.0
+    normalise: Literal["none", "batch", "group", "running"] = "none"
+    clip: float | None = None
+    sources: tuple[str, ...] = ()  # of the rows that have it; none: all rows
 
 
 class Reward:
@@ -119,6 +133,36 @@ def combine_rewards(
         columns[into][rows] = combine(combined.values[:, rows], out["group"][rows], scale, seen).float()
     status = out["status"].masked_fill(combined.finished & ~combined.complete, int(Status.ERROR))
     return Batch(out.lengths, {}, {**columns, "status": status}), combined.stats(terms, into)
+
+
+def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running: Mapping[str, Moments]) -> Tensor:
+    """The sum over terms of weight * clip(normalise(value)): f64[N].
+
+    values [terms, N]: NaN for rows that a term is not for, else finite where it has weight; group i64[N], in any order.
+    A value is normalised to (value - mean) / (std + 1e-6) with the moments of this batch, of its group (2601.05242:
+    before the sum, so that no term outweighs the others), or for a `running` term with those in ``running`` (ValueError
+    if they are empty). Rows that the term is not for count in no moments. The standard deviation is the population's.
+    Values that are all equal become 0.
+    """
+    total = torch.zeros(values.shape[1], dtype=torch.float64)
+    for term, every in zip(terms, values.double(), strict=True):
+        if not term.weight:
+            continue
+        here = every.isfinite()
+        own = every[here]
+        if term.normalise == "group":
+            groups = RewardGroups(own, group[here])
+            own = groups.deviation / (groups.std(unbiased=False)[groups.member] + EPS)
+        elif term.normalise != "none":
+            moments = running[term.name] if term.normalise == "running" else Moments.of(own)
+            if len(own) and not moments.count:
+                raise ValueError(
+                    f"reward '{term.name}': there are no running moments to normalise it by; score samples before what "
+                    "they are compared with"
+                )
+            own = (own - moments.mean) / (moments.std + EPS)
+        total[here] += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
+    return total
 
 
 def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:

@@ -10,15 +10,13 @@ from typing import cast
 import torch
 from rich.table import Table
 
-from coalign.algorithms.aggregate import LossTotals
-from coalign.backends.base import Module
-from coalign.backends.objective import Objective, loss_input
+from coalign.algorithms.segments import LossTotals
+from coalign.backends.base import Module, Objective, loss_input
 from coalign.cluster.base import Cluster, plan_slots
-from coalign.cluster.dry import DryCluster, FlowGraph, TracedCall, draw_graph
+from coalign.cluster.dry import STANDINS, DryCluster, FlowGraph, TracedCall, draw_graph
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.cluster.placement.slots import list_slots
 from coalign.cluster.residency import list_movable_parts
-from coalign.cluster.standins import STANDINS
 from coalign.config import locate_problems
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from coalign.algorithms.kl import AdaptiveKL, FixedKL
-from coalign.backends.base import Module, TrainableModule
-from coalign.backends.objective import Objective
+from coalign.algorithms.divergence import AdaptiveKL, FixedKL
+from coalign.backends.base import Module, Objective, TrainableModule
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, locate_problems

@@ -15,7 +15,7 @@ from coalign.cluster.base import choose_cluster, start_cluster
 from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
-from coalign.engine.engine import Engine, Hook
+from coalign.engine.engine import Engine, Hook, precompute
 from coalign.engine.hooks.checkpoint import Checkpoints, Save, read_state, restore_engine, verify_checkpoint
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
@@ -25,7 +25,6 @@ from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.hooks.run_folder import RunFolder
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
-from coalign.engine.reference import precompute
 from coalign.files import RecordFile, RecordHandler, Sink
 from coalign.launch.check import trace
 from coalign.launch.data_load import load_data

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from string import Formatter
 from typing import Any
 
-from coalign.backends.objective import Objective
+from coalign.backends.base import Objective
 from coalign.config import load
 from coalign.config.export import to_commented_yaml, to_short_yaml
 from coalign.config.functions import list_classes

@@ -25,7 +25,7 @@ from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
 
 if TYPE_CHECKING:
-    from coalign.backends.objective import Objective
+    from coalign.backends.base import Objective
     from coalign.data.loader import Loader
     from coalign.engine.engine import Engine
     from coalign.environments.loop import EnvironmentFunction

@@ -60,7 +60,7 @@ class OnPolicyDistillation(Online):
 
     Policy, teacher and trainer. A reward, if there is one, is for evaluation. Student and teacher share a tokenizer,
     unless `models.teacher.chat_template` is set (`auto`): the teacher then reads the student's text, and spans of text
-    are compared (coalign.backends.scorers.cross_tokenizer).
+    are compared (coalign.backends.scorers.retokenize).
 
     The loss decides what the teacher computes. `policy_gradient`: the log-prob of each token that the student sampled,
     which becomes its advantage (`reverse_kl`). `distillation` (GKD with on-policy data only): the log-probs of the

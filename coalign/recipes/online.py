@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from coalign.algorithms.kl import FixedKL
+from coalign.algorithms.divergence import FixedKL
 from coalign.algorithms.shaping import sequence_kl_reward, shape_reward
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig
@@ -14,10 +14,10 @@ from coalign.roles import Rollout, Scorer, Trainable
 from coalign.types import Stats
 
 if TYPE_CHECKING:
-    from coalign.backends.objective import Objective
+    from coalign.backends.base import Objective
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
-    from coalign.engine.reference import BaseWeights
+    from coalign.engine.engine import BaseWeights
     from coalign.launch.plan import Plan
 
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
-from coalign.rewards.nested import ComparisonFunction, NestedFunction
+from coalign.rewards.calls import ComparisonFunction, NestedFunction
 from coalign.types import Sample
 
 _STEPS = 10_000  # of Newton's method: far more than any group needs

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from coalign.rewards.calls import NestedFunction, ValueFunction
 from coalign.rewards.checker import AT_ONCE, check
-from coalign.rewards.nested import NestedFunction, ValueFunction
 from coalign.types import Sample
 
 

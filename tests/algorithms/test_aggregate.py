@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.algorithms.aggregate import (
+from coalign.algorithms.losses import policy_gradient
+from coalign.algorithms.segments import (
     LossTotals,
     aggregation_weights,
     count_trained_sequences,
     group_weights,
     sequence_weights,
 )
-from coalign.algorithms.losses import policy_gradient
 from coalign.types import LossInput
 
 T = torch.tensor

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coalign.algorithms.aggregate import required_inputs, value_unit
 from coalign.algorithms.losses import distillation
+from coalign.algorithms.segments import required_inputs, value_unit
 from coalign.types import LossInput
 
 T = torch.tensor

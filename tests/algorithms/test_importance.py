@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from coalign.algorithms.importance import bound, importance_ratios, importance_weights, mismatch_stats
+from coalign.algorithms.divergence import bound, importance_ratios, importance_weights, mismatch_stats
 from coalign.types import EffectiveSize, merge_stats
 
 T = torch.tensor

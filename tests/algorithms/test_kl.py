@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from coalign.algorithms.kl import AdaptiveKL, FixedKL, estimate_kl, k1, k2, k3
+from coalign.algorithms.divergence import AdaptiveKL, FixedKL, estimate_kl, k1, k2, k3
 
 
 def test_values_worked_by_hand():

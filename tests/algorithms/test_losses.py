@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from coalign.algorithms.aggregate import required_inputs
 from coalign.algorithms.losses import policy_gradient, sft, value
+from coalign.algorithms.segments import required_inputs
 from coalign.types import LossInput
 
 T = torch.tensor

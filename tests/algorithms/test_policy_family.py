@@ -8,15 +8,15 @@ from inspect import signature
 import pytest
 import torch
 
-from coalign.algorithms.aggregate import (
+from coalign.algorithms.losses import cispo, gmpo, gspo, kl_cov, policy_gradient, reinforce, sapo, topr
+from coalign.algorithms.losses.policy import Surrogate, add_policy_terms, policy_loss
+from coalign.algorithms.segments import (
     LossTotals,
     aggregation_weights,
     check_aggregation,
     count_trained_sequences,
     required_inputs,
 )
-from coalign.algorithms.losses import cispo, gmpo, gspo, kl_cov, policy_gradient, reinforce, sapo, topr
-from coalign.algorithms.losses.terms import Surrogate, add_policy_terms, policy_loss
 from coalign.config.errors import ConfigError
 from coalign.config.functions import bind
 from coalign.types import LossInput, merge_stats

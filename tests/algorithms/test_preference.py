@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from coalign.algorithms import losses
-from coalign.algorithms.aggregate import LossTotals, required_inputs, value_unit
 from coalign.algorithms.losses import aot, aot_unpaired, cpo, dpo, exo_pair, ipo, orpo, simpo
-from coalign.backends.objective import Objective
+from coalign.algorithms.segments import LossTotals, required_inputs, value_unit
+from coalign.backends.base import Objective
 from coalign.data.batch import Batch
 from tests.algorithms.responses import responses
 

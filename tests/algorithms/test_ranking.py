@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coalign.algorithms.aggregate import LossTotals, required_inputs, value_unit
 from coalign.algorithms.losses import bradley_terry
-from coalign.backends.objective import Objective
+from coalign.algorithms.segments import LossTotals, required_inputs, value_unit
+from coalign.backends.base import Objective
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
 from tests.algorithms.responses import responses

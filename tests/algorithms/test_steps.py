@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coalign.algorithms.aggregate import required_inputs, value_unit
 from coalign.algorithms.losses import process_reward
+from coalign.algorithms.segments import required_inputs, value_unit
 from coalign.types import LossInput
 
 T = torch.tensor

@@ -19,9 +19,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
+from coalign.backends.base import Objective
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.hf.heads import ROWS
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coalign import load_config
-from coalign.backends.scorers.cross_tokenizer import align, find_token_ends
+from coalign.backends.scorers.retokenize import align, find_token_ends
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig
 from coalign.data.templates import count_common_prefix

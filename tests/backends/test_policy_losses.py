@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from coalign.algorithms.shaping import mask_truncated
+from coalign.backends.base import Objective
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

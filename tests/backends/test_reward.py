@@ -5,11 +5,10 @@ import logging
 import pytest
 import torch
 
-from coalign.algorithms.shaping import RewardTerm
 from coalign.backends.scorers.reward import RewardModule
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
-from coalign.engine.reward import combine_rewards
+from coalign.engine.reward import RewardTerm, combine_rewards
 from coalign.rewards.calls import RewardFunction
 from coalign.roles import Context
 from coalign.types import Stat, Status, Total

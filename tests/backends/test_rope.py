@@ -75,7 +75,7 @@ def test_a_trainer_computes_up_to_the_limit_and_refuses_more(path):
 def test_the_embeddings_do_change_above_it(path):
     """What is refused would be wrong: a short sequence gets other log-probs beside a long one."""
     trainer = module(path)
-    trainer.model.model.config.rope_parameters["rope_type"] = "default"  # nothing is refused
+    trainer.model.rope_limit = None  # nothing is refused
     batch = rows(LIMIT, 2 * LIMIT)
     found = trainer.forward_step(batch, into="logprobs")["logprobs"][1:LIMIT]
     assert (found - alone(path, batch)[: LIMIT - 1]).abs().max() > 0.1

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from coalign import load_config
+from coalign.backends.base import Objective
 from coalign.backends.engines.native.engine import NativeModule
-from coalign.backends.engines.transformers.engine import TransformersModule
+from coalign.backends.engines.transformers import TransformersModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.launch.check import check

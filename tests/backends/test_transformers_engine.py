@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coalign import load_config
 from coalign.backends.engines.request import Request
-from coalign.backends.engines.transformers.engine import TransformersModule
-from coalign.backends.engines.transformers.model import TransformersModel
+from coalign.backends.engines.transformers import TransformersModel, TransformersModule
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.launch.check import check
 from coalign.report.display import Display

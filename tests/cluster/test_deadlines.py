@@ -8,8 +8,16 @@ import time
 import pytest
 
 from coalign.cluster import base
-from coalign.cluster.future import Call, Future, WorkerError
-from coalign.cluster.shards import LEAST_SECONDS, LOAD_SECONDS, LONGEST_TIMES, CallDeadlines, WorkerTask
+from coalign.cluster.future import (
+    LEAST_SECONDS,
+    LOAD_SECONDS,
+    LONGEST_TIMES,
+    Call,
+    CallDeadlines,
+    Future,
+    WorkerError,
+    WorkerTask,
+)
 from coalign.config.schema import RuntimeConfig
 from tests.cluster.threads import thread_cluster
 
@@ -34,7 +42,7 @@ def test_a_limit_that_is_set_holds_for_all_calls_but_loading():
 
 
 def test_without_call_timeout_a_call_that_hangs_ends_too(monkeypatch):
-    monkeypatch.setattr("coalign.cluster.shards.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("coalign.cluster.future.LEAST_SECONDS", 0.5)
     release = threading.Event()
 
     def hang(module, store):

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.backends.layout import pack
+from coalign.cluster.base import LocalStore
+from coalign.cluster.dist import reorder, shard_rows, shard_updates
 from coalign.cluster.future import BatchRef, Meta, Outcome
-from coalign.cluster.local import LocalStore
-from coalign.cluster.numpy_batch import NumpyBatch
-from coalign.cluster.shards import reorder, shard_rows, shard_updates
-from coalign.data.balance import estimate_costs
-from coalign.data.batch import Batch
+from coalign.cluster.ray import NumpyBatch
+from coalign.data.batch import Batch, estimate_costs
 
 STORE = LocalStore()
 

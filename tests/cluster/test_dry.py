@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.cluster import standins
+from coalign.cluster import dry
 from coalign.cluster.dry import DryCluster, draw_graph
 from coalign.config.schema import ModelConfig, RolloutConfig, RunConfig
 from coalign.environments.conversation import find_environment
@@ -39,20 +39,20 @@ def cluster():
 
 
 def flow(cluster):
-    out = cluster.models["policy"].generate(cluster.put(standins.prompts(), "prompts"))
+    out = cluster.models["policy"].generate(cluster.put(dry.prompts(), "prompts"))
     parts = [cluster.models[name].forward_step(out) for name in ("reference", "reward")]
     return cluster.apply(advantage, out, *parts, scale=2.0)
 
 
 def test_generate_gives_the_columns_of_the_design(cluster):
-    out = cluster.models["policy"].generate(standins.prompts()).result().fetch()
+    out = cluster.models["policy"].generate(dry.prompts()).result().fetch()
     assert len(out) == 8 and out["group"].tolist() == [0] * 4 + [1] * 4 and out["index"].tolist() == [0, 1, 2, 3] * 2
     assert set(out.token) == {"tokens", "loss_mask", "rollout_logprobs", "versions"}
     assert set(out.sequence) == {"group", "index", "prompt_length", "status", "rows"}
     first = next(out.rows())
     assert first["loss_mask"].tolist() == [False, False, True, True, True]
     assert first["versions"].tolist() == [-1, -1, 0, 0, 0]
-    assert len(cluster.models["policy"].generate(standins.prompts(), samples=1).result()) == 2
+    assert len(cluster.models["policy"].generate(dry.prompts(), samples=1).result()) == 2
 
 
 def test_episodes_have_rewards_of_their_turns(cluster):
@@ -60,12 +60,12 @@ def test_episodes_have_rewards_of_their_turns(cluster):
         samples_per_prompt=2, environment=find_environment(RolloutConfig(fn="tool_use", tools=["calculator"]))
     )
     cluster.spawn("player", ModelConfig(module="native"), context)
-    out = cluster.models["player"].generate(standins.prompts()).result().fetch()
+    out = cluster.models["player"].generate(dry.prompts()).result().fetch()
     assert len(out["turn_rewards"]) == out.tokens_total and len(out["messages"]) == len(out)
 
 
 def test_scorers_add_the_column_of_their_head(cluster):
-    given = standins.conversations()
+    given = dry.conversations()
     columns = {name: cluster.models[name].forward_step(given).result() for name in ("reference", "critic", "reward")}
     assert [ref.columns for ref in columns.values()] == [("ref_logprobs",), ("values",), ("reward",)]
     assert cluster.models["critic"].forward_step(given, into="old_values").result().columns == ("old_values",)
@@ -117,7 +117,7 @@ def test_metrics_and_announcements(cluster):
 
 
 def test_calls_of_one_name_are_told_apart(cluster):
-    first = cluster.models["policy"].generate(standins.prompts())
+    first = cluster.models["policy"].generate(dry.prompts())
     cluster.models["reference"].forward_step(first)
     cluster.models["reference"].forward_step(first)
     assert [call.label for call in cluster.graph.calls][-2:] == ["reference.forward_step", "reference.forward_step#2"]
@@ -125,14 +125,14 @@ def test_calls_of_one_name_are_told_apart(cluster):
 
 def test_own_modules_say_what_they_add(cluster):
     own = cluster.models["own"]
-    assert own.forward_step(standins.conversations()).result().columns == ("quality", "style")
-    assert own.judge(standins.conversations()).result().columns == ("verdict",)
+    assert own.forward_step(dry.conversations()).result().columns == ("quality", "style")
+    assert own.judge(dry.conversations()).result().columns == ("verdict",)
     with pytest.raises(AttributeError, match="no attribute 'jugde'"):
-        own.jugde(standins.conversations())
+        own.jugde(dry.conversations())
 
 
 def test_what_is_no_batch_is_refused(cluster):
-    trained = cluster.models["trainer"].train_step(standins.conversations())
+    trained = cluster.models["trainer"].train_step(dry.conversations())
     with pytest.raises(TypeError, match=r"policy.generate: expected a batch, got a dict"):
         cluster.models["policy"].generate(trained)
 

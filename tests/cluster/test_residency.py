@@ -7,10 +7,18 @@ from collections import Counter
 
 import pytest
 
-from coalign.cluster.future import Call, DeviceMemoryUse, Future, Meta, WorkerError, WorkerFailure
+from coalign.cluster.future import (
+    Call,
+    CallDeadlines,
+    DeviceMemoryUse,
+    Future,
+    Meta,
+    WorkerError,
+    WorkerFailure,
+    WorkerTask,
+)
 from coalign.cluster.placement.slots import Footprint, pack_slots
 from coalign.cluster.residency import PARTS, Residency, list_movable_parts
-from coalign.cluster.shards import CallDeadlines, WorkerTask
 from coalign.config.schema import ModelConfig
 
 MIB = 2**20

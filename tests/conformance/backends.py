@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from coalign.backends.base import TrainableModule
-from coalign.backends.objective import Objective
+from coalign.backends.base import Objective, TrainableModule
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from coalign.backends.base import Objective
 from coalign.backends.hf import parallel
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from tests.weights.families.checkpoints import MOE, NATIVE, native

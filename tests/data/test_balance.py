@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.data.balance import estimate_costs, pack_bins, partition
+from coalign.data.batch import estimate_costs, pack_bins, partition
 
 
 def sums(costs, parts):

@@ -5,7 +5,7 @@ import torch
 
 from coalign.config.schema.rollout import CurriculumConfig
 from coalign.data.batch import Batch
-from coalign.engine.curriculum import Curriculum, hash_row, pass_rates
+from coalign.engine.filters import Curriculum, hash_row, pass_rates
 
 
 class Numbers:

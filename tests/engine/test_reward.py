@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from coalign import load_config
-from coalign.algorithms.shaping import RewardTerm
 from coalign.api import evaluate
 from coalign.backends.base import Module
-from coalign.cluster.local import LocalCluster
+from coalign.cluster.base import LocalCluster
 from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.reward import Reward, combine_rewards
+from coalign.engine.reward import Reward, RewardTerm, combine_rewards
 from coalign.launch.check import check
 from coalign.launch.plan import find_turn_weight, prepare
 from coalign.report.display import Display

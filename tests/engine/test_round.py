@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from coalign.cluster.local import LocalCluster
+from coalign.cluster.base import LocalCluster
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.environment import Round

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from coalign.algorithms.shaping import RewardTerm, combine
 from coalign.api import evaluate
 from coalign.data.batch import Batch
+from coalign.engine.environment import describe_sources
 from coalign.engine.filters import filter_groups
-from coalign.engine.metrics import describe_sources
-from coalign.engine.reward import combine_rewards, observe_rewards
+from coalign.engine.reward import RewardTerm, combine, combine_rewards, observe_rewards
 from coalign.rewards.calls import RewardError
 from coalign.types import Stat, Status, Total
 from tests.runs import metrics, run, settings

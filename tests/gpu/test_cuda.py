@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from coalign.backends.attention import attend, has_varlen
+from coalign.backends.base import Objective
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.layout import Block, RowPlan
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from coalign.backends.base import Objective
 from coalign.backends.megatron.module import MegatronModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from tests.backends.batches import rollout

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
+from coalign.backends.base import Objective
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.memory import PARTS, Arena
 from coalign.roles import Context

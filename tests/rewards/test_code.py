@@ -7,8 +7,7 @@ import time
 import pytest
 
 from coalign.rewards.calls import RewardFunction
-from coalign.rewards.code import code, extract_code
-from coalign.rewards.code_tests import read_tests
+from coalign.rewards.code import code, extract_code, read_tests
 from coalign.rewards.sandbox import sandbox
 from coalign.rewards.sandbox.sandbox import SandboxResult
 from tests.rewards.samples import sample

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coalign.rewards.code import code, extract_code
-from coalign.rewards.code_tests import CodeTest, read_tests
+from coalign.rewards.code import CodeTest, code, extract_code, read_tests
 from coalign.rewards.sandbox.sandbox import Sandbox, SandboxLimits, SandboxResult
 from tests.rewards.samples import sample
 

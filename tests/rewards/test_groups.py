@@ -9,9 +9,8 @@ from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import Tournament, pairwise
-from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction
+from coalign.rewards.calls import NestedFunction, RewardCaller, RewardFailure, RewardFunction
 from coalign.rewards.groups import Comparison, bradley_terry, swiss_round, win_rates
-from coalign.rewards.nested import NestedFunction
 from tests.rewards.samples import sample
 
 HERE = "tests.rewards.comparisons:"

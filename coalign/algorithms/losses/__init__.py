@@ -2,7 +2,7 @@
 
 ``policy.py`` has those of PPO and its relatives, ``preference.py`` those of DPO, ``supervised.py`` SFT. Keyword-only
 arguments are configuration. A loss declares by attributes what a value belongs to (``per``) and which inputs it needs
-that exist only on request (``needs``): see coalign.algorithms.aggregate.
+that exist only on request (``needs``): see coalign.algorithms.segments.
 """
 
 from coalign.algorithms.losses.policy import cispo, gmpo, gspo, kl_cov, policy_gradient, reinforce, sapo, topr, value

@@ -2,5 +2,5 @@
 
 contract.py: InferenceEngine and GenerationSession, what every engine implements. module.py: RolloutModule, the policy
 module around an engine. request.py, sampling.py: requests and samples, token draws. episodes.py: environments.
-native/, vllm/ and transformers/: the three engines. meta_model.py: the model of those that compute in this process.
+native/, vllm/ and transformers.py: the three engines. meta_model.py: the model of those that compute in this process.
 """

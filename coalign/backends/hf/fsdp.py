@@ -154,7 +154,7 @@ class HuggingFaceModule(TrainableModule):
     # ---- methods of TrainableModule
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
-        if limit := pretrained.read_rope_limit(self.model.model.config):
+        if limit := self.model.rope_limit:
             lengths = (int(micro.lengths.max()) for micro in micros if len(micro))
             pretrained.check_rope_length(*limit, max(lengths, default=0))
         self.model.train(loss is not None)

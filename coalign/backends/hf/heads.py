@@ -27,7 +27,7 @@ from coalign.algorithms.logprobs import (
 from coalign.backends.attention import check_attention
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
-from coalign.backends.pretrained import describe_encoder, read_context_length
+from coalign.backends.pretrained import describe_encoder, read_context_length, read_rope_limit
 from coalign.backends.routers import Routers
 from coalign.backends.vision_language import find_body
 from coalign.data.batch import Batch
@@ -55,12 +55,14 @@ class PackedModel(nn.Module):
         self.model = model
         self.rows = rows
         self.routers = Routers(model)
+        self.rope_limit = read_rope_limit(model.config)
+        self._body = [find_body(model)]  # in a list, since a module as an attribute would give its weights other names
 
     def hidden(self, layout: Layout) -> Tensor:
         """[P, hidden], after the final norm."""
         if self.rows != "packed":
             return self._compute_unpacked(layout)
-        body = find_body(self.model)
+        [body] = self._body
         with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
             return body(
                 input_ids=layout.tokens[None],
@@ -88,7 +90,7 @@ class PackedModel(nn.Module):
 
     def _compute_rows(self, layout: Layout, places: Tensor, real: Tensor) -> Tensor:
         """[B, L, hidden] of the tokens at ``places`` i64[B, L] of the row; those that are not ``real`` are padding."""
-        body, device = find_body(self.model), layout.tokens.device
+        [body], device = self._body, layout.tokens.device
         places, real = places.to(device), real.to(device)
         tokens = layout.tokens[places] * real
         if self.rows == "single":  # routers would be watched group by group

@@ -64,7 +64,7 @@ class PairsConfig(Function):
 class KLConfig(Function):
     """The coefficient of the penalty on divergence from the reference, fixed or adaptive."""
 
-    home = "coalign.algorithms.kl"
+    home = "coalign.algorithms.divergence"
 
 
 class RunConfig(Section):

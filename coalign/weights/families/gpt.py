@@ -9,17 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from coalign.weights.families.family import (
-    DENSE_LAYER,
-    Family,
-    QueryKeyValueBlocks,
-    QueryKeyValueTensors,
-    SingleTensor,
-    name_layer,
-    name_others,
-)
-from coalign.weights.families.llama import LAYER, LLAMA
-from coalign.weights.families.settings import (
     CLASSIC,
+    DENSE_LAYER,
     FFN,
     GROUPS,
     LENGTH,
@@ -29,13 +20,20 @@ from coalign.weights.families.settings import (
     UNTIED,
     Activation,
     ConfigField,
+    Family,
     FixedFields,
     Hf,
+    QueryKeyValueBlocks,
+    QueryKeyValueTensors,
     RequiredValues,
     Rope,
+    SingleTensor,
     SlidingWindow,
+    name_layer,
+    name_others,
     norm_epsilon,
 )
+from coalign.weights.families.llama import LAYER, LLAMA
 
 EPSILON = norm_epsilon(1e-5, "layer_norm_epsilon")
 GPT2_COMMON = (

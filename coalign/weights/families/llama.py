@@ -7,16 +7,6 @@ from typing import Any
 
 from coalign.weights.families.family import (
     DENSE_LAYER,
-    ConcatenatedTensors,
-    Family,
-    QueryKeyValueBlocks,
-    QueryKeyValueTensors,
-    StackedExperts,
-    TensorRule,
-    name_layer,
-    name_others,
-)
-from coalign.weights.families.settings import (
     FFN,
     GROUPS,
     HEAD,
@@ -25,12 +15,20 @@ from coalign.weights.families.settings import (
     TIED,
     UNTIED,
     Activation,
+    ConcatenatedTensors,
     ConfigField,
+    Family,
     FixedFields,
     Hf,
+    QueryKeyValueBlocks,
+    QueryKeyValueTensors,
     RequiredValues,
     Rope,
     SlidingWindow,
+    StackedExperts,
+    TensorRule,
+    name_layer,
+    name_others,
     norm_epsilon,
 )
 from coalign.weights.layouts.megatron_model import EXPERT

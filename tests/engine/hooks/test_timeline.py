@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from coalign.cluster.future import Call, Future, Outcome, Span
-from coalign.cluster.shards import WorkerTask
+from coalign.cluster.future import Call, Future, Outcome, Span, WorkerTask
 from coalign.engine.hooks.timeline import (
     CallEvent,
     Timeline,

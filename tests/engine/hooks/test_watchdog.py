@@ -8,8 +8,7 @@ import signal
 import threading
 import time
 
-from coalign.cluster.future import Call, Future, Outcome
-from coalign.cluster.shards import WorkerTask
+from coalign.cluster.future import Call, Future, Outcome, WorkerTask
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from tests.cluster.threads import thread_cluster
 

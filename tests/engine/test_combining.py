@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coalign.algorithms.advantages import Moments
-from coalign.algorithms.shaping import RewardTerm, combine
+from coalign.engine.reward import RewardTerm, combine
 
 VALUES = torch.tensor([[1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 1.0, 0.0]])
 GROUP = torch.tensor([4, 4, 9, 9])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.cluster.standins import STANDINS
+from coalign.cluster.dry import STANDINS
 from coalign.data.kinds import KINDS
 from tests.data.reading import batch
 
