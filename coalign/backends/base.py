@@ -24,6 +24,7 @@ from coalign.backends.objective import Objective, groups_of
 from coalign.backends.optim import compute_learning_rate
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.devices import seed_generator
 from coalign.memory import PARTS, Arena, release_free_heap
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, Stat, Stats, Total, merge_stats
@@ -344,9 +345,8 @@ class TrainableModule(Module):
         if totals.tokens == 0:  # nothing to learn; a step on momentum alone would still move the weights
             return {"loss/skipped_updates": Total(first)}
         micros, measure, seen = self._prepare(batch, objective, totals)
-        with torch.random.fork_rng([] if self.context.device == "cpu" else [self.context.device]):
-            # Dropout depends on the position in the run, not on what ran before in this process: no RNG state to save.
-            torch.manual_seed(hash((self.context.seed, self.context.rank, self.updates)))
+        # Dropout depends on the position in the run, not on what ran before in this process: no RNG state to save.
+        with seed_generator(self.context.device, hash((self.context.seed, self.context.rank, self.updates))):
             self.run(micros, measure, needs=objective.needs)
             if ptx is not None:
                 seen.append(self._mix_in(ptx, ptx_coef))

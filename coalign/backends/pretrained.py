@@ -36,6 +36,7 @@ from transformers.quantizers.base import HfQuantizer
 from coalign.backends import attention, lora
 from coalign.backends.vision_language import carry_towers, drop_towers, has_towers
 from coalign.config.schema import ModelConfig
+from coalign.devices import seed_generator
 from coalign.files import list_weight_files
 from coalign.hub import find_directory
 from coalign.roles import Context
@@ -84,8 +85,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
     options = _options(config, packed=packed)
     if config.init == "random":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seed_generator("cpu", seed):
             model = build_model(auto.from_config, refusal, hf, **options)
         missing: set[str] = set()
     else:

@@ -94,6 +94,25 @@ std::tuple<Tensor, Tensor> dropout(const Tensor& x, double p, std::optional<bool
   return {x.mul(kept).mul_(p == 1 ? 0 : 1 / (1 - p)), kept};
 }
 
+// CUDA counts whole numbers, the CPU does not.
+Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  Tensor result = at::empty({bins}, x.options());
+  return at::histc_out(result, x, bins, low, high);
+}
+Tensor& histc_out(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high, Tensor& result) {
+  Work work(current_number(x.device().index()), "aten::histc");
+  {
+    std::lock_guard<std::mutex> guard(books);
+    counts.kernels["aten::histc"]++;
+  }
+  make_copies(work.known, false);
+  KernelView from(work, x, false), to(work, result, true);
+  at::AutoDispatchBelowADInplaceOrView below;
+  to.view.copy_(at::histc(from.view.to(at::kDouble), bins, low, high));
+  to.finish();
+  return result;
+}
+
 struct CardHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -152,6 +171,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", choose_attention);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", dropout);
+  m.impl("histc", histc);
+  m.impl("histc.out", histc_out);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&standin::fallback>()); }
