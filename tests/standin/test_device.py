@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.standin import device
 from tests.standin.device import counting, memory_limit
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.quick]
 races = pytest.mark.races
 CARD, OTHER = "standin:0", "standin:1"
 MIB = 2**20

@@ -1,11 +1,14 @@
 """Training on the simulated device is training on the CPU: log-probs, gradients, weights after steps, checkpoints."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from coalign.backends import pretrained
+from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
@@ -19,7 +22,7 @@ from tests.standin.device import memory_limit
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.device
-slow = pytest.mark.slow
+quick = pytest.mark.quick
 CARD = "standin:1"
 
 
@@ -97,13 +100,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=quick) if n in ("adamw", "adapters") else n for n in CONFIGS])
 def test_training_is_that_of_the_cpu(folder, name):
     tolerance = 1e-3 if name in ("muon", "adafactor") else 1e-6  # which divide small numbers by small numbers
     compare(tiny_model_dir(folder / "qwen2"), rollout((5, 9, 12), 3), tolerance, **CONFIGS[name])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", pytest.param("qwen3_moe", marks=slow)])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "qwen3_moe"])
 def test_other_families(folder, family):
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if family == "qwen3_moe" else {}
     compare(tiny_model_dir(folder / family, family=family, **more), rollout((5, 9), 2))
@@ -125,6 +128,7 @@ def test_the_conformance_suite(backend, tied, tmp_path_factory):
 # ---- tied weights
 
 
+@quick
 def test_tied_weights_stay_tied_on_the_device():
     inner = nn.Linear(3, 3, bias=False)
     module = nn.ModuleDict({"a": inner, "b": nn.ModuleDict({"c": nn.Linear(3, 3, bias=False)}), "d": inner})
@@ -136,12 +140,51 @@ def test_tied_weights_stay_tied_on_the_device():
     assert len(list(module.parameters())) == 1
 
 
+@quick
 def test_a_model_that_ties_its_embeddings_has_them_once(folder):
     module = build(tiny_model_dir(folder / "qwen2"), CARD)
     model = module.model.model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     module.train_step(rollout())
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# ---- several models of one process
+
+
+def test_models_that_load_side_by_side_on_two_cards_keep_their_ties(folder):
+    path = str(tiny_model_dir(folder / "qwen2"))
+
+    def load_trainer():
+        model = build(path, "standin:0").model.model
+        return model.lm_head.weight is model.model.embed_tokens.weight
+
+    def load_policy():
+        context = Context(device="standin:1", samples_per_prompt=1)
+        module = NativeModule(ModelConfig(load=path, module="native"), context)
+        module.setup()
+        return len(module.engine.model._aliases["lm_head.weight"]) == 2
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(200):
+            assert all(each.result() for each in [pool.submit(load_trainer), pool.submit(load_policy)])
+
+
+@quick
+def test_models_that_train_side_by_side_draw_their_own_dropout(folder):
+    path = str(tiny_model_dir(folder / "qwen2", attention_dropout=0.3))
+    batch, config = rollout((5, 9), 3), {"rows": "padded", "lora": {"rank": 4, "dropout": 0.3}}
+
+    def train(card):
+        module = build(path, card, **config)
+        with use_device(card):
+            return [module.train_step(batch)["loss/grad_norm"].value for _ in range(5)]
+
+    alone = train("standin:0")
+    pretrained.load(ModelConfig(load=path, init="random"), seed=3)
+    with ThreadPoolExecutor(4) as pool:
+        together = [each.result() for each in [pool.submit(train, f"standin:{card}") for card in range(4)]]
+    assert together == [alone] * 4
 
 
 # ---- checkpoints
@@ -175,6 +218,7 @@ def weights_of(module):
     return [tensor for _, tensor in module.export_weights()]
 
 
+@quick
 def test_a_card_that_is_too_small_is_said_by_torch(folder):
     with memory_limit(60_000, card=1), pytest.raises(torch.OutOfMemoryError, match="standin:1 has a total capacity"):
         build(tiny_model_dir(folder / "qwen2"), CARD)
