@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, but not in __all__
 
 Device = torch.device | str
+Key = TypeVar("Key", bound=Hashable)
 _generators: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
 _generators_lock = threading.Lock()
 
@@ -30,6 +33,22 @@ def use_device(device: Device) -> AbstractContextManager[object]:
     """Return a context in which ``device`` is the current one of this thread. Libraries wait for the current device
     alone, whichever has their tensors."""
     return torch.accelerator.device_index(torch.device(device).index) if is_accelerator(device) else nullcontext()
+
+
+def move_tensors(tensors: Mapping[Key, Tensor], device: Device) -> dict[Key, Tensor]:
+    """Return tensors of the host's memory on ``device``. Those of one dtype travel in one copy, and share its memory
+    there: a copy that the host waits for takes longer to begin than a few thousand numbers take to travel."""
+    by_dtype: dict[torch.dtype, list[Key]] = {}
+    for name, tensor in tensors.items():
+        if tensor.device == torch.device(device):
+            continue
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    moved = dict(tensors)
+    for names in by_dtype.values():
+        whole = torch.cat([tensors[name].flatten() for name in names]).to(device)
+        parts = whole.split([tensors[name].numel() for name in names])
+        moved |= {name: part.view(tensors[name].shape) for name, part in zip(names, parts, strict=True)}
+    return moved
 
 
 @contextmanager

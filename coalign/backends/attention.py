@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coalign.backends.hf.rows import HeadExchange
-from coalign.backends.layout import Block, Layout
+from coalign.backends.layout import Block, Layout, index_padding
 
 NAME = "coalign_packed"
 
@@ -76,7 +76,7 @@ def packed_attention(
         query, key, value = (heads.split_heads(x) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     settings: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap}
-    out = attend(query, key, value, blocks=layout.blocks, **settings)[None]
+    out = attend(query, key, value, blocks=layout.blocks, padding=layout.padding, **settings)[None]
     return (out if heads is None else heads.join_heads(out)), None
 
 
@@ -86,6 +86,7 @@ def attend(
     value: Tensor,
     *,
     blocks: tuple[Block, ...],
+    padding: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     window: int | None = None,
@@ -93,8 +94,9 @@ def attend(
     bias: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """query [P, heads, D], key [P, kv_heads, D] and value [P, kv_heads, E] -> [P, heads, E], in the dtype of value.
-    ``scaling`` of the scores; None: 1 / sqrt(D). ``window``: how many tokens a token sees, itself included. ``bias``
-    maps positions i64[K] of keys to what is added to their scores, f32[heads, K] (not with ``softcap``)."""
+    ``padding``: `index_padding` of the blocks, on the device; None: it is computed. ``scaling`` of the scores; None:
+    1 / sqrt(D). ``window``: how many tokens a token sees, itself included. ``bias`` maps positions i64[K] of keys to
+    what is added to their scores, f32[heads, K] (not with ``softcap``)."""
     # Rotary embeddings may leave query and key in a wider dtype than value. On a CPU, the backward of torch's bf16
     # kernel takes twice the time of the float32 one.
     dtype = value.dtype
@@ -105,8 +107,9 @@ def attend(
     mask = partial(_mask, window=window, device=query.device)
     if bias is not None:
         mask = partial(_add_bias, window=window, device=query.device, bias=bias, dtype=kernel)
+    padding = index_padding(blocks).to(value.device) if padding is None else padding
     with torch.autocast(value.device.type, enabled=False):
-        return _attend(function, query, key, value, blocks, mask).to(dtype)
+        return _attend(function, query, key, value, blocks, padding, mask).to(dtype)
 
 
 def _attend(
@@ -115,44 +118,44 @@ def _attend(
     key: Tensor,
     value: Tensor,
     blocks: tuple[Block, ...],
+    padding: Tensor,
     mask_of: Callable[[Block], Tensor | None],
 ) -> Tensor:
     # Split once: the backward of one split is one concatenation, that of many slices as many zero-filled copies.
     sizes = [sum(block.lengths) for block in blocks]
     queries, keys, values = (x.split(sizes) for x in (query, key, value))
     numbers = {block.start: i for i, block in enumerate(blocks)}
+    indices = iter(padding.split(_padding_sizes(blocks)))
     out = []
     for i, block in enumerate(blocks):
-        k, v = _stack(keys[i], block), _stack(values[i], block)
+        into, back = (next(indices), next(indices)) if block.is_ragged else (None, None)
+        k, v = _stack(keys[i], block, into), _stack(values[i], block, into)
         if block.prefix:
             prefix = numbers[block.prefix[0]]
             k, v = (torch.cat([x[prefix].expand(len(y), -1, -1, -1), y], 1) for x, y in ((keys, k), (values, v)))
         mask = mask_of(block)
-        q, k, v = (x.transpose(1, 2) for x in (_stack(queries[i], block), k, v))
+        q, k, v = (x.transpose(1, 2) for x in (_stack(queries[i], block, into), k, v))
         rows = attend(q, k, v, attn_mask=mask, is_causal=mask is None)
-        out.append(_unstack(rows.transpose(1, 2), block))
+        out.append(_unstack(rows.transpose(1, 2), back))
     return torch.cat(out)
 
 
-def _stack(own: Tensor, block: Block) -> Tensor:
-    """[sum(lengths), H, D] -> [n, longest, H, D]; shorter spans are padded with their last token."""
-    n, longest = len(block.lengths), max(block.lengths)
-    if own.shape[0] == n * longest:
-        return own.unflatten(0, (n, longest))
-    lengths = torch.tensor(block.lengths)
-    starts = lengths.cumsum(0) - lengths
-    index = starts[:, None] + torch.arange(longest).clamp(max=lengths[:, None] - 1)
-    return own.index_select(0, index.flatten().to(own.device)).unflatten(0, (n, longest))
+def _padding_sizes(blocks: tuple[Block, ...]) -> list[int]:
+    """How many indices each of two parts has, of every block that needs some."""
+    ragged = [block.lengths for block in blocks if block.is_ragged]
+    return [size for lengths in ragged for size in (len(lengths) * max(lengths), sum(lengths))]
 
 
-def _unstack(x: Tensor, block: Block) -> Tensor:
+def _stack(own: Tensor, block: Block, index: Tensor | None) -> Tensor:
+    """[sum(lengths), H, D] -> [n, longest, H, D]; shorter spans are padded with their last token, by ``index``."""
+    rows = own if index is None else own.index_select(0, index)
+    return rows.unflatten(0, (len(block.lengths), max(block.lengths)))
+
+
+def _unstack(x: Tensor, index: Tensor | None) -> Tensor:
     """[n, longest, H, D] -> [sum(lengths), H, D]."""
-    longest = x.shape[1]
     rows = x.flatten(0, 1)
-    if rows.shape[0] == sum(block.lengths):
-        return rows
-    real = torch.arange(longest) < torch.tensor(block.lengths)[:, None]
-    return rows.index_select(0, real.flatten().nonzero().flatten().to(x.device))
+    return rows if index is None else rows.index_select(0, index)
 
 
 def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:

@@ -8,7 +8,7 @@ Pure index arithmetic on the host, without models or losses. coalign.backends.at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from coalign.data.batch import Batch
+from coalign.devices import move_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class Block:
     @property
     def stop(self) -> int:
         return self.start + sum(self.lengths)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its spans differ in length."""
+        return len(set(self.lengths)) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +58,12 @@ class Layout:
     last: Tensor  # i64[N], the position in the row of each sequence's last token
     candidates: Tensor | None = None  # i64[T, K], the batch's column at the trained tokens
     copies: Tensor | None = None  # i64[P], how many sequences share the token; 0: padding
+    padding: Tensor | None = None  # i64, what `index_padding` says of the blocks
     experts: Tensor | None = None  # i16[P, L, k], the batch's column `routed_experts` at the tokens of the row
 
     def to(self, device: torch.device | str) -> Layout:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
+        return replace(self, **move_tensors({n: v for n, v in values.items() if isinstance(v, Tensor)}, device))
 
 
 def get_loss_mask(batch: Batch) -> Tensor:
@@ -110,8 +117,27 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
         last=place[batch.offsets[1:] - 1],
         candidates=batch.token["candidates"][where].to(torch.int64) if "candidates" in batch else None,
         copies=place.bincount(minlength=int(kept.sum())),
+        padding=index_padding(blocks),
         experts=batch.token["routed_experts"][kept] if "routed_experts" in batch else None,
     )
+
+
+def index_padding(blocks: Sequence[Block]) -> Tensor:
+    """Index the spans of each block in a matrix [n, longest], one block after the other; i64.
+
+    For each block whose spans differ in length: the token of the block at each entry of the matrix (shorter spans are
+    padded with their last token), then the entry of each token. Nothing for the other blocks: they need no padding.
+    """
+    found = [torch.zeros(0, dtype=torch.int64)]
+    for block in blocks:
+        if block.is_ragged:
+            longest = max(block.lengths)
+            lengths = torch.tensor(block.lengths)
+            starts = (lengths.cumsum(0) - lengths)[:, None]
+            column = torch.arange(longest)
+            found.append((starts + column.clamp(max=lengths[:, None] - 1)).flatten())
+            found.append((column < lengths[:, None]).flatten().nonzero().flatten())
+    return torch.cat(found)
 
 
 def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> Iterator[Block]:

@@ -151,6 +151,7 @@ class PackedRow:
     blocks: tuple[Block, ...]
     heads: HeadExchange | None = None
     angles: Tensor | None = None
+    padding: Tensor | None = None  # of the layout
 
     qkv_format: ClassVar[str] = "blocks"  # a name that megatron-core does not treat specially
 
@@ -191,7 +192,9 @@ class PackedAttention(nn.Module):
         if packed.heads is not None:
             states = [packed.heads.split_heads(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in states]
             alibi = alibi and alibi.shard(packed.heads.group.rank(), packed.heads.group.size())
-        out = attend(*states, blocks=packed.blocks, scaling=self.scaling, window=self.window, bias=alibi)
+        out = attend(
+            *states, blocks=packed.blocks, padding=packed.padding, scaling=self.scaling, window=self.window, bias=alibi
+        )
         if packed.heads is not None:
             out = packed.heads.join_heads(out[None])[0]
         return out.flatten(1)[:, None]

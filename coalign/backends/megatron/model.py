@@ -251,7 +251,9 @@ class PackedGPT(GPTModel):
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=None if latent else angles,
-            packed_seq_params=PackedRow(layout.positions, layout.blocks, heads, angles if latent else None),
+            packed_seq_params=PackedRow(
+                layout.positions, layout.blocks, heads, angles if latent else None, layout.padding
+            ),
         )
         return self._outputs(hidden, layout, needs) if self.post_process else hidden
 
