@@ -9,11 +9,12 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 # Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help lock demo test test-backends test-processors test-all lint format bench clean
+.PHONY: help lock demo test test-backends test-device test-processors test-all lint format bench clean
 help:
 	@echo "make demo      install, then GRPO on SmolLM2-135M-Instruct: the accuracy climbs in minutes on a CPU"
 	@echo "make test      install, then the test suite (about eleven minutes on two cores)"
 	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
+	@echo "make test-device  tests on a simulated accelerator, built with the machine's C++ compiler (under fifteen minutes)"
 	@echo "make test-processors  the numeric tests as other processors compute them, four times"
 	@echo "make test-all  all of the slow tests too"
 	@echo "make lint      ruff and pyright"
@@ -54,11 +55,15 @@ test: $(VENV)/.installed
 test-backends: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m backends
 
+# A process that has loaded the simulated device keeps it, so no other tests run there.
+test-device: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m device tests/standin
+
 test-processors: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors
 
 test-all: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not device'
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
+
+from coalign.devices import is_accelerator, use_device
 
 CGROUP = Path("/sys/fs/cgroup")
 PARTS = ("weights", "gradients", "optimizer", "kv")
@@ -160,9 +162,9 @@ class Arena:
                     each.resident, each.saved = False, each.users.keys() <= unchanging
                     self._count(-each.size)
                 self._offloaded.update(keys)
-            if self.device.type == "cuda":  # other processes can have it
-                with torch.cuda.device(self.device):
-                    torch.cuda.empty_cache()
+            if is_accelerator(self.device):  # other processes can have it
+                with use_device(self.device):
+                    torch.accelerator.empty_cache()
             return sum(each.size for each in going)
 
     def reload(self, model: str, parts: Sequence[str]) -> int:
@@ -193,7 +195,7 @@ class Arena:
     def _save(self, storages: list[ManagedStorage]) -> None:
         """Copy storages to their host buffers, which are allocated the first time and then kept."""
         new = [each for each in storages if each.host is None]
-        buffers = allocate_host([each.size for each in new], pinned=self.device.type == "cuda")
+        buffers = allocate_host([each.size for each in new], pinned=is_accelerator(self.device))
         for each, buffer in zip(new, buffers, strict=True):
             each.host = buffer
         with copy_stream(self.device, after_compute=True):
@@ -292,23 +294,39 @@ def make_resizable(tensors: Iterable[Tensor]) -> None:
             tensor.data = moved[source]
 
 
+def move_module(module: nn.Module, device: torch.device | str) -> None:
+    """Move a module's parameters and buffers to ``device``; names that share a parameter still do.
+
+    ``Module.to`` makes a parameter for each name, unless torch can exchange the memory of the old one: it can between
+    the CPU and CUDA or XPU, and not on other devices.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    nn.Module.to(module, device)  # transformers wraps it without a usable signature
+    for first, *others in names.values():
+        for name in others:
+            path, _, own = name.rpartition(".")
+            module.get_submodule(path)._parameters[own] = module.get_parameter(first)
+
+
 @contextmanager
 def copy_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
-    """Run the copies of a block on a separate CUDA stream, and wait for them at its end.
+    """Run the copies of a block on a separate stream of ``device``, and wait for them at its end.
 
     They overlap with the computation on the device; with ``after_compute`` they start once the work queued so far is
-    done. On other devices copies are synchronous anyway.
+    done. Copies within the host's memory are made at once.
     """
-    if device.type != "cuda":
+    if not is_accelerator(device):
         yield
         return
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
+    with use_device(device):
+        stream = torch.Stream(device)
         if after_compute:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(torch.accelerator.current_stream(device))
         try:
             # Memory allocated inside belongs to this stream, so no copy waits for work of other streams.
-            with torch.cuda.stream(stream):
+            with stream:
                 yield
         finally:
             stream.synchronize()

@@ -21,7 +21,7 @@ EMULATIONS = {
     },
 }
 NUMERIC = [f"tests/{part}" for part in ("algorithms", "backends", "conformance", "golden")]
-MARKED = "not backends and not gpu and (not slow or processors)"
+MARKED = "not backends and not gpu and not device and (not slow or processors)"
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

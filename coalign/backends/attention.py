@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Block, Layout, RowPlan, Spans
+from coalign.devices import get_compute_capability
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -129,7 +130,7 @@ def choose_kernel(dtype: torch.dtype, device: torch.device, *, plain: bool = Tru
     """
     if device.type != "cuda":
         return "blocks"
-    flash = dtype in FLASH_DTYPES and torch.cuda.get_device_capability(device) >= (8, 0)
+    flash = dtype in FLASH_DTYPES and get_compute_capability(device) >= (8, 0)
     return "varlen" if plain and flash and has_varlen() else "flex"
 
 

@@ -38,6 +38,7 @@ from coalign.config.errors import located_at, parse_key
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
+from coalign.devices import move_tensors, seed_generator
 from coalign.memory import PARTS, Arena, release_free_heap
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, LossInput, Stat, Stats, Total, merge_stats
@@ -145,17 +146,20 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
     ``old_logprobs`` column the anchor of the importance ratio is the current policy itself."""
     mask = get_loss_mask(micro)
     device = next(iter(outputs.values())).device
-    columns = {name: column[mask].to(device) for name, column in micro.token.items()}
-    columns |= {name: c.to(device) if isinstance(c, Tensor) else c for name, c in micro.sequence.items()}
+    groups = groups_of(micro)
+    token = {("column", name): column[mask] for name, column in micro.token.items()}
+    sequence = {("column", name): column for name, column in micro.sequence.items() if isinstance(column, Tensor)}
+    derived = {("derived", "segment"): micro.segment[mask], ("derived", "group"): groups}
+    moved = move_tensors(token | sequence | derived, device)
+    columns = {**micro.sequence, **{name: tensor for (kind, name), tensor in moved.items() if kind == "column"}}
     fields = {field: columns.get(column) for field, column in FIELDS.items()}
     if fields["old"] is None and "logprobs" in outputs:
         fields["old"] = outputs["logprobs"].detach()
-    group = groups_of(micro)
     return LossInput(
-        segment=micro.segment[mask].to(device),
+        segment=moved["derived", "segment"],
         sequences=len(micro),
-        group=group.to(device),
-        groups=int(group[-1]) + 1 if len(group) else 0,
+        group=moved["derived", "group"],
+        groups=int(groups[-1]) + 1 if len(groups) else 0,
         columns=columns,
         **fields,
         **outputs,
@@ -487,9 +491,8 @@ class TrainableModule(Module):
         if totals.tokens == 0:  # nothing to learn; a step on momentum alone would still move the weights
             return {"loss/skipped_updates": Total(first)}
         micros, measure, seen = self._prepare(batch, objective, totals)
-        with torch.random.fork_rng([] if self.context.device == "cpu" else [self.context.device]):
-            # Dropout depends on the position in the run, not on what ran before in this process: no RNG state to save.
-            torch.manual_seed(hash((self.context.seed, self.context.rank, self.updates)))
+        # Dropout depends on the position in the run, not on what ran before in this process: no RNG state to save.
+        with seed_generator(self.context.device, hash((self.context.seed, self.context.rank, self.updates))):
             self.run(micros, measure, needs=objective.needs)
             if ptx is not None:
                 seen.append(self._mix_in(ptx, ptx_coef))

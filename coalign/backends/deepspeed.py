@@ -28,6 +28,7 @@ from coalign.backends.lora import adapts_experts, get_weights
 from coalign.backends.process_group import join_process_group
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
+from coalign.devices import is_accelerator
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -190,7 +191,7 @@ class DeepSpeedModule(HuggingFaceModule):
     def _settings(self) -> dict[str, Any]:
         """DeepSpeed's configuration. An update ends where `step` is called."""
         config, own = self.config, self.config.deepspeed
-        host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        host = {"device": "cpu", "pin_memory": is_accelerator(self.device)}
         zero = {"stage": own.stage, **own.zero}
         zero |= {"offload_optimizer": host} if own.offload_optimizer else {}
         zero |= {"offload_param": host} if own.offload_parameters else {}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coalign.data.batch import Batch
+from coalign.devices import move_tensors
 
 Value = TypeVar("Value")
 
@@ -176,7 +177,7 @@ class Layout:
 
     def to(self, device: torch.device | str) -> Layout:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
+        return replace(self, **move_tensors({n: v for n, v in values.items() if isinstance(v, Tensor)}, device))
 
     @cached_property
     def plan(self) -> RowPlan:

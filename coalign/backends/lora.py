@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from coalign.backends.vision_language import has_towers
 from coalign.config.schema import LoraConfig as LoraSettings
 from coalign.config.schema import ModelConfig
+from coalign.devices import seed_generator
 from coalign.roles import Context
 
 if TYPE_CHECKING:
@@ -58,8 +59,7 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
         task_type="CAUSAL_LM" if config.head == "lm" else "SEQ_CLS",
         base_model_name_or_path=config.load,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seed_generator("cpu", seed):
         peft.inject_adapter_in_model(settings, model)
     for parameter in find_trained_parameters(model).values():
         parameter.requires_grad_(True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ContextDecorator
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -36,6 +38,7 @@ from transformers.quantizers.base import HfQuantizer
 from coalign.backends import attention, lora
 from coalign.backends.vision_language import carry_towers, drop_towers, has_towers
 from coalign.config.schema import ModelConfig
+from coalign.devices import seed_generator
 from coalign.files import list_weight_files
 from coalign.hub import find_directory
 from coalign.roles import Context
@@ -47,6 +50,26 @@ OWN_ATTENTION = (
     "(docs/backends.md)"
 )
 MIXERS = {"full_attention", "sliding_attention"}
+
+
+class BuildLock(ContextDecorator):
+    """Lets only one thread of the process at a time build, read or write a model.
+
+    transformers replaces functions of all models meanwhile: how weights are drawn and tied, the default dtype, the
+    default device. Two models that load side by side would lose their tied weights.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+building = BuildLock()
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
@@ -71,6 +94,7 @@ def get_directory(config: ModelConfig) -> Path:
     return find_directory(config.load)
 
 
+@building
 def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """Load the model to the CPU, as ``config.load``, ``init``, ``head``, ``head_init`` and ``lora`` say.
 
@@ -84,8 +108,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
     options = _options(config, packed=packed)
     if config.init == "random":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seed_generator("cpu", seed):
             model = build_model(auto.from_config, refusal, hf, **options)
         missing: set[str] = set()
     else:
@@ -123,6 +146,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     return model
 
 
+@building
 def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """Build the model on the meta device, without weights. ``packed``: as in `load`."""
     hf = read_config(config)
@@ -214,6 +238,7 @@ class StoredNames:
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
         self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
 
+    @building
     def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         with _transpose_back():
             return revert_weight_conversion(self.model, {name: tensor})
@@ -224,6 +249,7 @@ class StoredNames:
             yield from self._revert(name, tensor).items() if name in self.changed else [(name, tensor)]
 
 
+@building
 def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
     """Write a model that nothing wraps, with transformers' ``options``.
 

@@ -23,9 +23,10 @@ def join_process_group(context: Context, *, host: bool = False) -> None:
     alone = context.world_size == 1
     if context.rendezvous is None and not alone:
         raise ValueError(f"model '{context.model}' has {context.world_size} ranks and no rendezvous address")
-    device = torch.device(context.device)
+    kind = torch.device(context.device).type
+    backend = dist.get_default_backend_for_device(kind)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else {"cpu": "gloo", "cuda": "nccl"}[device.type],
+        f"cpu:gloo,{kind}:{backend}" if host and kind != "cpu" else backend,
         store=_open_store(context),
         rank=context.rank,
         world_size=context.world_size,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from coalign import devices
 from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
 from coalign.config.functions import list_columns, resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
@@ -47,12 +48,10 @@ class Tracer:
     def start(self, config: ProfileConfig, step: int) -> None:
         """Start the trace of a step. ValueError for `nsys` without CUDA."""
         if config.tool == "nsys":
-            if not torch.cuda.is_available():
+            if not devices.start_cuda_capture(f"step {step}"):
                 raise ValueError(
                     "runtime.profile.tool: `nsys` shows CUDA devices, and this process has none; use `torch`"
                 )
-            torch.cuda.profiler.start()  # `nsys profile --capture-range=cudaProfilerApi` begins here
-            torch.cuda.nvtx.range_push(f"step {step}")
         else:
             self._profile = torch.profiler.profile(
                 profile_memory=config.memory, with_stack=config.stacks, record_shapes=config.shapes
@@ -64,8 +63,7 @@ class Tracer:
         """End the trace; torch's is written to ``file`` (Chrome trace format; Perfetto opens it)."""
         tool, self._tool = self._tool, ""
         if tool == "nsys":
-            torch.cuda.nvtx.range_pop()
-            torch.cuda.profiler.stop()
+            devices.stop_cuda_capture()
         elif self._profile is not None:
             self._profile.stop()
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +75,7 @@ class Tracer:
         # There is no public function for it.
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
             return torch.profiler.record_function(name)
-        return torch.cuda.nvtx.range(name) if self._tool else nullcontext()
+        return devices.mark_cuda_range(name) if self._tool else nullcontext()
 
 
 _ROWS = 40
@@ -96,11 +94,10 @@ def write_memory_report(error: BaseException, folder: Path, name: str) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         table.write_text(list_largest_tensors())
-        if torch.cuda.is_initialized():
-            torch.cuda.memory._dump_snapshot(str(snapshot))
+        has_snapshot = devices.write_cuda_snapshot(snapshot)
     except OSError as problem:  # must not hide the error of the call
         return f"\nwhat was in memory could not be written: {problem}"
-    where = f"; the allocator's memory is in {snapshot}" if torch.cuda.is_initialized() else ""
+    where = f"; the allocator's memory is in {snapshot}" if has_snapshot else ""
     return f"\nthe largest tensors are listed in {table}{where}"
 
 
@@ -171,7 +168,9 @@ class Worker:
         torch.set_num_threads(self.threads or len(os.sched_getaffinity(0)))
         before = self._reset_peak()
         try:
-            meta, payload = getattr(self, verb)(*arguments)
+            # A library that copies by itself, such as torch's checkpoints, waits for the current device alone.
+            with devices.use_device(arguments[1].device if verb == "setup" else self.context.device):
+                meta, payload = getattr(self, verb)(*arguments)
             meta = replace(meta, use=self._measure_use(before))
         except BaseException as error:
             return Meta(failure=_failure(error, self._memory_report(error))), None
@@ -289,9 +288,9 @@ class Worker:
         """Start to measure the device's peak; returns the bytes in use."""
         if self.arena is None:
             return 0
-        if self.arena.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.arena.device)
-            return torch.cuda.memory_allocated(self.arena.device)
+        if devices.is_accelerator(self.arena.device):
+            torch.accelerator.reset_peak_memory_stats(self.arena.device)
+            return torch.accelerator.memory_allocated(self.arena.device)
         return self.arena.begin()
 
     def _measure_use(self, before: int) -> DeviceMemoryUse | None:
@@ -300,8 +299,9 @@ class Worker:
         own = {self.context.model: self.module.measure_memory()}
         models = self.arena.models()
         on_device = {model: self.arena.list_resident(model) for model in models} | own
-        cuda = self.arena.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.arena.device) if cuda else self.arena.peak
+        peak = self.arena.peak
+        if devices.is_accelerator(self.arena.device):
+            peak = torch.accelerator.max_memory_allocated(self.arena.device)
         peak = max(peak, sum(size for parts in on_device.values() for size in parts.values()))
         return DeviceMemoryUse(on_device, {model: self.arena.list_offloaded(model) for model in models}, before, peak)
 
@@ -311,8 +311,8 @@ class Worker:
         return sum(size for parts in use.on_device.values() for size in parts.values()) if use else 0
 
     def _peak_memory(self) -> int:
-        if self._module is not None and self.module.context.device.startswith("cuda"):
-            return torch.cuda.max_memory_allocated(self.module.context.device)
+        if self._module is not None and devices.is_accelerator(self.context.device):
+            return torch.accelerator.max_memory_allocated(self.context.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

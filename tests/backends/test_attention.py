@@ -168,11 +168,11 @@ def test_flex_attention_is_that_of_blocks(window, softcap):
 
 def test_the_kernel_follows_device_and_dtype(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("coalign.backends.attention.get_compute_capability", lambda device: (9, 0))
     assert choose_kernel(torch.bfloat16, cpu) == "blocks"
     assert choose_kernel(torch.bfloat16, cuda) == ("varlen" if has_varlen() else "flex")
     assert choose_kernel(torch.bfloat16, cuda, plain=False) == choose_kernel(torch.float32, cuda) == "flex"
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr("coalign.backends.attention.get_compute_capability", lambda device: (7, 5))
     assert choose_kernel(torch.float16, cuda) == "flex"
 
 

@@ -38,6 +38,7 @@ class Backend:
     ranks: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-6  # relative, of gradient norms; weights and log-probs follow
+    device: str = "cpu"
 
 
 def zero(stage: int, low: bool = False) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def build(backend: Backend, path: str, *, rank: int = 0, port: int = 0, **config
     context = Context(
         rank=rank,
         world_size=backend.ranks,
+        device=backend.device,
         loss=Objective(**loss),
         rendezvous=f"127.0.0.1:{port}",
     )
@@ -121,7 +123,7 @@ def _train(rank: int, port: int, runs: list[tuple[Backend, str, Batch]]) -> list
 
 def exported(module: TrainableModule, **which: Any) -> dict[str, torch.Tensor]:
     """The weights by name, on every rank, from the share that each exports. A collective."""
-    shares: list[Any] = [{name: tensor.clone() for name, tensor in module.export_weights(**which)}]
+    shares: list[Any] = [{name: tensor.to("cpu", copy=True) for name, tensor in module.export_weights(**which)}]
     if module.context.world_size > 1:
         own, shares = shares[0], [None] * module.context.world_size
         dist.all_gather_object(shares, own)

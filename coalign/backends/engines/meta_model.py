@@ -18,7 +18,7 @@ from coalign.backends import pretrained
 from coalign.backends.engines.contract import InferenceEngine
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import Decoder
-from coalign.backends.pretrained import build_model, find_auto_class, read_context_length
+from coalign.backends.pretrained import build_model, building, find_auto_class, read_context_length
 from coalign.backends.vision_language import drop_towers
 from coalign.config.schema import ModelConfig
 
@@ -33,6 +33,7 @@ class MetaModel:
     ``refusal`` for a class that does not know the implementation, and ValueError without a causal LM for ``config``.
     """
 
+    @building
     def __init__(
         self,
         config: PreTrainedConfig,

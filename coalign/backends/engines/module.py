@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from coalign.backends import lora, pretrained
@@ -19,6 +19,7 @@ from coalign.backends.engines.request import Request, Response, begin_samples, c
 from coalign.backends.pretrained import get_directory
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
+from coalign.memory import move_module
 from coalign.types import Stats, Status
 from coalign.weights.sync.transport import guard_installation
 
@@ -94,8 +95,8 @@ class RolloutModule(Module):
         self.check_fit()
         if self.engine.version < 0:
             source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
-            moved = nn.Module.to(source, self.context.device)  # transformers wraps it without a usable signature
-            self.load_weights(lora.export_merged(moved), version=0, adopt=True)
+            move_module(source, self.context.device)
+            self.load_weights(lora.export_merged(source), version=0, adopt=True)
         samples = self.context.samples_per_prompt if samples is None else samples
         begun = prompts if "index" in prompts else begin_samples(prompts, samples)
         sampling = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})

@@ -6,6 +6,7 @@ the batch, the replica or the order of arrival.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -58,11 +59,18 @@ def sample(
     return tokens, _log(probs.gather(1, tokens[:, None])[:, 0])
 
 
-def check_finite(logprobs: Tensor, groups: Sequence[int], version: int) -> None:
-    """Raise FloatingPointError, with the ``groups`` of the rows, if any of the log-probs f32[B] is not finite."""
-    if not bool(logprobs.isfinite().all()):
-        bad = sorted({groups[row] for row in (~logprobs.isfinite()).nonzero().flatten().tolist()})
+def read_choices(
+    tokens: Tensor, logprobs: Tensor, groups: Sequence[int], version: int
+) -> tuple[list[int], list[float]]:
+    """Read the tokens i64[B] and log-probs f32[B] of a step from the device, and wait for it once.
+
+    Raises FloatingPointError, with the ``groups`` of the rows, if any of the log-probs is not finite.
+    """
+    both = torch.stack([tokens.double(), logprobs.double()])  # which holds every token and every float32
+    numbers, values = both.tolist()
+    if bad := sorted({groups[row] for row, value in enumerate(values) if not math.isfinite(value)}):
         raise FloatingPointError(f"logits are not finite (weights version {version}, groups {bad})")
+    return [int(number) for number in numbers], values
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -30,7 +30,7 @@ from coalign.backends.engines.contract import GenerationSession, OnToken
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, MetaModelEngine, MetaModelModule, compare_logits
 from coalign.backends.engines.native.kernels import choose_compute_dtype
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import check_finite, sample, uniforms
+from coalign.backends.engines.sampling import read_choices, sample, uniforms
 from coalign.backends.pretrained import MIXERS, describe_encoder
 from coalign.config.schema import ModelConfig, SamplingConfig, TransformersConfig
 from coalign.types import Status
@@ -407,13 +407,13 @@ class TransformersSession(GenerationSession):
     def _choose(self, batch: RowBatch, logits: Tensor) -> None:
         """Draw and record the next token of every sample; put those that go on into the session's batches."""
         samples, engine = batch.samples, self.engine
-        as_tensor = lambda values: torch.tensor(values, device=logits.device)  # noqa: E731
-        numbers = uniforms(as_tensor([each.key for each in samples]), as_tensor([each.length for each in samples]))
-        tokens, logprobs = sample(logits, numbers, self.sampling, self._note_seen(samples, logits))
-        check_finite(logprobs, [each.submitted.request.group for each in samples], engine.version)
+        keys, positions = torch.tensor([[each.key, each.length] for each in samples], device=logits.device).unbind(1)
+        tokens, logprobs = sample(logits, uniforms(keys, positions), self.sampling, self._note_seen(samples, logits))
+        groups = [each.submitted.request.group for each in samples]
+        choices = read_choices(tokens, logprobs, groups, engine.version)
         self.tokens_chosen += len(samples)
         ended: list[tuple[int, Status]] = []
-        for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+        for row, (token, logprob) in enumerate(zip(*choices, strict=True)):
             each = samples[row]
             status = each.add(token, logprob, engine.version, engine.end_tokens)
             if self.on_token is not None:

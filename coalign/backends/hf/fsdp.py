@@ -46,7 +46,8 @@ from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
 from coalign.config.errors import located_at
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.memory import get_storage
+from coalign.devices import keep_generator
+from coalign.memory import get_storage, move_module
 from coalign.roles import Context
 from coalign.types import Stats
 
@@ -190,8 +191,7 @@ class HuggingFaceModule(TrainableModule):
         factors = RouterCoefficients(own.router_aux_loss_coef, own.router_z_loss_coef, len(routers.found), tokens)
         everything: Tensor | None = None
         if factors.aux_loss and len(micros) > 1:
-            devices = [] if self.device.type == "cpu" else [self.device]
-            with torch.no_grad(), torch.random.fork_rng(devices):  # the same dropout as in training
+            with torch.no_grad(), keep_generator(self.device):  # the same dropout as in training
                 everything = self._add_up(torch.stack([self._count_choices(micro, needs) for micro in micros]).sum(0))
 
         def add(value: Tensor) -> Tensor:
@@ -302,7 +302,8 @@ class HuggingFaceModule(TrainableModule):
             source = pretrained.load(
                 self.config, seed=self.context.seed, name=self.context.model, packed=rows == "packed"
             )
-            model = self._wrap(source, rows).to(device)
+            model = self._wrap(source, rows)
+            move_module(model, device)
             try:
                 model.check()
             except NotImplementedError as refusal:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 from coalign.backends.engines.native.kernels import multiply_by_onednn
+from coalign.devices import get_compute_capability
 
 aten = torch.ops.aten
 # Matrix products and attention take most of the time; what lies between them takes most of the memory.
@@ -116,7 +117,7 @@ def check_float8_device_type(device: torch.device, key: str) -> None:
 def check_float8_device(device: torch.device, key: str) -> None:
     """Raises ValueError, naming the setting ``key``, if ``device`` cannot multiply 8-bit floats."""
     check_float8_device_type(device, key)
-    if (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
+    if (found := get_compute_capability(device)) < FLOAT8_CAPABILITY:
         needed, there = (".".join(map(str, version)) for version in (FLOAT8_CAPABILITY, found))
         raise ValueError(f"{key} needs a GPU of compute capability {needed} or more; that of {device} is {there}")
 

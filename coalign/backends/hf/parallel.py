@@ -29,6 +29,7 @@ from coalign.backends.hf.heads import PackedModel
 from coalign.backends.lora import adapts_experts
 from coalign.backends.process_group import AllGather, Group, ReduceScatter
 from coalign.config.schema import ModelConfig
+from coalign.devices import is_accelerator
 
 # A weight that is cut in two ways is gathered in two steps; torch warns so for each kind of tensor.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -262,7 +263,7 @@ def cut_model(model: PackedModel, ranks: RankMeshes) -> None:
 def shard_model(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:
     """Apply FSDP2 to every decoder layer, separately to its distributed experts, and to the rest. Gradients are summed
     over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's memory."""
-    offload = CPUOffloadPolicy(pin_memory=ranks.whole.device_type == "cuda") if host else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.whole.device_type)) if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     experts = find_experts(model.model) if ranks.experts is not ranks.whole else []
     groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]

@@ -41,6 +41,7 @@ from coalign.backends.megatron.training import MegatronPipeline
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.hub import find_directory
+from coalign.memory import move_module
 from coalign.roles import Context
 from coalign.weights import families
 from coalign.weights.convert.huggingface import HuggingFaceReader
@@ -207,7 +208,7 @@ def build_pipeline(
             "last": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
         }
         module = _build_chunk(config, model, settings, vocabulary=weights.padded, chunk=virtual, te=te, **ends)
-        module = module.to(device)
+        move_module(module, device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
         chunks.append(module.requires_grad_(not config.frozen and carrier is None))

@@ -32,6 +32,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroup, Work
 
 from coalign.cluster.future import Store
+from coalign.devices import make_nccl_group
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
 from coalign.weights.sync.segment import TensorEntry, align
 from coalign.weights.sync.transport import (
@@ -125,10 +126,7 @@ class BroadcastLink:
         if self.device.type == "cpu":
             group = dist.ProcessGroupGloo(server, rank, size, limit)
         else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            torch.cuda.set_device(self.device)
-            group = dist.ProcessGroupNCCL(server, rank, size, options)
+            group = make_nccl_group(server, rank, size, limit, self.device)
         self.groups.append(cast("ProcessGroup", group))  # torch's stubs give only that class its `broadcast`
 
 

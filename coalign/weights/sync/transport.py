@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from coalign.cluster.future import Future, Store
 from coalign.config.schema import SyncConfig
+from coalign.devices import find_gpu_uuid
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
@@ -89,7 +90,7 @@ class WeightEndpoint:
 
 def describe_endpoint(module: SyncModule, store: Store) -> WeightEndpoint:
     device = module.context.device
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.startswith("cuda") else None
+    gpu = find_gpu_uuid(device)
     return WeightEndpoint(*identify_process(), device, gpu, module.exports, module.adopts, module.weights_dtype)
 
 

@@ -35,7 +35,7 @@ from coalign.backends.engines.native.attention import (
 )
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import check_finite, sample, uniforms
+from coalign.backends.engines.sampling import read_choices, sample, uniforms
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.types import UNKNOWN_EXPERT, Status
 
@@ -378,10 +378,11 @@ class NativeSession(GenerationSession):
         state[POSITION] += 1
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
-        check_finite(logprobs, [each.submitted.request.group for each in sequences], self.engine.version)
+        groups = [each.submitted.request.group for each in sequences]
+        choices = zip(sequences, *read_choices(tokens, logprobs, groups, self.engine.version), strict=True)
         self.tokens_chosen += len(sequences)
         ended = []
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+        for sequence, token, logprob in choices:
             status = sequence.add(token, logprob, self.engine.version, self.engine.end_tokens)
             if self.on_token is not None:
                 request = sequence.submitted.request

@@ -52,7 +52,7 @@ from coalign.backends.engines.vllm.worker import (
     adapter_capacity,
     check_adapters,
 )
-from coalign.backends.pretrained import StoredNames, get_directory
+from coalign.backends.pretrained import StoredNames, building, get_directory
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.types import Status
 
@@ -285,8 +285,7 @@ class VLLMEngine(InferenceEngine):
         self.loads = 0  # number of times that weights were loaded
         self.pipelined = arguments.pipeline_parallel_size > 1
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
-        with _preserve_process_state(), _explain_failure(arguments, model):
-            self.llm = LLMEngine.from_vllm_config(_config(arguments), disable_log_stats=True)
+        self.llm = _start_engine(arguments, model)
         client = cast(Any, self.llm.engine_core)  # an InprocClient, declared as its base class
         self._workers = WorkerProcesses(client.engine_core.model_executor.workers) if self.remote else None
         config = self.llm.vllm_config
@@ -418,6 +417,13 @@ def create_engine_arguments(
     if adapter_rank:
         arguments |= {"enable_lora": True, "max_lora_rank": adapter_capacity(adapter_rank, model)}
     return EngineArgs(**arguments | (CPU if device == "cpu" else {}) | config.vllm)
+
+
+@building  # vLLM sets the default dtype and the default device of the process meanwhile
+def _start_engine(arguments: EngineArgs, model: str) -> LLMEngine:
+    """Raise ValueError if vLLM cannot run the model in the directory with these settings."""
+    with _preserve_process_state(), _explain_failure(arguments, model):
+        return LLMEngine.from_vllm_config(_config(arguments), disable_log_stats=True)
 
 
 def check_arguments(arguments: EngineArgs, model: str) -> None:

@@ -1,0 +1,140 @@
+"""Devices beside the CPU: what torch.accelerator leaves open, and in one place what only CUDA has.
+
+Everything else calls torch.accelerator, which serves CUDA, ROCm (`cuda` to torch), XPU, NPU, HPU and others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, but not in __all__
+
+Device = torch.device | str
+Key = TypeVar("Key", bound=Hashable)
+_generators: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+_generators_lock = threading.Lock()
+
+
+def is_accelerator(device: Device) -> bool:
+    """Whether work on ``device`` runs beside the host, which has to wait for it."""
+    return torch.device(device).type not in ("cpu", "meta")
+
+
+def use_device(device: Device) -> AbstractContextManager[object]:
+    """Return a context in which ``device`` is the current one of this thread. Libraries wait for the current device
+    alone, whichever has their tensors."""
+    return torch.accelerator.device_index(torch.device(device).index) if is_accelerator(device) else nullcontext()
+
+
+def move_tensors(tensors: Mapping[Key, Tensor], device: Device) -> dict[Key, Tensor]:
+    """Return tensors of the host's memory on ``device``. Those of one dtype travel in one copy, and share its memory
+    there: a copy that the host waits for takes longer to begin than a few thousand numbers take to travel."""
+    by_dtype: dict[torch.dtype, list[Key]] = {}
+    for name, tensor in tensors.items():
+        if tensor.device == torch.device(device):
+            continue
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    moved = dict(tensors)
+    for names in by_dtype.values():
+        whole = torch.cat([tensors[name].flatten() for name in names]).to(device)
+        parts = whole.split([tensors[name].numel() for name in names])
+        moved |= {name: part.view(tensors[name].shape) for name, part in zip(names, parts, strict=True)}
+    return moved
+
+
+@contextmanager
+def keep_generator(device: Device) -> Iterator[None]:
+    """Leave the random generator of ``device``, and no other, as it is now. Other threads that keep it wait."""
+    device = torch.device(device)
+    with _generators_lock:
+        lock = _generators[device]
+    with lock, use_device(device):
+        if not is_accelerator(device):
+            state = torch.get_rng_state()
+            try:
+                yield
+            finally:
+                torch.set_rng_state(state)
+            return
+        module = torch.get_device_module(device)
+        state = module.get_rng_state(device)
+        try:
+            yield
+        finally:
+            module.set_rng_state(state, device)
+
+
+@contextmanager
+def seed_generator(device: Device, seed: int) -> Iterator[None]:
+    """Draw from ``seed`` on ``device`` within this context; the generator then goes on where it was.
+
+    `torch.manual_seed` would seed the generators of all devices, also of those on which other models draw.
+    """
+    with keep_generator(device):
+        if is_accelerator(device):
+            torch.get_device_module(device).manual_seed(seed)  # of the current device
+        else:
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+# ---- CUDA alone
+
+
+def find_gpu_uuid(device: Device) -> str | None:
+    """Return the id of a CUDA device, the same in all processes; None for any other."""
+    is_cuda = torch.device(device).type == "cuda"
+    return str(torch.cuda.get_device_properties(device).uuid) if is_cuda else None
+
+
+def get_compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, such as (9, 0)."""
+    return torch.cuda.get_device_capability(device)
+
+
+def start_cuda_capture(name: str) -> bool:
+    """Begin what `nsys profile --capture-range=cudaProfilerApi` records, with a range of this name; False without
+    CUDA."""
+    if not torch.cuda.is_available():
+        return False
+    torch.cuda.profiler.start()
+    torch.cuda.nvtx.range_push(name)
+    return True
+
+
+def stop_cuda_capture() -> None:
+    """End what `start_cuda_capture` began."""
+    torch.cuda.nvtx.range_pop()
+    torch.cuda.profiler.stop()
+
+
+def mark_cuda_range(name: str) -> AbstractContextManager[object]:
+    """Return a context that nsys shows under this name."""
+    return torch.cuda.nvtx.range(name)
+
+
+def write_cuda_snapshot(file: Path) -> bool:
+    """Write the allocator's memory (for pytorch.org/memory_viz); False if this process has not used CUDA."""
+    if not torch.cuda.is_initialized():
+        return False
+    torch.cuda.memory._dump_snapshot(str(file))
+    return True
+
+
+def make_nccl_group(
+    store: TCPStore, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> dist.ProcessGroupNCCL:
+    """Make a group of CUDA devices that torch.distributed does not know of."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    torch.cuda.set_device(device)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
