@@ -29,6 +29,12 @@ def is_accelerator(device: Device) -> bool:
     return torch.device(device).type not in ("cpu", "meta")
 
 
+def count_devices(kind: str) -> int:
+    """Count the devices of a kind (`cuda`, `npu`, …) that torch can use on this machine."""
+    count = getattr(getattr(torch, kind, None), "device_count", None)
+    return count() if count is not None and kind != "cpu" else 0
+
+
 def use_device(device: Device) -> AbstractContextManager[object]:
     """Return a context in which ``device`` is the current one of this thread. Libraries wait for the current device
     alone, whichever has their tensors."""

@@ -39,7 +39,6 @@ from coalign.cluster.placement.nodes import (
     Node,
     ProcessPlacement,
     assign_nodes,
-    count_devices,
     find_accelerator,
     place_processes,
 )
@@ -50,6 +49,7 @@ from coalign.cluster.worker import Worker, find_module_class, name_of
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.batch import Batch
+from coalign.devices import count_devices
 from coalign.memory import Arena
 from coalign.roles import Context
 from coalign.threads import CallQueue, start_thread
@@ -398,7 +398,7 @@ class LocalCluster(Cluster):
         self._arenas: dict[str, Arena] = {}  # by device: models on one device share one
         self._threads = config.runtime.threads
         self._device = find_accelerator(config.runtime.accelerator).device
-        count = count_devices(config.runtime.accelerator)
+        count = count_devices(self._device)
         self.nodes = [Node("this process", count, count)]
         where = assign_nodes(list_slots(self.slots), self.nodes)
         self.placements = place_processes(list_slots(self.slots), where, [[[str(number) for number in range(count)]]])

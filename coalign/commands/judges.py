@@ -15,6 +15,7 @@ from coalign.backends.scorers.retokenize import ConversationReader
 from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, format_prompt, get_text
+from coalign.devices import count_devices
 from coalign.engine.reward import build_terms, combine
 from coalign.hub import fetch_model
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
@@ -88,9 +89,9 @@ def choose_device(name: str) -> str:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device: {name!r} is no device; expected auto, cpu, cuda or cuda:1") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device: {name!r} is not here: this machine has {count} CUDA devices; use cpu")
+    count = count_devices(device.type)
+    if device.type != "cpu" and (device.index or 0) >= count:
+        raise ValueError(f"device: {name!r} is not here: this machine has {count} {device.type} devices; use cpu")
     return name
 
 

@@ -208,7 +208,8 @@ def _run_unless_done(stage: PlannedStage, display: Display) -> int:
     begun = time.monotonic()
     counts, code = run_stage(stage, display)
     gc.collect()  # free the stage's models before the next one loads its own, maybe in another process
-    torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()
     now |= {"done": not code, "counts": counts, "seconds": round(seconds + time.monotonic() - begun, 3)}
     _write(record, now | {"depends": depends})
     if not code:

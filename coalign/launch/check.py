@@ -20,6 +20,7 @@ from coalign.cluster.residency import list_movable_parts
 from coalign.config import locate_problems
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.devices import count_devices
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import describe_reward
 from coalign.hub import is_hub_name
@@ -162,7 +163,7 @@ def _check_architecture(module: type[Module], model: ModelConfig, name: str) -> 
 
 def _runs_here(device: torch.device, config: RunConfig) -> bool:
     """Whether this machine is one of those that compute, as far as it is known before the run starts."""
-    return not config.runtime.ray_address and (device.type == "cpu" or torch.cuda.is_available())
+    return not config.runtime.ray_address and (device.type == "cpu" or count_devices(device.type) > 0)
 
 
 def _memory_table(plan: Plan) -> Table:

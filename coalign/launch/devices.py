@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 from coalign.cluster.base import plan_slots
-from coalign.cluster.placement.nodes import ACCELERATORS, Node, assign_nodes, count_devices, find_accelerator
+from coalign.cluster.placement.nodes import ACCELERATORS, Node, assign_nodes, find_accelerator
 from coalign.cluster.placement.slots import list_slots
 from coalign.cluster.ray_space import check_ray
 from coalign.cluster.worker import find_module_class
 from coalign.config.errors import ConfigError, ConfigProblem, Conflict, located_at
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.devices import count_devices
 
 
 def assign_devices(config: RunConfig, names: Sequence[str], *, join: bool = True) -> RunConfig:
@@ -78,7 +79,7 @@ def check_devices(models: Mapping[str, ModelConfig], config: RunConfig) -> None:
     asking = [name for name, model in models.items() if model.devices]
     if not asking or config.runtime.ray_address or resource not in ACCELERATORS:
         return
-    if not (there := count_devices(resource)):
+    if not (there := count_devices(find_accelerator(resource).device)):
         message = (
             f"is {models[asking[0]].devices}, and torch finds no {resource} on this machine; 0 computes on the CPU, "
             "and runtime.ray_address names a Ray cluster that has them"
@@ -108,7 +109,8 @@ def _size(groups: Sequence[Sequence[str]], models: Mapping[str, ModelConfig]) ->
 def _count(config: RunConfig, join: bool) -> int:
     """Count the devices that a run may use, on this machine or of the Ray cluster that it joins."""
     runtime = config.runtime
-    if find_accelerator(runtime.accelerator).device == "cpu":
+    device = find_accelerator(runtime.accelerator).device
+    if device == "cpu":
         return 0  # simulated: they are as many as somebody asks for
     if runtime.ray_address:
         if not join:
@@ -117,4 +119,4 @@ def _count(config: RunConfig, join: bool) -> int:
         from coalign.cluster.ray import count_cluster_devices  # the extra [ray] is needed only here
 
         return count_cluster_devices(runtime.ray_address, runtime.accelerator)
-    return count_devices(runtime.accelerator)
+    return count_devices(device)

@@ -133,7 +133,7 @@ def test_auto_takes_the_accelerator_that_is_there(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        ("cuda", "is not here: this machine has 0 CUDA devices; use cpu"),
+        ("cuda", "is not here: this machine has 0 cuda devices; use cpu"),
         ("gpu", "is no device; expected auto, cpu"),
     ],
 )

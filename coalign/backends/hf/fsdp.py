@@ -99,10 +99,11 @@ class HuggingFaceModule(TrainableModule):
         rows = cls.build_skeleton(config, "*").rows
         if rows != "packed":
             return [*super().notes(config), f"computes {rows} rows"]
-        if not config.devices or not torch.cuda.is_available():
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if not config.devices or device is None:
             return super().notes(config)
         dtype = getattr(torch, config.compute_dtype or config.dtype)
-        kernel = choose_kernel(dtype, torch.device("cuda")) if config.attention == "auto" else config.attention
+        kernel = choose_kernel(dtype, device) if config.attention == "auto" else config.attention
         return [*super().notes(config), f"attention over packed rows: {kernel}"]
 
     @classmethod

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import torch
-
 from coalign.cluster.placement.slots import Slot
 
 
@@ -51,12 +49,6 @@ def find_accelerator(resource: str) -> Accelerator:
         right = f"Ray's name of it is {DEVICES[name]}" if name in DEVICES else f"supported: {', '.join(ACCELERATORS)}"
         raise ValueError(f"is {resource}; {right}")
     return ACCELERATORS.get(resource, STAND_IN)
-
-
-def count_devices(resource: str) -> int:
-    """Count the devices of this machine that torch can use; 0 for a resource that only simulates devices."""
-    device = find_accelerator(resource).device
-    return 0 if device == "cpu" or not hasattr(torch, device) else getattr(torch, device).device_count()
 
 
 PCI = Path("/sys/bus/pci/devices")
