@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler, which builds the simulated device")
+@pytest.mark.timeout(600)  # the first time it compiles the device
 def test_the_quick_part_on_the_simulated_device():
     command = [sys.executable, "-m", "pytest", "-m", "device and quick", "-p", "no:cacheprovider", "tests/standin"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

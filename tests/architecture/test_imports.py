@@ -130,6 +130,19 @@ def test_imports_point_downwards(file):
             )
 
 
+# Everything else calls torch.accelerator.
+CUDA = {
+    "devices.py",
+    "backends/megatron/cpu.py",  # names what megatron-core asks of CUDA
+    *("commands/judges.py", "commands/pipeline.py", "launch/check.py"),
+}
+
+
+def test_cuda_has_one_home():
+    found = {str(file.relative_to(PACKAGE)) for file in FILES if "torch.cuda." in file.read_text()}
+    assert found <= CUDA
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_heavy_packages_have_one_home(file):
     for name in imports(file):

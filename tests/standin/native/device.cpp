@@ -10,7 +10,6 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <pthread.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -22,7 +21,9 @@ using Layout = std::optional<at::Layout>;
 using Device = std::optional<at::Device>;
 using Pin = std::optional<bool>;
 
-c10::DeviceIndex card_in(const Device& device) { return device && device->has_index() ? device->index() : current_card; }
+c10::DeviceIndex card_in(const Device& device) {
+  return device && device->has_index() ? device->index() : current_card;
+}
 
 Tensor empty(Size size, Dtype dtype, Layout, Device device, Pin, std::optional<at::MemoryFormat> format) {
   CardGuard::check(card_in(device));
@@ -58,8 +59,12 @@ Tensor as_strided(const Tensor& self, Size size, Size stride, std::optional<int6
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
 Tensor view(const Tensor& self, Size size) { return at::native::view(self, size); }
-Tensor reshape_alias(const Tensor& self, Size size, Size stride) { return at::native::_reshape_alias(self, size, stride); }
-Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) { return at::native::unfold(self, dim, size, step); }
+Tensor reshape_alias(const Tensor& self, Size size, Size stride) {
+  return at::native::_reshape_alias(self, size, stride);
+}
+Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
+  return at::native::unfold(self, dim, size, step);
+}
 Tensor view_as_real(const Tensor& self) { return at::native::view_as_real(self); }
 Tensor view_as_complex(const Tensor& self) { return at::native::view_as_complex(self); }
 
@@ -136,7 +141,9 @@ struct CardHooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex card) const override {
     return at::make_generator<CardGenerator>(card < 0 ? current_card : card);
   }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override { resize_storage(storage, size); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    resize_storage(storage, size);
+  }
 };
 
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &card_allocator);

@@ -8,7 +8,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <c10/core/InferenceMode.h>
 
 namespace standin {
 using at::Tensor;
@@ -132,7 +131,6 @@ inline bool takes_indices(const std::string& name) {
 
 struct DeviceCheck {
   std::string name;
-  bool indices;
   std::optional<c10::Device> found;
 
   void operator()(const Tensor& t, bool writes) {
@@ -162,7 +160,8 @@ inline bool host_must_wait(const c10::OperatorHandle& op, const std::string& nam
               (item.toTensor().scalar_type() == at::kBool || item.toTensor().scalar_type() == at::kByte))
             return true;
   for (auto& result : op.schema().returns())
-    if (result.type()->kind() == c10::TypeKind::BoolType || result.type()->kind() == c10::TypeKind::NumberType) return true;
+    if (auto kind = result.type()->kind(); kind == c10::TypeKind::BoolType || kind == c10::TypeKind::NumberType)
+      return true;
   return false;
 }
 
@@ -176,7 +175,7 @@ inline void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) 
   auto arguments = torch::jit::last(*stack, count);
   bool indices = takes_indices(name);
 
-  DeviceCheck check{name.substr(name.find("::") + 2), indices, std::nullopt};
+  DeviceCheck check{name.substr(name.find("::") + 2), std::nullopt};
   c10::DeviceIndex card = current_card;
   int host_indices = 0;
   for (size_t i = 0; i < count; i++) {

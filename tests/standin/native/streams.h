@@ -54,8 +54,7 @@ inline int number_of(c10::DeviceIndex card, c10::StreamId id) { return card * (k
 inline int number_of(const c10::Stream& stream) { return number_of(stream.device_index(), stream.id()); }
 inline int current_number(c10::DeviceIndex card) { return number_of(card, current_stream[card]); }
 
-// Make the copies that `known` has waited for: kernels read what comes from the host, only the host and copies what goes
-// there.
+// Make the copies that `known` has waited for. Kernels need those from the host, only the host and copies those to it.
 inline void make_copies(const Clock& known, bool to_host = true) {
   std::lock_guard<std::recursive_mutex> one(draining);
   std::vector<PendingCopy> due;
@@ -145,7 +144,6 @@ struct Work {
 
 struct Event {
   Clock clock;
-  int card;
   int polls = 0;
   std::chrono::steady_clock::time_point time;
 };
@@ -205,7 +203,6 @@ struct CardGuard final : c10::impl::DeviceGuardImplInterface {
     auto* own = static_cast<Event*>(*event);
     std::lock_guard<std::mutex> guard(books);
     own->clock = clocks[number_of(on)];
-    own->card = on.device_index();
     own->polls = 0;
     own->time = std::chrono::steady_clock::now();
   }
