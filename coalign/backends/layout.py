@@ -8,7 +8,7 @@ Pure index arithmetic, without models or losses. coalign.backends.attention read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -38,6 +38,16 @@ class Block:
     def stop(self) -> int:
         return self.start + sum(self.lengths)
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its spans differ in length."""
+        return len(set(self.lengths)) > 1
+
+    @property
+    def entries(self) -> int:
+        """Tokens of its spans if all were as long as the longest."""
+        return max(self.lengths) * len(self.lengths)
+
 
 @dataclass(frozen=True, slots=True)
 class Spans:
@@ -58,17 +68,26 @@ class RowPlan:
 
     ``kernel``: how attention is computed (coalign.backends.attention.KERNELS). ``stacking[i]``: of block i, the tokens
     i64[n · longest] that stack its spans, each padded with its last token, and those i64[tokens] that take the stack
-    apart; (None, None) for spans of one length.
+    apart; (None, None) for spans of one length. ``index``: `index_stacking` of the blocks, if it is there already.
     """
 
-    def __init__(self, blocks: tuple[Block, ...], device: torch.device | str, kernel: str = "auto") -> None:
+    def __init__(
+        self,
+        blocks: tuple[Block, ...],
+        device: torch.device | str,
+        kernel: str = "auto",
+        index: Tensor | None = None,
+    ) -> None:
         self.blocks, self.device, self.kernel = blocks, torch.device(device), kernel
         self.sizes = [sum(block.lengths) for block in blocks]
-        pieces = [piece for block in blocks for piece in _stacking(block)]
-        moved = torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).to(self.device)  # one copy for all
-        views = iter(moved.split([len(piece) for piece in pieces]))
-        pairs = [(next(views), next(views)) for _ in blocks]
-        self.stacking = [(into, back) if len(into) else (None, None) for into, back in pairs]
+        left = (index_stacking(blocks) if index is None else index).to(self.device)
+        self.stacking: list[tuple[Tensor, Tensor] | tuple[None, None]] = []
+        for block, tokens in zip(blocks, self.sizes, strict=True):
+            if not block.is_ragged:
+                self.stacking.append((None, None))
+                continue
+            into, back, left = left.tensor_split([block.entries, block.entries + tokens])
+            self.stacking.append((into, back))
         self._kept: dict[Any, Any] = {}
 
     def keep(self, key: Any, make: Callable[[], Value]) -> Value:
@@ -131,17 +150,17 @@ class RowPlan:
         return owners[0], owners[1]
 
 
-def _stacking(block: Block) -> tuple[Tensor, Tensor]:
-    """i64: the tokens of the block that stack its spans, and the places in the stack of its tokens; empty for spans of
-    one length."""
-    longest = max(block.lengths)
-    if longest * len(block.lengths) == sum(block.lengths):
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    lengths = torch.tensor(block.lengths)
-    starts = lengths.cumsum(0) - lengths
-    column = torch.arange(longest)
-    into = starts[:, None] + column.clamp(max=lengths[:, None] - 1)
-    return into.flatten(), (column < lengths[:, None]).flatten().nonzero().flatten()
+def index_stacking(blocks: Iterable[Block]) -> Tensor:
+    """i64: for each block of spans of several lengths, the tokens of the block that stack its spans, then the places in
+    the stack of its tokens; one block after the other."""
+    found = [torch.empty(0, dtype=torch.int64)]
+    for block in blocks:
+        if block.is_ragged:
+            lengths = torch.tensor(block.lengths)
+            starts, column = lengths.cumsum(0) - lengths, torch.arange(max(block.lengths))
+            found.append((starts[:, None] + column.clamp(max=lengths[:, None] - 1)).flatten())
+            found.append((column < lengths[:, None]).flatten().nonzero().flatten())
+    return torch.cat(found)
 
 
 def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
@@ -173,6 +192,7 @@ class Layout:
     candidates: Tensor | None = None  # i64[T, K], the batch's column at the trained tokens
     copies: Tensor | None = None  # i64[P], how many sequences share the token; 0: padding
     experts: Tensor | None = None  # i16[P, L, k], the batch's column `routed_experts` at the tokens of the row
+    stacking: Tensor | None = None  # i64, `index_stacking` of the blocks
     kernel: str = "auto"  # how attention over the row is computed (coalign.backends.attention.KERNELS)
 
     def to(self, device: torch.device | str) -> Layout:
@@ -182,7 +202,7 @@ class Layout:
     @cached_property
     def plan(self) -> RowPlan:
         """What attention needs to know of the blocks, on the device of the tokens."""
-        return RowPlan(self.blocks, self.tokens.device, self.kernel)
+        return RowPlan(self.blocks, self.tokens.device, self.kernel, self.stacking)
 
 
 def get_loss_mask(batch: Batch) -> Tensor:
@@ -236,6 +256,7 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
         last=place[batch.offsets[1:] - 1],
         candidates=batch.token["candidates"][where].to(torch.int64) if "candidates" in batch else None,
         copies=place.bincount(minlength=int(kept.sum())),
+        stacking=index_stacking(blocks),
         experts=batch.token["routed_experts"][kept] if "routed_experts" in batch else None,
     )
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from coalign.backends.base import Objective
 from coalign.backends.engines.request import Request
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.devices import move_tensors
 from coalign.roles import Context

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from coalign.backends.base import Objective
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from tests.conformance.engines import build, prompts

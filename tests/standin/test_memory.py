@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from coalign import memory
+from coalign.backends.base import Objective
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory import PARTS, Arena

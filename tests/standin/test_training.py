@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from coalign.backends import pretrained
+from coalign.backends.base import Objective
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.devices import use_device
 from coalign.memory import move_module
