@@ -82,3 +82,20 @@ def test_a_step_of_decoding_waits_once(tmp_path, settings, waits):
         with counting() as counts, module.engine.stepping():
             session.step()
     assert (counts.waits, counts.host_to_device) == (waits, 0)
+
+
+def test_a_layer_is_a_few_kernels_where_one_call_attends_to_a_row(tmp_path, monkeypatch):
+    """Whatever is beside flash attention, which this device does not have: a kernel of the right shape takes its place."""
+
+    def varlen_attn(query, key, value, *_, **__):
+        return query + 0 * value.mean()
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr("coalign.backends.attention.choose_kernel", lambda *_, **__: "varlen")
+    batch, kernels = rollout(tuple(range(5, 21)), 8, longest=12), []
+    for layers in (1, 3):
+        module = build(tmp_path, layers)
+        with counting() as counts:
+            module.forward_step(batch)
+        kernels.append(sum(counts.kernels.values()))
+    assert (kernels[1] - kernels[0]) / 2 <= 40
