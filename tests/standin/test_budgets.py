@@ -85,7 +85,7 @@ def test_a_step_of_decoding_waits_once(tmp_path, settings, waits):
 
 
 def test_a_layer_is_a_few_kernels_where_one_call_attends_to_a_row(tmp_path, monkeypatch):
-    """Whatever is beside flash attention, which this device does not have: a kernel of the right shape takes its place."""
+    """All but flash attention itself, which this device does not have: a product of the right shape takes its place."""
 
     def varlen_attn(query, key, value, *_, **__):
         return query + 0 * value.mean()
