@@ -52,9 +52,9 @@ def assign_devices(config: RunConfig, names: Sequence[str], *, join: bool = True
         name: model.model_copy(update={"num_gpu": numbers.get(name, 0)}) if model.num_gpu == "auto" else model
         for name, model in models.items()
     }
-    for name in numbers:
+    for name, model in assigned.items():
         try:
-            assigned[name].check()  # what the schema could not know
+            model.check()  # what the schema could not know
         except Conflict as conflict:
             raise ConfigError([ConfigProblem(("models", name, *conflict.key), conflict.message)]) from conflict
     shared = [] if apart or not each else new

@@ -63,6 +63,7 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
 
 
 def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: StopSignals) -> int:
+    _refuse_namesakes(hooks)
     named, config = config, fetch_sources(config)
     plan = prepare(config)
     config = plan.config
@@ -73,7 +74,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         provenance = Provenance(config, data.eval.state_dict() if data.eval else None)
         checkpoint = _find_checkpoint(config, Checkpoints(folder.checkpoints, config.runtime.keep))
         if checkpoint is not None:
-            state = read_state(checkpoint, config.algorithm)
+            state = read_state(checkpoint, config)
             provenance.compare(state["hooks"].get("Provenance"))
             if state["step"] >= data.steps:
                 log.warning(FINISHED, checkpoint, state["step"], data.steps)

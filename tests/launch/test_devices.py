@@ -51,6 +51,16 @@ def test_without_devices_everything_computes_on_the_cpu(tmp_path, machine):
     assert {*numbers(plan).values()} == {0} and not groups(plan) and not plan.devices
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_what_needs_several_processes_is_refused_once_devices_are_known(tmp_path, machine, gpus):
+    machine(gpus)
+    if gpus > 1:
+        assert planned(tmp_path, "models.trainer.cpu_offload=true", algorithm="sft").configs["trainer"].cpu_offload
+        return
+    with pytest.raises(ConfigError, match=r"models\.trainer\.cpu_offload: needs a model that several processes share"):
+        planned(tmp_path, "models.trainer.cpu_offload=true", algorithm="sft")
+
+
 @pytest.mark.parametrize(
     ("gpus", "said"),
     [(1, "policy, trainer, reference: 1 GPU in turn"), (8, "policy, trainer, reference: 8 GPUs in turn")],
@@ -115,7 +125,7 @@ def test_what_other_models_ask_for_is_left_to_them(tmp_path, machine, overrides,
         (["models.trainer.num_gpu=8"], r"models\.policy\.num_gpu: is auto, and of 8 other models leave none for it"),
         (
             ["models.trainer.tensor_parallel=3"],
-            r"models\.reference\.tensor_parallel: is 3, which does not divide num_gpu \(8\)",
+            r"models\.trainer\.tensor_parallel: is 3, which does not divide num_gpu \(8\)",
         ),
         (["runtime.accelerator=cuda"], r"runtime\.accelerator: is cuda; Ray's name of it is GPU"),
         (["runtime.accelerator=tpu"], r"runtime\.accelerator: is tpu; supported: GPU, NPU, HPU"),

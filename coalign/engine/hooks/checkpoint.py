@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
 from coalign.engine.environment import drop_failed_rounds
@@ -172,20 +173,20 @@ def write_engine_state(engine: Engine, directory: Path, snapshot: dict[str, Any]
         save.result()
 
 
-def read_state(directory: Path, algorithm: str) -> dict[str, Any]:
-    """Read what a checkpoint knows beside weights. Raises ValueError for one of another recipe."""
+def read_state(directory: Path, config: RunConfig) -> dict[str, Any]:
+    """Read what a checkpoint knows beside weights. Raises ValueError for one of another recipe or other data."""
     state = json.loads((directory / "state.json").read_text())
-    if state["algorithm"] != algorithm:
-        raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{algorithm}`")
+    if state["algorithm"] != config.algorithm:
+        raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{config.algorithm}`")
+    if (state["ptx"] is None) != (config.ptx is None):
+        there, here = ("with", "without") if state["ptx"] else ("without", "with")
+        raise ValueError(f"{directory} is of a run {there} `ptx`; this one is {here} it")
     return state
 
 
 def restore_engine(engine: Engine, directory: Path) -> None:
     """Resume from a checkpoint, hooks included. Raises ValueError for one of another recipe or other data."""
-    state = read_state(directory, engine.config.algorithm)
-    if (state["ptx"] is None) != (engine.ptx_loader is None):
-        there, here = ("with", "without") if state["ptx"] else ("without", "with")
-        raise ValueError(f"{directory} is of a run {there} `ptx`; this one is {here} it")
+    state = read_state(directory, engine.config)
     for hook in engine.hooks:
         if saved := state["hooks"].get(type(hook).__name__):
             hook.load_state_dict(saved)
