@@ -17,8 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -319,9 +318,9 @@ def main() -> None:
         if name in read_results(options.output) or limit < 20:
             print(f"{name}: {'done before' if limit >= 20 else 'no time is left'}")
             continue
-        with measured(name) as line:
-            line |= start_job(name, limit, options)
-        append(options.output, line)
+        begun = time.monotonic()
+        result = start_job(name, limit, options)
+        append(options.output, {"job": name, **result, "job_seconds": round(time.monotonic() - begun, 1)})
 
 
 def run_job(options: argparse.Namespace, job: Job) -> None:
@@ -343,13 +342,6 @@ def start_job(name: str, limit: float, options: argparse.Namespace) -> dict[str,
         lines = (options.output / f"{name}.log").read_text(errors="replace").splitlines()
         return {"error": lines[-1] if lines else f"exit code {code}"}
     return json.loads((options.output / f"{name}.json").read_text())
-
-
-@contextmanager
-def measured(name: str) -> Iterator[dict[str, Any]]:
-    begun, line = time.monotonic(), {"job": name}
-    yield line
-    line["job_seconds"] = round(time.monotonic() - begun, 1)
 
 
 def append(folder: Path, line: dict[str, Any]) -> None:

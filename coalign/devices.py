@@ -64,19 +64,12 @@ def keep_generator(device: Device) -> Iterator[None]:
     with _generators_lock:
         lock = _generators[device]
     with lock, use_device(device):
-        if not is_accelerator(device):
-            state = torch.get_rng_state()
-            try:
-                yield
-            finally:
-                torch.set_rng_state(state)
-            return
-        module = torch.get_device_module(device)
-        state = module.get_rng_state(device)
+        module = torch.get_device_module(device) if is_accelerator(device) else torch  # of the current device
+        state = module.get_rng_state()
         try:
             yield
         finally:
-            module.set_rng_state(state, device)
+            module.set_rng_state(state)
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def _attend_flex(
     from torch.nn.attention.flex_attention import flex_attention
 
     function = _compile_flex() if query.device.type == "cuda" else flex_attention
-    mask = plan.keep(("flex", window), lambda: _flex_mask(plan, len(query), window))
+    mask = plan.keep(("flex", window), lambda: _flex_mask(plan, window))
     capped = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out = function(q, k, v, capped, mask, scale, query.shape[1] != key.shape[1])
@@ -188,7 +188,7 @@ def _compile_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=True)  # of rows of any length
 
 
-def _flex_mask(plan: RowPlan, tokens: int, window: int | None) -> BlockMask:
+def _flex_mask(plan: RowPlan, window: int | None) -> BlockMask:
     """A token sees the tokens of its span up to itself, and those of the span that it continues, within ``window``."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -201,7 +201,7 @@ def _flex_mask(plan: RowPlan, tokens: int, window: int | None) -> BlockMask:
         return seen if window is None else seen & (positions[q] - positions[k] < window)
 
     on_cuda = plan.device.type == "cuda"
-    return create_block_mask(sees, None, None, tokens, tokens, device=plan.device, _compile=on_cuda)
+    return create_block_mask(sees, None, None, len(own), len(own), device=plan.device, _compile=on_cuda)
 
 
 def _attend_blocks(

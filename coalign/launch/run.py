@@ -72,7 +72,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         write_commits(folder.path, named, config)
         data = load_data(plan)
         provenance = Provenance(config, data.eval.state_dict() if data.eval else None)
-        checkpoint = _find_checkpoint(config, Checkpoints(folder.checkpoints, config.runtime.keep))
+        checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
+        checkpoint = _find_checkpoint(config, checkpoints)
         if checkpoint is not None:
             state = read_state(checkpoint, config)
             provenance.compare(state["hooks"].get("Provenance"))
@@ -95,7 +96,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                 log.info("loading %s", ", ".join(plan.started))
                 engine = plan.recipe(plan, cluster, data)
                 engine.hooks.append(provenance)
-                return _learn(engine, folder, checkpoint, display, watchdog, hooks, signals)
+                return _learn(engine, folder, checkpoints, checkpoint, display, watchdog, hooks, signals)
         finally:
             display.close()
             cluster.shutdown()
@@ -104,6 +105,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
 def _learn(
     engine: Engine,
     folder: RunFolder,
+    checkpoints: Checkpoints,
     checkpoint: Path | None,
     display: Display,
     watchdog: Watchdog,
@@ -111,7 +113,6 @@ def _learn(
     signals: StopSignals,
 ) -> int:
     config, runtime = engine.config, engine.config.runtime
-    checkpoints = Checkpoints(folder.checkpoints, runtime.keep)
     save = Save(checkpoints, runtime.save_every, runtime.save_minutes, runtime.best, runtime.best_mode)
     record = MetricsRecorder(folder, display, config)
     guards = Guards(runtime.guards, folder, checkpoints, record.write)
