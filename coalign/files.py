@@ -1,4 +1,4 @@
-"""Files on disk: atomic writes, records that outlast a full disk, hashes, changes, model directories, free names."""
+"""Files on disk: atomic writes, reports of writers, records that outlast a full disk, hashes, models, names."""
 
 from __future__ import annotations
 
@@ -47,6 +47,28 @@ def write_text_atomically(path: Path, text: str, *, flush: bool = False) -> None
     """Replace a file by one with this text (UTF-8)."""
     with write_atomically(path, flush=flush) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def report_written(path: Path, problem: str = "") -> None:
+    """Tell other processes, by a file beside ``path``, that it is complete, or what ``problem`` its writer met."""
+    write_text_atomically(_report_path(path), problem)
+
+
+def read_report(path: Path) -> str | None:
+    """Return the problem that `report_written` told of ``path``, empty if it is complete; None: there is no report."""
+    try:
+        return _report_path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def delete_report(path: Path) -> None:
+    """Delete what `report_written` left."""
+    _report_path(path).unlink()
+
+
+def _report_path(path: Path) -> Path:
+    return path.with_name(f".written-{path.name}")
 
 
 def flush_path(path: Path) -> None:

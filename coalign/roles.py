@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,10 @@ class Rollout(Protocol):
 
     def generate(self, prompts: Batch, **sampling: Any) -> Batch: ...
 
+    def roll(
+        self, new: Sequence[tuple[int, Batch, Mapping[str, Any]]], seconds: float
+    ) -> tuple[int | None, Batch | None, Stats, int]: ...
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None: ...
 
 
@@ -65,6 +69,7 @@ class Context:
     adapter_rank: int | None = None  # of adapters that are synced separately, not merged into the weights
     routing_replay: bool = False  # a policy records the experts that it chooses; its trainer chooses them again
     whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
+    recompute_kv: bool = True  # new weights replace the keys and values of a policy's unfinished responses
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
     tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text
     trust_tokenizer: bool = False  # whether code that comes with it may run

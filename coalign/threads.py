@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+Value = TypeVar("Value")
 CallResult = tuple[Any, BaseException | None]  # what a call returned, or what it raised
 
 _THREADS = min(32, (os.cpu_count() or 1) + 4)  # enough to overlap some waiting
@@ -59,6 +60,20 @@ def start_thread(task: Callable[[], Any], name: str) -> threading.Thread:
     return thread
 
 
+def begin_in_thread(function: Callable[[], Value], name: str) -> concurrent.futures.Future[Value]:
+    """Call ``function`` in a new daemon thread; return the future of what it returns or raises."""
+    done: concurrent.futures.Future[Value] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    start_thread(work, name)
+    return done
+
+
 class CallQueue:
     """One thread that runs its tasks in the order given. A task must handle its own errors."""
 
@@ -69,6 +84,15 @@ class CallQueue:
     def submit(self, task: Callable[[], Any], deliver: Callable[[Any], Any] = lambda result: None) -> None:
         """Run ``task`` after all earlier ones, and call ``deliver`` with what it returns."""
         self._tasks.put((task, deliver))
+
+    def call(self, task: Callable[[], Value]) -> Value:
+        """Run ``task`` after all earlier ones; return or raise what it does. Not for a task of this queue."""
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.submit(partial(_call, task), done.set_result)
+        result, error = done.result()
+        if error is not None:
+            raise error
+        return result
 
     def close(self) -> None:
         """End the thread after the tasks submitted so far."""

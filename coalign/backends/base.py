@@ -200,7 +200,7 @@ class Module:
     adopts: ClassVar[bool] = False
     parallel: ClassVar[Sequence[str]] = ()
     adapters: ClassVar[bool] = False
-    needs: ClassVar[Mapping[str, Sequence[str]]] = {}
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {"begin_saves": (), "finish_saves": ()}
     weights_dtype: torch.dtype | None = None  # if all weights have one dtype: load_weights casts to it
     unfit: str | None = None  # why this replica must not serve (coalign.weights)
 
@@ -300,6 +300,17 @@ class Module:
             self.arena.settle(self.context.model, part, self.tensors(part))
         return self.arena.list_resident(self.context.model)
 
+    def begin_saves(self) -> bool:
+        """Let the next `save`, `save_hf` and `save_adapter` return once they have copied what they write. A collective.
+
+        A thread then writes the copies; `coalign.files.read_report` of each directory tells when it is complete. False
+        from a backend without it, whose saves return when everything is written.
+        """
+        return False
+
+    def finish_saves(self) -> None:
+        """Wait for what is written since `begin_saves`; raise its first error. Later saves write at once again."""
+
 
 class TrainableModule(Module):
     """A model that scores and learns (coalign.roles.Trainable), on the methods that a backend supplies.
@@ -312,6 +323,7 @@ class TrainableModule(Module):
     needs = {
         **dict.fromkeys(("forward_step", "top_logprobs", "eval_step", "save_adapter"), ("weights",)),
         **dict.fromkeys(("save", "load", "save_hf"), ("weights", "optimizer")),  # averages belong to the optimizer
+        **Module.needs,
     }
     version = 0
     updates = 0

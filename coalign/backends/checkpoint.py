@@ -1,18 +1,27 @@
-"""A trainer's state on disk in torch's distributed checkpoint format, which any number of ranks can read."""
+"""A trainer's state on disk in torch's distributed checkpoint format, which any number of ranks can read.
+
+``BackgroundWriter`` writes it, and exports, while training goes on.
+"""
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from coalign.backends.lora import get_weights
 from coalign.backends.optim import WeightAverage
+from coalign.files import delete_path, describe_problem, report_written
+from coalign.threads import CallQueue
 from coalign.weights.metadata import METADATA, DistributedCheckpointPlanner, DistributedCheckpointReader
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
@@ -34,9 +43,85 @@ def get_training_state(model: nn.Module, optimizer: Any | None, average: WeightA
     return state
 
 
-def save(dir: str | Path, state: State, progress: dict[str, int], *, alone: bool) -> None:
-    """Write ``state`` and ``progress``. A collective, unless this process holds the model ``alone``."""
-    state_dict_saver.save({**state, "progress": progress}, checkpoint_id=str(dir), no_dist=alone)
+def save(
+    dir: str | Path, state: State, progress: dict[str, int], *, alone: bool, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write ``state`` and ``progress``. A collective of ``group``, unless this process holds the model ``alone``."""
+    whole = {**state, "progress": progress}
+    state_dict_saver.save(whole, checkpoint_id=str(dir), process_group=group, no_dist=alone)
+
+
+class BackgroundWriter:
+    """A thread that writes copies of tensors while the tensors change, one directory after the other.
+
+    ``group`` is for collectives of this thread alone: those of training go on meanwhile.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self._queue = CallQueue(f"{name}-writer")
+        self._left = 0  # directories that are not written yet
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], None], report: bool) -> None:
+        """Copy ``tensors`` to host memory, and let the thread call ``write`` with the copies.
+
+        With ``report`` it then calls `coalign.files.report_written` for ``dir``, where nothing is left after an error.
+        """
+        copies = copy_to_host(tensors)
+        with self._changed:
+            self._left += 1
+        self._queue.submit(partial(self._write, Path(dir), partial(write, copies), report))
+
+    def wait(self) -> None:
+        """Wait until everything is written; raise the first error since the last call."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left)
+            error, self._error = self._error, None
+        if error is not None:
+            raise OSError(describe_problem(error)) from error
+
+    def close(self) -> None:
+        self._queue.close()
+
+    def _write(self, dir: Path, write: Callable[[], None], report: bool) -> None:
+        error: BaseException | None = None
+        try:
+            write()
+        except BaseException as problem:  # torch's CheckpointException is no Exception
+            error = problem
+        try:
+            if report and error is not None:
+                delete_path(dir)  # a full disk has room for the report then
+            if report:
+                report_written(dir, "" if error is None else describe_problem(error))
+        except OSError as problem:
+            error = error or problem
+        with self._changed:
+            self._left -= 1
+            self._error = self._error or error
+            self._changed.notify_all()
+
+
+def copy_to_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies in host memory. Tensors that share their memory (tied weights) share that of the copy, too.
+
+    What is no tensor stays as it is. Shards stay shards.
+    """
+    copies: dict[Any, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        key: Any = id(value)
+        if not isinstance(value, DTensor):
+            key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return {name: copy(value) for name, value in tensors.items()}
 
 
 def load(

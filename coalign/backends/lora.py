@@ -6,7 +6,7 @@ the frozen one as ``base_layer``. Other files do not see that: weights are expor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from difflib import get_close_matches
@@ -250,13 +250,13 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, write: bool) -> None:
-    """Write the adapters so that ``peft.PeftModel.from_pretrained(base, directory)`` loads them. A collective, in which
-    one rank has ``write``."""
-    parameters = find_trained_parameters(model)
-    tensors = {name: whole(parameter.detach()).cpu().contiguous() for name, parameter in parameters.items()}
-    if not write:
-        return
+def collect(model: PreTrainedModel, whole: GatherTensor) -> dict[str, Tensor]:
+    """Return the adapters' tensors by the names of an adapter's file. A collective, if ``whole`` gathers."""
+    return {name: whole(parameter.detach()) for name, parameter in find_trained_parameters(model).items()}
+
+
+def write(model: PreTrainedModel, directory: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write what `collect` returned so that ``peft.PeftModel.from_pretrained(base, directory)`` loads it."""
     settings = cast("LoraConfig", copy(model.peft_config[ADAPTER]))
     settings.target_modules = sorted(settings.target_modules or ())
     if has_towers(model.config):  # peft has shortened the names to what tells them apart here, not in the whole model
@@ -266,7 +266,8 @@ def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, 
         settings.modules_to_save = ["score"]
     settings.inference_mode = True
     settings.save_pretrained(str(directory))
-    save_file(tensors, Path(directory) / TENSORS, metadata={"format": "pt"})
+    held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(held, Path(directory) / TENSORS, metadata={"format": "pt"})
 
 
 @torch.no_grad()

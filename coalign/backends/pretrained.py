@@ -216,14 +216,25 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
         )
 
 
-def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
-    """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them. A vision-language model gets the
-    rest of it from the directory that was loaded."""
-    save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
-    if config.head == "lm" and has_towers(model.config):
-        own = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()}
-        carry_towers(model, own, get_directory(config), Path(dir))
-    read_tokenizer(config).save_pretrained(dir)
+def build_writer(
+    model: PreTrainedModel, config: ModelConfig, dir: str | Path
+) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Return the function that writes weights, config.json and tokenizer so that ``from_pretrained`` loads them.
+
+    A vision-language model gets the rest of it from the directory that was loaded. The function reads no values of
+    ``model``, so another thread may call it while the model trains.
+    """
+    carries = config.head == "lm" and has_towers(model.config)
+    # Here, because FSDP reshards a model that is asked for its state.
+    own = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()} if carries else {}
+
+    def write(weights: dict[str, torch.Tensor]) -> None:
+        save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
+        if carries:
+            carry_towers(model, own, get_directory(config), Path(dir))
+        read_tokenizer(config).save_pretrained(dir)
+
+    return write
 
 
 class StoredNames:

@@ -2,6 +2,7 @@
 
 - ``base.py`` also runs models in this process, ``ray.py`` on a Ray cluster; ``dry.py`` records a flow on batches of
   zeros. ``dist.py`` also splits batches over workers, and ``worker.py`` runs a module in its process.
+- ``slices.py`` keeps the replicas of a policy generating while its trainer trains, and replaces lost ones.
 - ``future.py`` has calls, futures, answers and references to batches.
 - ``placement/`` decides which process gets which devices, ``residency.py`` which models are on the devices now.
 - ``stacks.py`` reads the Python stacks of processes that hang.

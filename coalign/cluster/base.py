@@ -7,6 +7,7 @@ cluster that a configuration asks for.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -31,6 +32,7 @@ from coalign.cluster.future import (
     Store,
     WatchedCalls,
     WorkerHandle,
+    WorkerLost,
     WorkerTask,
     merge_answers,
     wait,
@@ -54,6 +56,7 @@ from coalign.memory import Arena
 from coalign.roles import Context
 from coalign.threads import CallQueue, start_thread
 
+log = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0  # how long modules may take to release what they hold
 
 
@@ -77,6 +80,9 @@ class Cluster(ABC):
         self.on_call: Callable[[Future], None] | None = None
         self.on_end: Callable[[Future, Outcome], None] | None = None
         self.error: BaseException | None = None  # the first one
+        self.in_order = True  # see any_order
+        self._restarts = self._reported = 0  # of lost processes
+        self._max_restarts = config.runtime.restarts
         self._refuses_calls = False  # because of it
         self._defers_errors = False
         self._pending: set[Future] = set()
@@ -158,6 +164,9 @@ class Cluster(ABC):
     def shutdown(self) -> None:
         """End every call and every worker. Safe to call twice."""
         models = self.models.values()
+        for model in models:
+            if model.slices is not None:
+                model.slices.close()
         closing = [] if self.error else [task.meta for model in models for task in model.release()]
         self._cancel(RuntimeError("the cluster has been shut down"))
         concurrent.futures.wait(closing, CLOSE_SECONDS)
@@ -208,6 +217,18 @@ class Cluster(ABC):
             self.on_call = None
 
     @contextmanager
+    def any_order(self) -> Iterator[None]:
+        """Let scorers and policies take the calls made in this block as their inputs come, not in the order made.
+
+        For flows that wait for samples while other flows, or a training step, need the same models.
+        """
+        self.in_order = False
+        try:
+            yield
+        finally:
+            self.in_order = True
+
+    @contextmanager
     def defer_errors(self) -> Iterator[None]:
         """Let the error of a call end the others only after this block, so that a training step ends whole.
 
@@ -220,6 +241,26 @@ class Cluster(ABC):
             self._defers_errors = False
             if self.error:
                 self._cancel(self.error)
+
+    def count_restart(self, lost: WorkerLost) -> None:
+        """Count a lost process that is to be started again. Raises ``lost`` if there were too many, or all ends."""
+        with self._lock:
+            if self.error or self._restarts >= self._max_restarts:
+                raise lost
+            self._restarts += 1
+        log.warning(
+            "%s is lost (%s); it is started again, %d of %d times (runtime.restarts)",
+            lost.where,
+            lost.failure.message.partition("\n")[0],
+            self._restarts,
+            self._max_restarts,
+        )
+
+    def take_restarts(self) -> int:
+        """Return how many processes have been started again since the last time."""
+        with self._lock:
+            new, self._reported = self._restarts - self._reported, self._restarts
+        return new
 
     def accept_calls(self) -> None:
         """Accept calls again after an error. What workers still do for earlier calls comes first."""
@@ -375,6 +416,9 @@ class LocalWorker:
         self._calls.submit(work)
         return tasks
 
+    def replace(self) -> LocalWorker:
+        raise RuntimeError(f"{self.where} is a thread of this process, which cannot be ended and started again")
+
 
 def _answer(task: WorkerTask, result: tuple[Meta, Batch | None]) -> None:
     meta, task.payload.value = result
@@ -394,6 +438,7 @@ class LocalCluster(Cluster):
 
     def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
         super().__init__(config, models)
+        self._max_restarts = 0  # a thread cannot be ended, so none can take its place
         self._cpu = self.call_queue("cpu")
         self._arenas: dict[str, Arena] = {}  # by device: models on one device share one
         self._threads = config.runtime.threads

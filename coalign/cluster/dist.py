@@ -33,6 +33,7 @@ from coalign.cluster.future import (
     Store,
     TaskFuture,
     WorkerHandle,
+    WorkerLost,
     WorkerRows,
     WorkerTask,
     merge_answers,
@@ -40,6 +41,7 @@ from coalign.cluster.future import (
     wait,
     watch_task,
 )
+from coalign.cluster.slices import MAX_LOSSES, RowShare, SliceScheduler
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import estimate_costs, partition, split_ranges
@@ -101,16 +103,26 @@ class DistModel(Generic[Role]):
         self._counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if spmd else None
         self._whole_groups = True
         self._queue = cluster.call_queue(name)
+        self.slices: SliceScheduler | None = None  # of a policy that generates while its trainer trains
+        self.takes_weights = False  # of another model, so a process that is started again has none
 
     def generate(self: DistModel[Rollout], prompts: BatchRef | Future, **keywords: Any) -> Future:
         """Generate responses to prompts: a BatchRef."""
-        work = self._shard((prompts,), keywords, by="work")
-        return self.cluster.launch(Call(self.name, "generate"), work, self._queue)
+        call = Call(self.name, "generate")
+        if self.slices is not None:
+            return self.cluster.launch(call, partial(self._generate_in_slices, self.slices, prompts, keywords))
+        return self._launch(call, self._shard((prompts,), keywords, by="work"), prompts)
+
+    def generate_continuously(self: DistModel[Rollout]) -> None:
+        """Generate in slices from now on (coalign.cluster.slices)."""
+        ahead = 1 if self.store.in_process else 2  # nothing travels within a process
+        call = Call(self.name, "generate")
+        self.slices = SliceScheduler(call, self._ranks, self.cluster.deadlines, ahead, self._replace)
 
     def forward_step(self: DistModel[Scorer], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Compute columns for the rows of ``batch``: a BatchRef of these columns alone."""
         work = self._shard((batch,), keywords, by="cost", by_row=True)
-        return self.cluster.launch(Call(self.name, "forward_step"), work, self._queue)
+        return self._launch(Call(self.name, "forward_step"), work, batch)
 
     def train_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Learn from ``batch``: Stats. The rows of each update do not depend on the number of ranks."""
@@ -191,7 +203,7 @@ class DistModel(Generic[Role]):
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
         self._whole_groups = context.whole_groups
-        contexts = [
+        contexts = self._contexts = [
             each
             for replica, actor in enumerate(self.actors)
             for each in actor.contexts(replace(context, replica=replica))
@@ -211,6 +223,57 @@ class DistModel(Generic[Role]):
 
     # ---- private ---------------------------------------------------------------------------------------------------
 
+    def _replace(self, number: int, lost: WorkerLost) -> WorkerHandle:
+        """Start a lost process again, and load its model there. Raises ``lost`` if that is not allowed or possible."""
+        self.cluster.count_restart(lost)
+        rank = self._ranks[number].replace()
+        task = rank.execute("setup", self.config, self._contexts[number])
+        wait(Future(Call(self.name, "setup")), [task], self.cluster.deadlines)
+        self._ranks[number] = rank
+        return rank
+
+    def _recover(self, lost: WorkerLost) -> None:
+        """Start lost replicas again, so that the call can be made once more.
+
+        Raises ``lost`` for a model whose processes compute together, or whose weights come from another model.
+        """
+        if self._spmd or self.takes_weights or lost.call.model != self.name:
+            raise lost
+        for number, rank in enumerate(self._ranks):
+            if rank.where in lost.workers:
+                self._replace(number, lost)
+
+    def _launch(self, call: Call, work: Callable[[Future], Outcome], batch: BatchRef | Future) -> Future:
+        """Launch a call; in `Cluster.any_order` it takes its turn only when ``batch`` is there."""
+        if self.cluster.in_order:
+            return self.cluster.launch(call, work, self._queue)
+
+        def wait_first(future: Future) -> Outcome:
+            self.cluster.resolve(batch)
+            return self._queue.call(partial(work, future))
+
+        return self.cluster.launch(call, wait_first)
+
+    def _generate_in_slices(
+        self, slices: SliceScheduler, prompts: BatchRef | Future, keywords: dict[str, Any], future: Future
+    ) -> Outcome:
+        """The work of ``generate`` where replicas compute in slices: all shares of the call, by whoever has room."""
+        future.set_partial_results([])
+        syncs = slices.syncs
+        batch: BatchRef = self.cluster.resolve(prompts)
+        named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
+        sharded = self._split(future.call, (batch,), named, "work", self.config.shares_per_replica)
+        urgent = batch.group is not None and bool((batch.group < 0).any())  # the loop waits for evaluations
+        shares = [RowShare(future, own[0][0], own[1], syncs, urgent) for _, own in sharded.calls]
+        slices.submit(shares)
+        for share in shares:
+            concurrent.futures.wait([share.done, cast(Any, future.ended)], None, concurrent.futures.FIRST_COMPLETED)
+            if future.done():
+                future.result()  # raises
+        tasks = [share.done.result() for share in shares]
+        metas = [task.meta.result() for task in tasks]
+        return sharded.restore_order(merge_answers(tasks, metas, self.store), metas)
+
     def _shard(
         self,
         arguments: tuple[Any, ...],
@@ -223,6 +286,15 @@ class DistModel(Generic[Role]):
 
         ``by_row``: the method computes each row on its own. ``updates`` are those of a training step.
         """
+
+        def retry(future: Future) -> Outcome:
+            """Make a call that changes nothing again when a replica is lost over it."""
+            for _ in range(MAX_LOSSES - 1):
+                try:
+                    return work(future)
+                except WorkerLost as lost:
+                    self._recover(lost)
+            return work(future)
 
         def work(future: Future) -> Outcome:
             method = future.call.method
@@ -257,7 +329,7 @@ class DistModel(Generic[Role]):
                 counted = merged if self._counted is None else [merged[i] for i in self._counted]
                 return sharded.restore_order(outcome, counted)
 
-        return work
+        return retry if by_row or by == "work" else work
 
     def _call_free_replicas(
         self, future: Future, method: str, sharded: ShardedCall

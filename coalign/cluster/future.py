@@ -25,6 +25,7 @@ ROW_FIELDS = ("group", "work", "status")  # optional columns that the driver kee
 MOVE = "move"  # the worker's verb that moves parts of a model between host and device (coalign.cluster.residency)
 LOAD_SECONDS = 3600.0  # a model may take this long to load, whatever runtime.call_timeout says
 LEAST_SECONDS = 3600.0  # without runtime.call_timeout: what every call may take
+WAIT_SECONDS = 1.0  # between two looks at what else there is to do while a result is waited for
 LONGEST_TIMES = 10.0  # and how many times the longest call of its kind so far
 
 
@@ -292,6 +293,17 @@ class WorkerError(RuntimeError):
         return self.failure.exception
 
 
+class WorkerLost(WorkerError):
+    """Processes died, or did not answer in time: the error does not come from the work itself.
+
+    ``workers`` names them.
+    """
+
+    def __init__(self, call: Call, workers: Sequence[str], failure: WorkerFailure) -> None:
+        super().__init__(call, ", ".join(workers), failure)
+        self.workers = tuple(workers)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One worker's work for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch) for
@@ -347,6 +359,10 @@ class WorkerHandle(Protocol):
         """Start several verbs (each with its arguments) there, with nothing else in between."""
         ...
 
+    def replace(self) -> WorkerHandle:
+        """End the process, whatever it is doing, and start an empty one in its place. RuntimeError for a thread."""
+        ...
+
 
 class Future:
     """A ``call`` that runs.
@@ -371,6 +387,11 @@ class Future:
 
     def result(self) -> Any:
         return self.ended.result().result
+
+    def wait(self, on_wait: Callable[[], None]) -> None:
+        """Wait for the end, whatever it is, and call ``on_wait`` every second meanwhile."""
+        while not concurrent.futures.wait([self.ended], WAIT_SECONDS).done:
+            on_wait()
 
     def done(self) -> bool:
         return self.ended.done()
@@ -461,19 +482,19 @@ class CallDeadlines:
         seconds = time.monotonic() - min((task.begun for task in tasks), default=math.inf)
         self._longest[call] = max(self._longest.get(call, 0.0), seconds)
 
-    def build_error(self, future: Future, tasks: Sequence[WorkerTask]) -> WorkerError:
+    def build_error(self, future: Future, tasks: Sequence[WorkerTask]) -> WorkerLost:
         """Build the error of workers that have not answered in time."""
-        late = ", ".join(task.where for task in tasks if not task.meta.done())
+        late = [task.where for task in tasks if not task.meta.done()]
         source = "" if self.limit else f"; not set: {LEAST_SECONDS:g} s, or {LONGEST_TIMES:g} times its longest call"
         message = f"no answer within {self.find(future.call):g} s (runtime.call_timeout{source})"
-        return WorkerError(future.call, late, WorkerFailure("TimeoutError", message, ""))
+        return WorkerLost(future.call, late, WorkerFailure("TimeoutError", message, ""))
 
 
 def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) -> list[Meta]:
     """Wait for all tasks and return their Metas, in order.
 
-    WorkerError once a task failed, a worker was lost, or the call's deadline is over. If an error of the run ends
-    ``future``, that error.
+    WorkerError once a task failed; WorkerLost once a worker was lost, or the call's deadline is over. If an error of
+    the run ends ``future``, that error.
     """
     future.running = [*tasks]
     where = {task.meta: task.where for task in tasks}
@@ -483,7 +504,7 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
             if done is future.ended:
                 done.result()  # raises
             if lost := done.exception():
-                raise WorkerError(future.call, where[done], WorkerFailure("worker lost", str(lost).strip(), ""))
+                raise WorkerLost(future.call, [where[done]], WorkerFailure("worker lost", str(lost).strip(), ""))
             if failure := done.result().failure:
                 raise WorkerError(future.call, where[done], failure) from failure.exception
             if count == len(where):

@@ -61,7 +61,7 @@ from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch, Column
 from coalign.memory import Arena
-from coalign.threads import start_thread
+from coalign.threads import begin_in_thread, start_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,11 @@ class Actor:
 class RayWorker:
     """A handle to an Actor."""
 
-    def __init__(self, where: str, actor: Any) -> None:
-        self.where, self.actor = where, actor
+    def __init__(self, where: str, actor: Any, replace: Callable[[RayWorker], RayWorker]) -> None:
+        self.where, self.actor, self._replace = where, actor, replace
+
+    def replace(self) -> RayWorker:
+        return self._replace(self)
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         # In a tuple, so that Ray does not fetch the references among them: the worker fetches the rows that it needs.
@@ -274,12 +277,14 @@ class RayCluster(Cluster):
         threads: int | None,
         visible: dict[str, str],
         arena: str | None = None,
+        started: int = 0,  # how often before
     ) -> RayWorker:
         # Ray would set OMP_NUM_THREADS to the cores reserved, and results depend on the number of threads.
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        named = type(f"{self._run}:{name}", (Actor,), {})  # what `ps` and Ray's tools show
+        full_name = f"{self._run}:{name}" + (f"#{started}" if started else "")
+        named = type(full_name, (Actor,), {})  # what `ps` and Ray's tools show
         remote = ray.remote(named).options(
-            name=f"{self._run}:{name}",
+            name=full_name,
             num_cpus=0,
             max_restarts=0,
             max_task_retries=0,
@@ -291,9 +296,16 @@ class RayCluster(Cluster):
                 raise self.error
             actor = remote.remote(threads, visible, arena)
             self._actors.append(actor)
-        where += f" on {self.nodes[placement.node].name}" if len(self.nodes) > 1 else ""
-        self._stack_files[where] = actor.stack_file.remote()
-        return RayWorker(where, actor)
+
+        def replace(worker: RayWorker) -> RayWorker:
+            with self._starting:
+                ray.kill(worker.actor)
+                self._actors.remove(worker.actor)
+            return self._actor(where, name, placement, threads, visible, arena, started + 1)
+
+        full = where + (f" on {self.nodes[placement.node].name}" if len(self.nodes) > 1 else "")
+        self._stack_files[full] = actor.stack_file.remote()
+        return RayWorker(full, actor, replace)
 
     def _place(self) -> None:
         """Place every process, and reserve the devices. ValueError if there are not enough."""
@@ -368,7 +380,7 @@ class RayCluster(Cluster):
     def stacks(self) -> dict[str, str]:
         found = dict.fromkeys(self._stack_files, "the process has not started, or its node does not answer\n")
         if self._stack_files:
-            asking = _begin(self._ask_nodes, "coalign-ray-stacks")  # Ray waits for its GCS without a limit
+            asking = begin_in_thread(self._ask_nodes, "coalign-ray-stacks")  # Ray waits for its GCS without a limit
             if concurrent.futures.wait([asking], 3 * STACKS_SECONDS).done:
                 found |= asking.result()
             else:
@@ -515,26 +527,12 @@ def _measure_store(node: Mapping[str, Any]) -> StoreSpace:
     )
 
 
-def _begin(action: Callable[[], Value], name: str) -> concurrent.futures.Future[Value]:
-    """Call a function in a thread ``name``."""
-    done: concurrent.futures.Future[Value] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            done.set_result(action())
-        except BaseException as error:
-            done.set_exception(error)
-
-    start_thread(work, name)
-    return done
-
-
 def _use_store(action: Callable[[], Value]) -> Value:
     """Put or get a payload. RayStoreError if the store is full, gone, or does not answer.
 
     Ray's own deadlines do not hold while a raylet is stopped, so a thread acts and this one waits.
     """
-    done = _begin(action, "coalign-ray-store")
+    done = begin_in_thread(action, "coalign-ray-store")
     begun = time.monotonic()
     while True:
         if concurrent.futures.wait([done], LOOK_SECONDS).done:
@@ -543,7 +541,7 @@ def _use_store(action: Callable[[], Value]) -> Value:
             except (OutOfDiskError, ObjectStoreFullError) as full:
                 raise RayStoreError(_measure_store(_find_own_node()).describe()) from full
         seconds = time.monotonic() - begun
-        asking = _begin(_find_own_node, "coalign-ray-node")
+        asking = begin_in_thread(_find_own_node, "coalign-ray-node")
         if not concurrent.futures.wait([asking], GCS_SECONDS).done:
             raise RayStoreError(f"Ray's control store (GCS) has not answered for {GCS_SECONDS:g} s: is it stopped?")
         node = asking.result()

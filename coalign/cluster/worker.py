@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -208,6 +208,19 @@ class Worker:
         except BaseException as error:
             self._parts = map(_raise, repeat(error))
             raise
+
+    def roll(self, new: Sequence[tuple[int, WorkerRows, Mapping[str, Any]]], seconds: float) -> Answer:
+        """Let the policy take ``new`` rows, each with a number and options, and generate for at most ``seconds``.
+
+        The batch is that of one number whose samples are complete, if there is one; the value is this number (or None)
+        and how many samples wait for a place in the engine.
+        """
+        self._receive("roll", (), {})
+        prompts = [(number, rows.gather(self.store), options) for number, rows, options in new]
+        with self.tracer.range(f"{self.context.model}.roll"):
+            number, batch, stats, queued = cast(Any, self.module).roll(prompts, seconds)
+        meta = Meta() if batch is None else Meta.of(batch, stats)
+        return replace(meta, value=(number, queued)), batch
 
     def _iterate_parts(
         self, method: str, parts: int, arguments: tuple[Any, ...], keywords: Mapping[str, Any]

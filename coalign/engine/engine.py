@@ -24,7 +24,7 @@ from coalign.cluster.future import BatchRef, Future, WatchedCalls
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.environment import Buffer, Environment, Ledger
+from coalign.engine.environment import Environment, UnfinishedGroups
 from coalign.engine.filters import build_group_selection
 from coalign.engine.reward import Reward
 from coalign.roles import Rollout
@@ -66,6 +66,9 @@ class Hook:
 
     def after_evaluation(self, engine: Engine, stats: Stats) -> None: ...
 
+    def after_rewind(self, state: dict[str, Any]) -> None:
+        """The engine went back to a checkpoint, which has this ``state`` of the hook (empty: none)."""
+
     def end(self, engine: Engine) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,12 +105,23 @@ class Trainer:
     def sync(self, version: int) -> Stats:
         """Send the weights of ``version`` to every target, which serves them only once they are verified.
 
+        Targets that generate meanwhile may still be taking them when this returns (`finish`).
         The metrics include what moved onto devices and off them since the last sync (`swaps/…`, `memory/device`).
         """
         begun = time.perf_counter()
         parts = [sync(version) for sync in self.syncs]
         swaps = self.cluster.residency.take_stats()
         return merge_stats([*parts, swaps, {"time/sync": Total(time.perf_counter() - begun)}])
+
+    def serve_newcomers(self, version: int) -> None:
+        """Send the weights of now, of ``version``, if a replica that was started again waits for its first ones."""
+        if any(sync.target.slices is not None and sync.target.slices.joining for sync in self.syncs):
+            self.sync(version)
+
+    def finish(self) -> None:
+        """Wait until all targets serve what was sent to them. Raises what a sync raises."""
+        for sync in self.syncs:
+            sync.finish()
 
 
 def pass_at_k(correct: int, n: int, k: int) -> float:
@@ -133,10 +147,21 @@ def score(
 
 
 class Evaluator:
-    """Runs ``flow(prompts) -> Future`` (an engine's ``eval_flow``) over a whole evaluation set."""
+    """Runs ``flow(prompts) -> Future`` (an engine's ``eval_flow``) over a whole evaluation set.
 
-    def __init__(self, cluster: Cluster, flow: Callable[[BatchRef], Any], loader: Loader, limit: int | None) -> None:
+    ``on_wait()`` is called every second while results are waited for.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        flow: Callable[[BatchRef], Any],
+        loader: Loader,
+        limit: int | None,
+        on_wait: Callable[[], None],
+    ) -> None:
         self.cluster = cluster
+        self.on_wait = on_wait
         self.flow = flow
         self.loader = loader
         self.limit = limit
@@ -155,6 +180,7 @@ class Evaluator:
         total = sum(rows for rows, _ in futures)
         with display.progress("evaluating", total) if display else nullcontext(lambda rows: None) as advance:
             for rows, future in futures:
+                future.wait(self.on_wait)
                 results.append(future.result())
                 advance(rows)
         parts = {source: merge_stats(each.stats() for each in own) for source, own in calls.items()}
@@ -216,7 +242,7 @@ class Engine:
         self.hooks: list[Hook] = []
         self.phase_listeners: list[Callable[[str], None]] = []  # told what the loop is waiting for
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
-        self.ledger = Ledger(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
+        self.unfinished = UnfinishedGroups(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
         self.running = self._start_models()
         self.rewards: Reward | None = None  # the sum behind self.reward
         models: dict[str, Any] = self.running | {
@@ -245,13 +271,17 @@ class Engine:
             self.cluster.expect_functions()
         self.tokenizer = data.tokenizer
         self.ptx_loader = data.ptx
-        buffer = Buffer(config.runtime.max_staleness, data.steps)
-        selection = build_group_selection(self.plan, self.cluster, data.train)
-        self.environment = Environment(self.cluster, self.env_flow, data.train, buffer, self.ledger, selection)
         syncs = [self._sync_between(*pair) for pair in self.plan.syncs]
         self.training = Trainer(self.cluster, self.train_flow, syncs, main=next(iter(self.learning), None))
+        serve = lambda: self.training.serve_newcomers(self.step)  # noqa: E731
+        selection = build_group_selection(self.plan, self.cluster, data.train)
+        options = {"max_staleness": config.runtime.max_staleness, "last": data.steps, "on_wait": serve}
+        self.environment = Environment(self.cluster, self.env_flow, data.train, self.unfinished, selection, **options)
+        if config.runtime.max_staleness:
+            for target in {target for _, target in self.plan.syncs if self.plan.models[target].role is Rollout}:
+                self.running[target].generate_continuously()
         limit = config.runtime.eval_prompts
-        self.evaluator = Evaluator(self.cluster, self.eval_flow, data.eval, limit) if data.eval else None
+        self.evaluator = Evaluator(self.cluster, self.eval_flow, data.eval, limit, serve) if data.eval else None
 
     def _sync_between(self, source: str, target: str) -> WeightSync:
         config = self.config
@@ -302,7 +332,7 @@ class Engine:
         With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``. A
         flow that needs more about a group asks by what this returns.
         """
-        return self.ledger.generate(self.policy, prompts, **sampling)
+        return self.unfinished.generate(self.policy, prompts, **sampling)
 
     @property
     def advantage(self) -> Callable[..., Any]:
@@ -369,6 +399,7 @@ class Engine:
         """Train until the run is complete, or a hook sets ``stop``."""
         self.phase("sync")
         self.training.sync(self.step)
+        self.phase("hooks")
         for hook in self.hooks:
             hook.begin(self)
         while not self.complete and not self.stop:
@@ -391,9 +422,13 @@ class Engine:
             if self.served == self.step or self.complete:
                 stats = merge_stats([stats, self.training.sync(self.step)])
             self.late = {}
+            if restarts := self.cluster.take_restarts():
+                stats["faults/restarts"] = Total(restarts)
             stats |= compute_rates(stats, time.perf_counter() - begun)
+            self.phase("hooks")
             for hook in self.hooks:
                 hook.after_step(self, stats, batch)
+        self.training.finish()
         for hook in self.hooks:
             hook.end(self)
 

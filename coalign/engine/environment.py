@@ -1,18 +1,20 @@
 """The roll-out side of an engine: draws prompts, runs ``env_flow``, and gives each step the groups it trains on.
 
-A round is one run of the flow. Its groups pass the filter and wait in the pool; a step takes the oldest
-``prompts_per_step`` of them. While some are missing, further rounds are run on the next prompts. ``Buffer`` holds the
-rounds under way, ``GroupPool`` complete groups, both the oldest first.
+Prompts are drawn for a step. They go through the flow in bundles: in one where training is synchronous, in several
+where it is not, so that no group waits for the longest response of all. Complete groups pass the filter and wait in the
+pool. A step takes the oldest ``prompts_per_step`` of them, in the order drawn. While some are missing, it takes those
+drawn for later steps, and then draws more.
 
-A batch that is consumed at step s was begun at weight version v >= s - max_staleness: a batch is only begun while
-``begun - version <= max_staleness``, and step s consumes the s-th batch begun. So the bound holds by construction and
-is asserted where it matters, at consumption. With max_staleness 0 a batch is begun only after the weights of the step
-before are in place: synchronous training.
+**The bound.** A step at weight version s trains on tokens of version v >= s - max_staleness: prompts are drawn for a
+step only while ``step - version <= max_staleness``. Groups that have become older are dropped before a step takes any,
+and their age is asserted where they are taken. With max_staleness 0 prompts are drawn after the weights of the step
+before are in place: synchronous training. With more, replicas of the policy generate all the time, and take new weights
+between two slices of their work (coalign.cluster.slices).
 
-``Ledger`` keeps unfinished samples between roll-outs: the next one continues what one leaves unfinished. With
-`rollout.round_tokens` a response grows by at most that many tokens in one roll-out. With `rollout.oversample` a
-roll-out ends once the minimum of groups is complete. Complete groups go to the flow. Incomplete ones are continued by
-the weights of the next roll-out (their tokens keep the log-probs and versions they were chosen with); without
+``UnfinishedGroups`` keeps samples between the roll-outs of synchronous training: with `rollout.round_tokens` a response
+grows by at most that many tokens in one roll-out, and the next one continues it. With `rollout.oversample` a roll-out
+ends once the minimum of groups is complete. Complete groups go to the flow. Incomplete ones are continued by the
+weights of the next roll-out (their tokens keep the log-probs and versions they were chosen with); without
 `round_tokens` they are dropped and counted.
 """
 
@@ -22,8 +24,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -40,49 +43,6 @@ if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.roles import Rollout
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class BufferedBatch(Generic[T]):
-    step: int  # the training step that will consume it
-    version: int  # the weight version it was begun with
-    batch: T
-
-
-class Buffer(Generic[T]):
-    """A first-in first-out queue up to step ``last`` of a run."""
-
-    def __init__(self, max_staleness: int, last: int) -> None:
-        self.max_staleness = max_staleness
-        self.last = last
-        self.begun = 0
-        self._entries: deque[BufferedBatch[T]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def fill(self, version: int, begin: Callable[[int], T]) -> None:
-        """Begin as many batches as the bound allows at this version; ``begin(step)`` begins the one for that step."""
-        while self.begun < self.last and self.begun - version <= self.max_staleness:
-            self._entries.append(BufferedBatch(self.begun, version, begin(self.begun)))
-            self.begun += 1
-
-    def take(self, version: int) -> T:
-        """Remove and return the oldest batch. AssertionError if it is staler than the bound: a bug in the loop."""
-        entry = self._entries.popleft()
-        assert version - entry.version <= self.max_staleness and entry.step == version, entry
-        return entry.batch
-
-    def entries(self) -> list[BufferedBatch[T]]:
-        """Return all entries, oldest first (for a checkpoint)."""
-        return list(self._entries)
-
-    def restore(self, step: int, entries: list[BufferedBatch[T]]) -> None:
-        """Continue at ``step`` with the result of ``entries``."""
-        self._entries = deque(entries)
-        self.begun = step + len(entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +128,19 @@ KINDS = {kind.__name__: kind for kind in get_args(Metric)}
 
 
 @dataclass
-class Round:
-    """One run of the flow on some prompts.
+class Bundle:
+    """Groups that go through the flow together.
 
     ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (group_ages),
     `shares` (curriculum.pass_rates), `lengths` (filters.response_lengths). It is empty if there was nothing to do.
     """
 
-    version: int  # of the weights that it began with
+    version: int  # of the weights when it was drawn
     target: int = 0  # number of groups that it should give
+    prompts: Batch | None = None
     batches: dict[str, Future | BatchRef] = field(default_factory=dict)
     calls: WatchedCalls = field(default_factory=WatchedCalls)
     before: Stats = field(default_factory=dict)  # metrics of what came before its calls, or before a restart
-    position: dict[str, Any] = field(default_factory=dict)  # of the loader when it began
 
     def wait(self) -> tuple[dict[str, BatchRef], Stats]:
         """Wait for all calls; return (batches, merged metrics). Raises what a call raised."""
@@ -188,33 +148,35 @@ class Round:
         return done, merge_stats([self.before, self.calls.stats()])
 
     def is_complete(self) -> bool:
-        """Whether every call of the round has ended without an error."""
+        """Whether it has begun, and every call has ended without an error."""
+        if not self.batches and self.prompts is not None:
+            return False
         calls = [batch for batch in self.batches.values() if isinstance(batch, Future)]
         return all(call.done() and call.ended.exception() is None for call in calls)
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the round, as its weights are gone after a restart, and return what a checkpoint keeps of it."""
+        """Return what a checkpoint keeps: its groups, or the prompts to begin again if not all are complete."""
+        if not self.is_complete():
+            return {"target": self.target, "prompts": self.prompts, "before": _encode(self.before)}
         batches, stats = self.wait()
-        coded = {name: [type(metric).__name__, *astuple(metric)] for name, metric in stats.items()}
         fetched = {name: batch.fetch() for name, batch in batches.items()}
-        return {"version": self.version, "aim": self.target, "stats": coded, "batches": fetched}
-
-    @staticmethod
-    def restore(state: dict[str, Any], cluster: Cluster) -> Round:
-        """Restore the finished round that ``state_dict`` described."""
-        before = {name: KINDS[kind](*numbers) for name, (kind, *numbers) in state["stats"].items()}
-        batches: dict[str, Future | BatchRef] = {name: cluster.put(batch) for name, batch in state["batches"].items()}
-        return Round(state["version"], state["aim"], batches, before=before)
+        return {"target": self.target, "version": self.version, "batches": fetched, "before": _encode(stats)}
 
 
-MIN_KEPT_SHARE = 0.25  # a round begins at most 1 / this many prompts per missing group: a surplus costs memory and ages
+def _encode(stats: Stats) -> dict[str, list[Any]]:
+    return {name: [type(metric).__name__, *astuple(metric)] for name, metric in stats.items()}
+
+
+MIN_KEPT_SHARE = 0.25  # at most 1 / this many prompts are drawn per missing group: a surplus costs memory and ages
+BUNDLES = 8  # that the prompts of one step are cut into where training does not wait for the roll-out
 
 
 class Environment:
-    """Runs a flow on prompts that a loader draws.
+    """Runs a flow on prompts that a loader draws, for the first ``last`` steps.
 
     ``flow(prompts: BatchRef) -> Future`` is the engine's ``env_flow``; it returns before anything is computed.
-    ``ledger`` keeps the samples that it leaves unfinished.
+    ``unfinished`` keeps the samples that it leaves unfinished. ``on_wait()`` is called every second while samples are
+    waited for.
     """
 
     def __init__(
@@ -222,17 +184,24 @@ class Environment:
         cluster: Cluster,
         flow: Callable[[BatchRef], Future],
         loader: Loader,
-        buffer: Buffer[Round],
-        ledger: Ledger,
+        unfinished: UnfinishedGroups,
         selection: GroupSelection,
+        *,
+        max_staleness: int,
+        last: int,
+        on_wait: Callable[[], None],
     ) -> None:
         self.cluster = cluster
         self.flow = flow
         self.loader = loader
-        self.buffer = buffer
-        self.ledger = ledger
+        self.unfinished = unfinished
         self.selection = selection
+        self.max_staleness = max_staleness
+        self.last = last
+        self.drawn = 0  # steps that prompts have been drawn for
+        self.under_way: deque[tuple[int, Bundle]] = deque()  # with the step that they were drawn for
         self.pool = GroupPool(selection.max_age)
+        self.on_wait = on_wait
         self.kept_share = 1.0  # of the groups of the step before: what the filter let through
 
     def next(self, version: int, served: int) -> tuple[BatchRef, Stats]:
@@ -243,43 +212,60 @@ class Environment:
         """
         begun = time.perf_counter()
         expired = self.pool.expire(version)
-        self.buffer.fill(served, lambda step: self._begin(served, step, self._next_target))
-        parts = [self._collect(self.buffer.take(version), version)]
-        while self._missing and len(parts) < self.selection.max_rounds * self.selection.rounds_per_response:
-            parts.append(self._collect(self._begin(served, version, self._missing), version))
+        self.under_way = deque((step, self._begin_restored(served, bundle)) for step, bundle in self.under_way)
+        while self.drawn < self.last and self.drawn - served <= self.max_staleness:
+            self._draw_step(served, self.drawn, self._count_wanted(version))
+            self.drawn += 1
+        parts, rounds = [], 1
+        while self.under_way and (self.under_way[0][0] <= version or self._missing):
+            parts.append(self._collect(self.under_way.popleft()[1], version))
+        while self._missing and rounds < self.selection.max_rounds * self.selection.rounds_per_response:
+            self._draw_step(served, version, self._missing)
+            parts += [self._collect(bundle, version) for _, bundle in self.under_way]
+            self.under_way.clear()
+            rounds += 1
         stats = merge_stats(parts)
         self._update_kept_share(stats)
-        stats["rollout/rounds"] = Total(len(parts))
+        stats["rollout/rounds"] = Total(rounds)
         batch, described = self._take_batch(version, stats)
         counts: Stats = {"time/rollout": Total(time.perf_counter() - begun)}
         if self.selection.groups is not None:
             counts |= {"rollout/expired": Total(expired), "rollout/waiting": Total(len(self.pool))}
         return batch, merge_stats([stats, described, self.loader.stats(), counts])
 
-    # ---- one round -------------------------------------------------------------------------------------------------
+    # ---- bundles ---------------------------------------------------------------------------------------------------
 
     @property
     def _missing(self) -> int:
         """Groups that the step at hand lacks."""
         return max(0, (self.selection.groups or 0) - len(self.pool))
 
-    @property
-    def _next_target(self) -> int:
-        """Number of groups that the round for the step after all those begun should give."""
-        under_way = [entry.batch.target for entry in self.buffer.entries()]
-        return max(0, (self.selection.groups or 0) * (len(under_way) + 1) - len(self.pool) - sum(under_way))
+    def _count_wanted(self, version: int) -> int:
+        """Return how many groups to draw for the next step, beside those that are there or under way."""
+        steps = self.drawn + 1 - version
+        expected = sum(bundle.target for _, bundle in self.under_way)
+        return max(0, (self.selection.groups or 0) * steps - len(self.pool) - expected)
 
-    def _begin(self, version: int, step: int, target: int) -> Round:
-        """Run the flow for ``step`` on as many prompts as should give ``target`` groups."""
+    def _draw_step(self, version: int, step: int, target: int) -> None:
+        """Draw as many prompts for ``step`` as should give ``target`` groups, and run the flow on them."""
         rows = self._count_prompts(target)
-        if rows == 0 and (self.ledger.min_complete == 0 or not self.ledger.carried):
-            return Round(version)
-        position = self.loader.state_dict()
-        prompts, drawn = self._draw(rows, step)
-        self.ledger.since = step - self.selection.max_age
+        if rows == 0 and (self.unfinished.min_complete == 0 or not self.unfinished.carried):
+            self.under_way.append((step, Bundle(version)))
+            return
+        prompts, stats = self._draw(rows, step)
+        self.unfinished.since = step - self.selection.max_age
+        bundles = min(BUNDLES, max(1, len(prompts))) if self.max_staleness else 1
+        parts = prompts.split(bundles, keep="group", by="sequences") if bundles > 1 else [prompts]
+        for number, part in enumerate(parts):
+            own = target * (number + 1) // bundles - target * number // bundles
+            self.under_way.append((step, self._begin(version, own, part, stats if number == 0 else {})))
+
+    def _begin(self, version: int, target: int, prompts: Batch, stats: Stats) -> Bundle:
+        """Run the flow on prompts; ``stats`` are metrics of drawing them."""
         several = len(self.loader.sources) > 1
         batches: dict[str, Future | BatchRef] = {}
-        with self.cluster.watch() as calls:
+        in_turn = nullcontext() if self.max_staleness == 0 else self.cluster.any_order()
+        with in_turn, self.cluster.watch() as calls:
             groups = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
             if curriculum := self.selection.curriculum:
                 batches["shares"] = self.cluster.transform(pass_rates, groups, solved=curriculum.config.solved)
@@ -289,10 +275,10 @@ class Environment:
                 groups = self.cluster.transform(
                     filter_groups, groups, keep=keep.func, arguments=keep.keywords, by_source=several
                 )
-            if self.ledger.carries:
+            if self.unfinished.carries:
                 batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
-        self.ledger.check()
-        return Round(version, target, {"groups": groups, **batches}, calls, drawn, position)
+        self.unfinished.check()
+        return Bundle(version, target, prompts, {"groups": groups, **batches}, calls, stats)
 
     def _count_prompts(self, target: int) -> int | None:
         """Return how many prompts to begin for ``target`` groups; None: those of a batch.
@@ -302,12 +288,12 @@ class Environment:
         if self.selection.groups is None:
             return None
         need = math.ceil(target / max(self.kept_share, MIN_KEPT_SHARE))
-        oversample = self.ledger.config.oversample
+        oversample = self.unfinished.config.oversample
         if oversample == 1:
             return need
-        carried = self.ledger.carried
+        carried = self.unfinished.carried
         surplus = max(0, math.ceil((oversample - 1) * need - 1e-9) - carried)
-        self.ledger.min_complete = need / max(1, need + surplus + carried)
+        self.unfinished.min_complete = need / max(1, need + surplus + carried)
         return need + surplus
 
     def _draw(self, rows: int | None, step: int) -> tuple[Batch, Stats]:
@@ -321,8 +307,11 @@ class Environment:
             prompts = selection.add_budgets(prompts)
         return selection.lengths.expect(prompts) if selection.lengths else prompts, stats
 
-    def _collect(self, done: Round, version: int) -> Stats:
-        """Wait for a round and add its groups to the pool."""
+    def _collect(self, done: Bundle, version: int) -> Stats:
+        """Wait for a bundle and add its groups to the pool."""
+        for batch in done.batches.values():
+            if isinstance(batch, Future):
+                batch.wait(self.on_wait)
         batches, stats = done.wait()
         if (curriculum := self.selection.curriculum) and "shares" in batches:
             stats = merge_stats([stats, curriculum.note(batches["shares"].fetch(), version)])
@@ -337,6 +326,12 @@ class Environment:
         kept, dropped = (stats[name].value if name in stats else 0.0 for name in ("filter/kept", "filter/dropped"))
         if kept + dropped:
             self.kept_share = kept / (kept + dropped)
+
+    def _begin_restored(self, version: int, bundle: Bundle) -> Bundle:
+        """Begin a bundle whose samples were not complete at the checkpoint; return others unchanged."""
+        if bundle.batches or bundle.prompts is None:
+            return bundle
+        return self._begin(version, bundle.target, bundle.prompts, bundle.before)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -366,7 +361,8 @@ class Environment:
         text, selection = f"step {version + 1}: there is no group to train on", self.selection
         rounds = f"{stats['rollout/rounds'].value:g} roll-outs"
         if "episode/empty" in stats and stats["episode/empty"].value == 1:
-            return f"{text}: the environment `{self.ledger.config.fn}` (rollout.fn) has asked the policy for no turn"
+            name = self.unfinished.config.fn
+            return f"{text}: the environment `{name}` (rollout.fn) has asked the policy for no turn"
         if selection.filter is None:
             return f"{text}: every sample failed, or none came to its end in {rounds}"
         dropped = int(stats["filter/dropped"].value) if "filter/dropped" in stats else 0
@@ -381,9 +377,10 @@ class Environment:
 
     def restart(self, step: int) -> None:
         """Forget all samples, also those under way, and go on after ``step`` steps with the loader's next rows."""
-        self.buffer.restore(step, [])
+        self.under_way.clear()
+        self.drawn = step
         self.pool.restore([])
-        self.ledger.restore(None)
+        self.unfinished.restore(None)
         if self.selection.replay:
             self.selection.replay.restore([])
 
@@ -395,43 +392,32 @@ class Environment:
         return {
             "loader": self.loader.state_dict(),
             "kept": self.kept_share,
-            "buffer": self.buffer.entries(),
+            "drawn": self.drawn,
+            "under_way": list(self.under_way),
             "pool": self.pool.entries(),
-            "unfinished": self.ledger.snapshot(),
+            "unfinished": self.unfinished.snapshot(),
             "replay": list(selection.replay.remembered) if selection.replay else [],
             "curriculum": selection.curriculum.state_dict() if selection.curriculum else {},
             "lengths": selection.lengths.state_dict() if selection.lengths else {},
         }
 
     def fetch_state(self, snapshot: dict[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint keeps of a ``snapshot``: the batches themselves.
-
-        Waits for rounds under way, because their weights are gone after a restart.
-        """
+        """Return what a checkpoint keeps of a ``snapshot``: the batches themselves, and prompts that are under way."""
         unfinished = snapshot["unfinished"]
         return snapshot | {
-            "buffer": [
-                {"step": entry.step, "version": entry.version, "round": entry.batch.state_dict()}
-                for entry in snapshot["buffer"]
-            ],
+            "under_way": [{"step": step, **bundle.state_dict()} for step, bundle in snapshot["under_way"]],
             "pool": [{"version": ready.version, "batch": ready.batch.fetch()} for ready in snapshot["pool"]],
             "unfinished": None if unfinished is None else self.cluster.resolve(unfinished).fetch(),
             "replay": [batch.fetch() for batch in snapshot["replay"]],
         }
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Continue with the result of ``fetch_state``, after ``step`` steps."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the result of ``fetch_state``. Prompts that were under way are generated anew."""
         self.loader.load_state_dict(state["loader"])
-        self.kept_share = state["kept"]
-        self.buffer.restore(
-            step,
-            [
-                BufferedBatch(entry["step"], entry["version"], Round.restore(entry["round"], self.cluster))
-                for entry in state["buffer"]
-            ],
-        )
+        self.kept_share, self.drawn = state["kept"], state["drawn"]
+        self.under_way = deque((entry["step"], self._restore(entry)) for entry in state["under_way"])
         self.pool.restore([ReadyGroups(self.cluster.put(entry["batch"]), entry["version"]) for entry in state["pool"]])
-        self.ledger.restore(state["unfinished"])
+        self.unfinished.restore(state["unfinished"])
         if self.selection.replay:
             self.selection.replay.restore(state["replay"])
         if self.selection.curriculum:
@@ -439,23 +425,19 @@ class Environment:
         if self.selection.lengths:
             self.selection.lengths.load_state_dict(state["lengths"])
 
+    def _restore(self, state: dict[str, Any]) -> Bundle:
+        before = {name: KINDS[kind](*numbers) for name, (kind, *numbers) in state["before"].items()}
+        batches: dict[str, Future | BatchRef] = {
+            name: self.cluster.put(own) for name, own in state.get("batches", {}).items()
+        }
+        return Bundle(state.get("version", 0), state["target"], state.get("prompts"), batches, before=before)
 
-def drop_failed_rounds(snapshot: dict[str, Any]) -> int:
-    """Remove the rounds of a ``snapshot`` that have no result, and those after them; return how many.
 
-    The loader's position becomes that of the first one, so its prompts are drawn again.
+class UnfinishedGroups:
+    """Keeps the groups that a roll-out of the policy leaves unfinished, for the next one.
+
+    Only ``carried`` waits for a roll-out under way.
     """
-    entries: list[BufferedBatch[Round]] = snapshot["buffer"]
-    good = next((i for i, entry in enumerate(entries) if not entry.batch.is_complete()), len(entries))
-    if good < len(entries):
-        snapshot["loader"] = entries[good].batch.position or snapshot["loader"]
-        snapshot["buffer"] = entries[:good]
-        snapshot["unfinished"] = None  # of a roll-out under way
-    return len(entries) - good
-
-
-class Ledger:
-    """Keeps the unfinished groups of one policy. Only ``carried`` waits for a roll-out under way."""
 
     def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
         self.cluster = cluster

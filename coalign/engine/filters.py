@@ -110,8 +110,8 @@ def filter_groups(
 ) -> tuple[Batch, Stats]:
     """Keep the groups for all of whose samples ``keep(columns, **arguments) -> bool[N]`` returns True.
 
-    Metrics: filter/kept and filter/dropped, in groups; ``by_source`` those of each source, too. ValueError for a column
-    that nobody produced, or a result of another type or shape.
+    Metrics: filter/kept and filter/dropped, in groups, ``by_source`` those of each source, too; filter/dropped_tokens,
+    in generated tokens. ValueError for a column that nobody produced, or a result of another type or shape.
     """
     if not len(batch):
         return batch, {}
@@ -123,6 +123,7 @@ def filter_groups(
     whole = torch.ones(len(groups), dtype=torch.bool)
     whole[member[~kept]] = False
     stats: Stats = {"filter/kept": Total(float(whole.sum())), "filter/dropped": Total(float((~whole).sum()))}
+    stats["filter/dropped_tokens"] = Total(float(batch.select(~whole[member])["loss_mask"].sum()))
     for source, own in find_sources(batch["rows"]).items() if by_source else ():
         mine = torch.zeros_like(whole).index_fill_(0, member[own], True)
         stats[f"source/{source}/kept"] = Total(float((whole & mine).sum()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -88,12 +89,13 @@ class EnvironmentLoop(EventLoopThread):
     def __init__(self) -> None:
         super().__init__("environments")
         self.news = threading.Event()  # an environment has ended, or asks for a turn
+        self.silence = 0.0  # seconds for which the policy's thread has waited since the last news
         self._watch: InterpreterWatch | None = None
-        self._batch: EnvironmentBatch | None = None
+        self._batches: list[EnvironmentBatch] = []  # those that run, and the last one
 
     def watch(self, batch: EnvironmentBatch) -> None:
         """Watch the interpreter from now on; ``batch`` is the one that begins."""
-        self._batch = batch
+        self._batches = [*(other for other in self._batches if not other.done), batch]
         if self._watch is None:
             self._watch = InterpreterWatch(f"environment '{batch.environment.name}'", self._find_limit)
 
@@ -105,12 +107,14 @@ class EnvironmentLoop(EventLoopThread):
 
     def _find_limit(self) -> float:
         """Seconds for which the interpreter may be held: much, while no environment runs and models load or save."""
-        assert self._batch is not None
-        return max(self._batch.environment.timeout + _GRACE, _IDLE_HOLD if self._batch.done else _LEAST_HOLD)
+        batches = self._batches
+        running = [batch for batch in batches if not batch.done]
+        longest = max(batch.environment.timeout for batch in running or batches)
+        return max(longest + _GRACE, _LEAST_HOLD if running else _IDLE_HOLD)
 
 
 class EnvironmentBatch:
-    """The environments of one batch, started at once. A loop runs one batch at a time.
+    """The environments of one batch, started at once. A loop may run several batches.
 
     Once ``min_groups`` groups are done, the episodes of the others end as PARTIAL.
     """
@@ -139,17 +143,30 @@ class EnvironmentBatch:
         """The number of episodes that have ended."""
         return sum(len(call.episodes) for call in self.calls if call.over)
 
-    def wait(self) -> None:
-        """Wait for news. Raises EnvironmentBlocked if an environment blocks the loop, and with it all timeouts."""
-        while not self.loop.news.wait(self.environment.timeout + _GRACE):
-            if not self.loop.is_blocked(_GRACE):
-                continue  # all environments wait for a service
+    def wait(self, seconds: float = math.inf) -> None:
+        """Wait for news of any batch of the loop, at most ``seconds``.
+
+        Raises EnvironmentBlocked if an environment blocks the loop, and with it all timeouts.
+        """
+        loop, limit = self.loop, self.environment.timeout + _GRACE
+        while seconds > 0:
+            patience = max(0.0, min(seconds, limit - loop.silence))
+            if loop.news.wait(patience):
+                loop.news.clear()
+                loop.silence = 0.0
+                return
+            loop.silence, seconds = loop.silence + patience, seconds - patience
+            if loop.silence >= limit:
+                self._check_responsive()
+
+    def _check_responsive(self) -> None:
+        self.loop.silence = 0.0
+        if self.loop.is_blocked(_GRACE):  # otherwise all environments wait for a service
             raise EnvironmentBlocked(
                 f"an environment has blocked its event loop for {self.environment.timeout:g} s: it must await whatever "
                 "takes time (coalign.threads.call_in_thread for plain functions). It is here:\n"
                 + self.loop.format_stack()
             )
-        self.loop.news.clear()
 
     def stop(self) -> None:
         """End the remaining episodes (PARTIAL) once the policy computes nothing any more."""

@@ -43,6 +43,7 @@ from coalign.launch.validate import (
     check_reward_lengths,
     check_routing_replay,
     check_sections,
+    check_staleness,
     check_stream,
     check_template,
     check_token_limits,
@@ -182,6 +183,7 @@ def prepare(config: RunConfig, *, join: bool = True) -> Plan:
         check_repetition_penalty(syncs, models)
         check_routing_replay(syncs, config)
         check_transport(syncs, configs, config)
+        check_staleness(syncs, models, config)
         main = next((model for model in models.values() if model.role is Trainable), None)
         if main is not None and main.objective is not None:
             check_guards(main.objective, config)
@@ -297,6 +299,7 @@ def _plan_models(
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),
             routing_replay=config.rollout.routing_replay and any(name in pair for pair in syncs),
+            recompute_kv=config.rollout.kv == "recompute",
             environment=environment if role is Rollout else None,
             tokenizer=tokenizer,
             trust_tokenizer=trust_tokenizer,

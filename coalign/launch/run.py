@@ -16,13 +16,15 @@ from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Engine, Hook, precompute
-from coalign.engine.hooks.checkpoint import Checkpoints, Save, read_state, restore_engine, verify_checkpoint
+from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
+from coalign.engine.hooks.checkpoint_folder import Checkpoints, verify_checkpoint
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
+from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
 from coalign.engine.hooks.profiling import StepProfiler
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder
-from coalign.engine.hooks.run_folder import RunFolder
+from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.files import RecordFile, RecordHandler, Sink
@@ -69,6 +71,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
     config = plan.config
     trace(plan)
     with closing(RunFolder(config.output)) as folder, _logged(folder, display):
+        goodput = Goodput(folder.metrics)
         write_commits(folder.path, named, config)
         data = load_data(plan)
         provenance = Provenance(config, data.eval.state_dict() if data.eval else None)
@@ -96,9 +99,10 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                 log.info("loading %s", ", ".join(plan.started))
                 engine = plan.recipe(plan, cluster, data)
                 engine.hooks.append(provenance)
-                return _learn(engine, folder, checkpoints, checkpoint, display, watchdog, hooks, signals)
+                return _learn(engine, folder, checkpoints, checkpoint, display, watchdog, hooks, signals, goodput)
         finally:
             display.close()
+            checkpoints.abandon()
             cluster.shutdown()
 
 
@@ -111,6 +115,7 @@ def _learn(
     watchdog: Watchdog,
     hooks: Sequence[Hook],
     signals: StopSignals,
+    goodput: Goodput,
 ) -> int:
     config, runtime = engine.config, engine.config.runtime
     save = Save(checkpoints, runtime.save_every, runtime.save_minutes, runtime.best, runtime.best_mode)
@@ -119,7 +124,7 @@ def _learn(
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
     engine.cluster.on_end = timeline.note
-    engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save])
+    engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks, goodput, record, save])
     _refuse_namesakes(engine.hooks)
     if checkpoint is None:
         folder.move_records_aside()  # of an earlier run
@@ -132,7 +137,8 @@ def _learn(
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
-    engine.phase_listeners.extend([watchdog.phase, display.phase, *(each.phase for each in (timeline, *profile))])
+    watching = (goodput, watchdog, display, timeline, *profile)
+    engine.phase_listeners.extend(each.phase for each in watching)
     signals.engine = engine
     try:
         engine.learn()
@@ -148,7 +154,7 @@ def _learn(
     if runtime.plots:
         with Sink("plots").survive():
             plot_run(folder.path)
-    display.finish(folder.path)
+    display.finish(folder.path, flatten_stats(goodput.measure()))
     if guards.ended:
         return UNHEALTHY
     return 128 + signals.first if signals.first else 0

@@ -127,6 +127,37 @@ def check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, Model
             )
 
 
+def check_staleness(syncs: Sequence[tuple[str, str]], models: Mapping[str, PlannedModel], config: RunConfig) -> None:
+    """Refuse (ValueError) `runtime.max_staleness` where a policy cannot generate while its trainer trains."""
+    if not config.runtime.max_staleness:
+        return
+    for key, unset in (("round_tokens", None), ("oversample", 1.0)):
+        if getattr(config.rollout, key) != unset:
+            raise ValueError(
+                f"rollout.{key}: is for synchronous training; with runtime.max_staleness > 0 responses go on while the "
+                "trainer trains, and no step waits for the longest one: leave one of the two out"
+            )
+    slots = plan_slots({name: model.config for name, model in models.items()}, config.runtime.colocation)
+    for source, target in syncs:
+        if models[target].role is not Rollout:
+            continue
+        if slots[source] is slots[target]:
+            raise ValueError(
+                f"runtime.max_staleness: models.{source} and models.{target} take turns (runtime.colocation)"
+                ", so neither computes while the other does; give each its own, or set it to 0"
+            )
+        if not hasattr(models[target].module, "roll"):
+            raise ValueError(
+                f"runtime.max_staleness: models.{target}.module `{models[target].config.module}` has no method `roll`, "
+                "so it cannot generate while its trainer trains; derive it from RolloutModule, or set it to 0"
+            )
+        if models[target].config.pipeline_parallel > 1:
+            raise ValueError(
+                f"runtime.max_staleness: models.{target}.pipeline_parallel is {models[target].config.pipeline_parallel}"
+                ", and a pipeline takes no weights while it computes; set it to 1, or max_staleness to 0"
+            )
+
+
 SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that say which samples there are
 
 

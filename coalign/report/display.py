@@ -35,7 +35,15 @@ from rich.text import Text
 from coalign.config.secrets import hide_secrets
 from coalign.files import Sink
 from coalign.report.own_code import describe_place
-from coalign.report.step_line import RunTotals, format_fields, format_idle, format_number, format_seconds
+from coalign.report.step_line import (
+    RunTotals,
+    describe_goodput,
+    format_fields,
+    format_goodput,
+    format_idle,
+    format_number,
+    format_seconds,
+)
 
 if TYPE_CHECKING:
     from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need
@@ -98,7 +106,12 @@ class Display:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print one line for the metrics of a step (names as in metrics.jsonl)."""
-        fields = [*format_fields(metrics, self._smooth), format_seconds(metrics), format_idle(metrics)]
+        fields = [
+            *format_fields(metrics, self._smooth),
+            format_seconds(metrics),
+            format_goodput(metrics),
+            format_idle(metrics),
+        ]
         self._totals.add(metrics)
         for name, value in metrics.items():
             self._history[name] = (self._history.get(name, (value, value))[0], value)
@@ -114,13 +127,13 @@ class Display:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, pace=self._pace(), phase="")
 
-    def finish(self, folder: Path) -> None:
-        """Remove the bar; print a summary and where the results are."""
+    def finish(self, folder: Path, goodput: Mapping[str, float] | None = None) -> None:
+        """Remove the bar; print a summary, where the time went (``goodput``: its metrics) and where the results are."""
         self.close()
         with self._screen.survive():
-            self._print_summary(folder)
+            self._print_summary(folder, describe_goodput(goodput or {}))
 
-    def _print_summary(self, folder: Path) -> None:
+    def _print_summary(self, folder: Path, goodput: list[str]) -> None:
         rows = {name: self._history[name] for name in _SUMMARY if name in self._history}
         if rows:
             table = _table("", "first", "last")
@@ -129,6 +142,9 @@ class Display:
             self.out.print(table)
         for name, text in self._totals.rows().items():
             self.out.print(f"{name}: {text}", soft_wrap=True)
+        for line in goodput:
+            self.out.print(line, soft_wrap=True)
+            log.info("%s", line)
         self.out.print(f"{_duration(time.monotonic() - self._begun)}; results in {folder}", soft_wrap=True)
 
     def close(self) -> None:

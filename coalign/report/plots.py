@@ -111,7 +111,18 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         row["step"]: split_step_seconds(_select_numbers(row)) for row in rows if "time/step" in _select_numbers(row)
     }
     if phases:
-        written.append(_draw_phases(folder, phases, curves["time/step"]))
+        figure, axes = _draw_bands("Time of a step", "seconds", phases)
+        axes.plot(*zip(*curves["time/step"], strict=True), color="#222222", linewidth=1.2, label="whole step")
+        written.append(_save_bands(figure, axes, folder / "time.png"))
+    shares = {
+        row["step"]: {n.removeprefix("goodput/"): row[n] for n in _select_numbers(row) if n.startswith("goodput/")}
+        for row in rows
+        if "goodput/trained" in row
+    }
+    if shares:
+        figure, axes = _draw_bands("Where the time went", "share of the run so far", shares)
+        axes.set_ylim(top=1)
+        written.append(_save_bands(figure, axes, folder / "goodput.png"))
     traces = sorted((Path(run_dir) / "timeline").glob("step_*.json"), key=lambda file: file.stat().st_mtime)
     return written + [plot_timeline(trace, folder / "timeline.png") for trace in traces[-1:]]
 
@@ -168,18 +179,22 @@ def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path
     return save_figure(figure, folder / f"{plot.file}.png")
 
 
-def _draw_phases(folder: Path, phases: Mapping[int, Mapping[str, float]], total: Curve) -> Path:
-    figure, axes = new_figure("Time of a step", "seconds")
-    steps = list(phases)
-    names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds))
-    bands = [[phases[step].get(name, 0.0) for step in steps] for name in names]
+def _draw_bands(title: str, unit: str, rows: Mapping[int, Mapping[str, float]]) -> tuple[Figure, Axes]:
+    """Draw numbers of each step on top of each other."""
+    figure, axes = new_figure(title, unit)
+    steps = list(rows)
+    names = list(dict.fromkeys(name for numbers in rows.values() for name in numbers))
+    bands = [[rows[step].get(name, 0.0) for step in steps] for name in names]
     if names:
         axes.stackplot(steps, bands, labels=names, colors=pick_colors(len(names)), alpha=0.75, linewidth=0)
-    axes.plot(*zip(*total, strict=True), color="#222222", linewidth=1.2, label="whole step")
+    return figure, axes
+
+
+def _save_bands(figure: Figure, axes: Axes, path: Path) -> Path:
     axes.set_ylim(bottom=0)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return save_figure(figure, folder / "time.png")
+    return save_figure(figure, path)
 
 
 _ROW = 0.32  # inches

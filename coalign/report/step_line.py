@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
 
 # label, names of the metric (the first one that is reported counts), whether it gets an arrow
 _FIELDS = (
@@ -18,6 +19,22 @@ _FIELDS = (
     ("eval acc", ("eval/loss/accuracy",), True),
 )
 _WAITS = ("rollout", "train", "sync")  # `time/…`: what the loop waits for, one after the other
+# what the shares `goodput/…` are called in a sentence
+_LOSSES = {
+    "rollout": "waiting for rollouts",
+    "sync": "weight sync",
+    "checkpoint": "checkpoints",
+    "evaluation": "evaluation",
+    "hooks": "logging and hooks",
+    "start": "start-up",
+    "redone": "steps refused or done again",
+}
+_DROPPED = {
+    "by the filter": "tokens_dropped/filter",
+    "expired as too old": "tokens_dropped/expired",
+    "given up": "tokens_dropped/given_up",
+    "cut": "tokens_dropped/cut",
+}
 # label -> the method whose seconds it sums over all models
 _PHASES = {"gen": ".generate", "score": ".forward_step", "train": ".train_step"}
 
@@ -99,12 +116,38 @@ def format_idle(metrics: Mapping[str, float]) -> str:
     return f"idle {' '.join(shares)}" if shares else ""
 
 
+def format_goodput(metrics: Mapping[str, float]) -> str:
+    """Return `goodput 61%`: the share of the run's time so far that went into tokens trained on."""
+    return f"goodput {metrics['goodput/trained']:.0%}" if "goodput/trained" in metrics else ""
+
+
+def describe_goodput(metrics: Mapping[str, float]) -> list[str]:
+    """Say in a few sentences where the time of a run and its generated tokens went; none without these metrics."""
+    if "goodput/trained" not in metrics:
+        return []
+    prefix = "goodput/"
+    shares = {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
+    parts = _round_shares(shares)
+    rest = {name: part for name, part in parts.items() if name != "trained" and part}
+    lost = ", ".join(f"{_LOSSES[name]} {part}%" for name, part in sorted(rest.items(), key=lambda each: -each[1]))
+    whole = timedelta(seconds=round(metrics["time/run"]))
+    lines = [f"goodput: {parts['trained']}% of {whole} went into tokens that were trained on"]
+    if lost:
+        lines.append(f"the rest of the time: {lost}")
+    dropped = {
+        label: metrics[name] for label, name in _DROPPED.items() if metrics.get(name, 0.0) >= 0.0005
+    }  # 0.0 % says nothing
+    if dropped:
+        causes = ", ".join(f"{label} {share:.1%}" for label, share in dropped.items())
+        lines.append(f"of the generated tokens {sum(dropped.values()):.1%} were dropped: {causes}")
+    return lines
+
+
 class RunTotals:
     """Sums up the time and the tokens of all steps of a run."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._waits: Counter[str] = Counter()
         self._phases: Counter[str] = Counter()
         self._idle: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -115,22 +158,17 @@ class RunTotals:
         if seconds is None:
             return
         self._seconds += seconds
-        self._waits.update(split_step_seconds(metrics))
         self._phases.update({label: n for label, n in sum_phase_seconds(metrics).items() if label in _PHASES})
         self._idle.update({name: share * seconds for name, share in _select_idle(metrics).items()})
         rates = {what: metrics.get(f"throughput/{what}") for what in ("generated", "trained")}
         self._tokens.update({what: rate * seconds for what, rate in rates.items() if rate})
 
     def rows(self) -> dict[str, str]:
-        """Return `shares of time`, `calls`, `idle` and `tokens/s` as text; empty without steps.
-
-        The shares of time add up to 100 %. Calls may overlap, so theirs may not.
-        """
+        """Return `calls`, `idle` and `tokens/s` as text; empty without steps. Shares of calls may overlap."""
         if not self._seconds:
             return {}
         share = lambda seconds: f"{seconds / self._seconds:.0%}"  # noqa: E731
         rows = {
-            "shares of time": " ".join(f"{name} {part}%" for name, part in _round_shares(self._waits).items()),
             "calls, which may overlap": " ".join(f"{name} {share(seconds)}" for name, seconds in self._phases.items()),
             "idle": " ".join(f"{name} {share(seconds)}" for name, seconds in self._idle.items()),
             "tokens/s": " ".join(f"{what} {format_number(n / self._seconds)}" for what, n in self._tokens.items()),

@@ -60,7 +60,7 @@ ALLOWED = {
         "function_process",
         "interpreter_watch",
     },
-    "weights": {"types", "config", "cluster", "devices", "files", "memory"},
+    "weights": {"types", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "files", "threads"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "devices", "hub", "memory", "threads"},

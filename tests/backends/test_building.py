@@ -56,7 +56,7 @@ def test_saving_beside_loading(path, tmp_path):
     unwrap = pretrained.modeling_utils.unwrap_model
 
     def save(name):
-        pretrained.save(model, dict(model.named_parameters()), config, tmp_path / name)
+        pretrained.build_writer(model, config, tmp_path / name)(dict(model.named_parameters()))
 
     for _ in range(3):
         side_by_side(lambda: save("a"), lambda: save("b"), lambda: pretrained.load(config, seed=0))

@@ -25,6 +25,17 @@ class CountingSession(GenerationSession):
     def unfinished(self):
         return bool(self.answers)
 
+    @property
+    def unstarted(self):
+        return 0
+
+    def take_active(self):
+        taken, self.answers = self.answers, []
+        return taken
+
+    def requeue(self, requests):
+        self.answers = [PartialResponse(request, 0, None) for request in requests] + self.answers
+
     def submit(self, request, on_done):
         prompt = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=100, context=None)
         self.answers += [PartialResponse(prompt, place, None) for place in range(request.samples)]

@@ -13,7 +13,7 @@ def test_a_model_is_saved_without_being_unwrapped(tmp_path, monkeypatch):
     model = pretrained.load(config, seed=0)
     asked = []
     monkeypatch.setattr(modeling_utils, "unwrap_model", asked.append)
-    pretrained.save(model, model.state_dict(), config, tmp_path / "saved")
+    pretrained.build_writer(model, config, tmp_path / "saved")(model.state_dict())
     assert not asked
     assert modeling_utils.unwrap_model == asked.append  # whatever else saves in this process is left as it was
     written = (tmp_path / "saved" / "model.safetensors").read_bytes()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -197,3 +199,38 @@ class UnevenModule(Module):
     def forward_step(self, batch: Batch, *, into: str = "reward") -> dict[str, torch.Tensor]:
         time.sleep(len(batch) * (0.04 if self.context.replica == 0 else 0.01))
         return {into: batch["tokens"][batch.offsets[:-1]].float(), f"replica_{self.context.replica}": Total(len(batch))}
+
+
+class SlicedModule(EchoModule):
+    """Generates in slices: a sequence takes as many ticks as its first token says, all of them side by side."""
+
+    exclusive = False
+    tick = 0.01
+
+    def setup(self) -> None:
+        self.version = -1
+        self.slow = 4 if self.context.replica else 1  # of several replicas the first is four times as fast
+        self.rows: dict[int, tuple[Batch, int]] = {}  # by number, with the ticks that are left
+
+    def install(self, version: int) -> None:
+        self.version = version
+
+    def roll(
+        self, new: Sequence[tuple[int, Batch, Mapping[str, Any]]], seconds: float
+    ) -> tuple[int | None, Batch | None, dict[str, Any], int]:
+        for number, prompts, options in new:
+            if options.get("broken"):
+                raise ValueError("as asked")
+            out = self.generate(prompts, samples=options.get("samples", 1))
+            out = out.with_(versions=torch.full((out.tokens_total,), self.version, dtype=torch.int32))
+            self.rows[number] = out, int(prompts["tokens"].max())
+        until = time.monotonic() + seconds
+        while self.rows:
+            done = next((number for number, (_, left) in self.rows.items() if left <= 0), None)
+            if done is not None:
+                return done, self.rows.pop(done)[0], {"handled": Total(1.0)}, 0
+            if time.monotonic() > until:
+                break
+            time.sleep(self.tick * self.slow)
+            self.rows = {number: (batch, left - 1) for number, (batch, left) in self.rows.items()}
+        return None, None, {}, 0

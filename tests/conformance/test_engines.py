@@ -15,22 +15,10 @@ from coalign.data.batch import Batch
 from coalign.environments.conversation import find_environment
 from coalign.environments.episode import Episode
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
-from tests.conformance.engines import ENGINES, build, load, mismatch, model_dir, prompts
+from tests.conformance.engines import build, load, mismatch, prompts
 
 COLUMNS = ("tokens", "loss_mask", "versions", "index", "prompt_length", "status", "group")
 pytestmark = pytest.mark.timeout(600)  # vLLM is slow to import where others compute
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request, directory):
-    module = build(request.param, directory)
-    yield module
-    module.close()
 
 
 @pytest.fixture

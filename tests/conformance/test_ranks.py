@@ -16,15 +16,17 @@ ONE, TWO = Backend("one", "fsdp"), Backend("two", "fsdp", ranks=2, config={"max_
 
 
 def _halfway(rank: int, port: int, path: str, folder: Path, batches: list[Batch]) -> dict:
-    """Four steps straight; then from a checkpoint after the second; also with nothing to do on one rank."""
+    """Four steps straight, while a checkpoint of the second is written; then from there; also with an idle rank."""
     straight = build(TWO, path, rank=rank, port=port)
     for i, batch in enumerate(batches):
         straight.train_step(batch.split(2, keep="group")[rank])
         if i == 1:
+            assert straight.begin_saves()
             straight.save(folder / "checkpoint")
             straight.save_hf(folder / "hf")
             middle = exported(straight)
     ended = exported(straight)
+    straight.finish_saves()
     straight.load(folder / "checkpoint")
     for batch in batches[2:]:
         straight.train_step(batch.split(2, keep="group")[rank])

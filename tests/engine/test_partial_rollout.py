@@ -107,17 +107,16 @@ def test_groups_beyond_the_age_are_given_up_and_counted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "staleness"),
-    [
-        ({"round_tokens": 4}, 0),
-        ({"round_tokens": 16, "oversample": 2.0}, 1),
-        pytest.param({"round_tokens": 4}, 1, marks=pytest.mark.slow),
-        pytest.param({"round_tokens": 16, "oversample": 2.0}, 0, marks=pytest.mark.slow),
-    ],
+    "rollout", [{"round_tokens": 4}, pytest.param({"round_tokens": 16, "oversample": 2.0}, marks=pytest.mark.slow)]
 )
-def test_a_run_cut_in_the_middle_of_responses_goes_on_bit_for_bit(tmp_path, rollout, staleness):
-    config = partial(tmp_path, rollout=rollout, steps=4, max_staleness=staleness)
-    assert_resumes_bit_for_bit(config, tmp_path, 2)
+def test_a_run_cut_in_the_middle_of_responses_goes_on_bit_for_bit(tmp_path, rollout):
+    assert_resumes_bit_for_bit(partial(tmp_path, rollout=rollout, steps=4), tmp_path, 2)
+
+
+@pytest.mark.parametrize("rollout", [{"round_tokens": 4}, {"oversample": 2.0}])
+def test_rounds_are_for_synchronous_training(tmp_path, rollout):
+    with pytest.raises(ValueError, match=rf"rollout.{next(iter(rollout))}: is for synchronous training"):
+        run(partial(tmp_path, rollout=rollout, max_staleness=1))
 
 
 def test_one_version_of_the_weights_gives_what_an_uncut_call_gives(tmp_path, monkeypatch):

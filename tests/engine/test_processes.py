@@ -116,9 +116,8 @@ def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
 @pytest.mark.timeout(400)
 def test_a_worker_that_stands_still_ends_the_run_in_time(tmp_path):
     """A stopped process answers nothing; `runtime.call_timeout` ends the run, with the stacks of the others."""
-    config = settings(
-        tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray", call_timeout=20, stall=5, max_staleness=1
-    )
+    options = {"call_timeout": 20, "stall": 5, "max_staleness": 1, "restarts": 0}
+    config = settings(tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray", **options)
     process = command(config)
     wait_for_step(process, config, 2, seconds=150)
     stopped = next(p for p in processes_of(config) if any(":policy:" in part for part in p.cmdline()))
@@ -129,6 +128,50 @@ def test_a_worker_that_stands_still_ends_the_run_in_time(tmp_path):
     assert "the report of a stalled run failed" not in output
     assert list((Path(config["output"]) / "stalls").glob("*/report.txt"))
     assert not processes_of(config), "processes were left behind"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("how", "replicas"), [("killed", 1), ("killed", 2), ("stopped", 1)])
+def test_a_lost_sampler_is_started_again(tmp_path, how, replicas):
+    options = {"max_staleness": 1, "call_timeout": 20, "log_samples": 99}
+    config = settings(tmp_path, "grpo", steps=12, eval_at_start=False, cluster="ray", **options)
+    config["models"]["policy"]["num_process"] = replicas
+    config["data"].pop("eval")
+    process = command(config)
+    wait_for_step(process, config, 2, seconds=150)
+    lost = next(p for p in processes_of(config) if any(":policy:" in part for part in p.cmdline()))
+    lost.kill() if how == "killed" else lost.suspend()
+    output = finish(process)
+    assert "policy, replica" in output and "it is started again, 1 of 10 times" in output
+    lines, groups = metrics(config), {}
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert sum(line.get("faults/restarts", 0) for line in lines) == 1
+    assert all(line["samples/staleness_max"] <= 1 for line in lines)
+    for sample in map(json.loads, (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()):
+        groups.setdefault(sample["group"], set()).add(sample["step"])
+    assert sorted(groups) == list(range(12 * config["runtime"]["prompts_per_step"]))
+    assert all(len(steps) == 1 for steps in groups.values()), "a group was trained on twice"
+    assert not processes_of(config), "processes were left behind"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["reference", "reward_functions"])
+def test_a_lost_scorer_is_started_again_and_changes_nothing(tmp_path, name):
+    config = settings(tmp_path, "grpo", steps=40, eval_at_start=False, cluster="ray")
+    config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
+    config["models"]["reference"] = {}
+    config["data"].pop("eval")
+    whole = config | {"output": str(tmp_path / "whole")}
+    finish(command(whole))
+    process = command(config)
+    wait_for_step(process, config, 2, seconds=150)
+    next(p for p in processes_of(config) if any(f":{name}:" in part for part in p.cmdline())).kill()
+    output = finish(process)
+    assert f"{name}, replica 0 is lost" in output and "it is started again" in output
+    assert [line["step"] for line in metrics(config)] == list(range(1, 41))
+    assert weights_hash(config, 40) == weights_hash(whole, 40)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def responses(sources=SOURCES, **columns):
     n = len(sources)
     return Batch(
         torch.ones(n),
-        {},
+        {"loss_mask": torch.ones(n, dtype=torch.bool)},
         {
             "group": torch.tensor(GROUP[:n]),
             "status": torch.zeros(n, dtype=torch.uint8),
@@ -110,6 +110,7 @@ def test_the_filter_counts_each_source():
     assert {name: total.value for name, total in stats.items()} == {
         "filter/kept": 2.0,
         "filter/dropped": 1.0,
+        "filter/dropped_tokens": 2.0,
         "source/sums/kept": 0.0,
         "source/sums/dropped": 1.0,
         "source/words/kept": 1.0,

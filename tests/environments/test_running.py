@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from coalign.environments.loop import EnvironmentBlocked, EnvironmentFunction
+from coalign.environments import loop as environments
+from coalign.environments.loop import EnvironmentBatch, EnvironmentBlocked, EnvironmentFunction, EnvironmentLoop
 from coalign.services import ServiceError
 from coalign.threads import call_in_thread
 from coalign.types import Status
@@ -211,3 +212,33 @@ def test_what_is_no_environment_is_refused():
 
 def test_nobody_plays_nothing():
     assert play(says_hello).done
+
+
+def test_a_loop_runs_several_batches_and_the_watch_has_the_limit_of_those_that_run():
+    ends = [threading.Event(), threading.Event()]
+
+    async def waits(one):
+        while not ends[one.group].is_set():
+            await asyncio.sleep(0.01)
+
+    loop = EnvironmentLoop()
+    try:
+        timeouts = (200.0, 100.0)
+        first, second = (
+            EnvironmentBatch(loop, EnvironmentFunction(waits, timeout=seconds), [episode(group=group)])
+            for group, seconds in enumerate(timeouts)
+        )
+        begun = time.monotonic()
+        second.wait(0.2)
+        assert time.monotonic() - begun < 5 and not first.done and not second.done
+        assert loop._find_limit() == 200 + environments._GRACE
+        ends[0].set()
+        while not first.done:
+            first.wait(0.2)
+        assert loop._find_limit() == 100 + environments._GRACE
+        ends[1].set()
+        while not second.done:
+            second.wait()
+        assert loop._find_limit() == environments._IDLE_HOLD
+    finally:
+        loop.close()

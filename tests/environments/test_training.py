@@ -53,8 +53,7 @@ def always_calls(turn: Turn) -> tuple[str, list[ToolRequest]]:
 
 
 def test_a_run_with_tools_that_is_stopped_ends_with_the_same_weights(tmp_path):
-    """Stopped while the episodes of a later step are under way."""
-    whole = calculating(tmp_path, steps=4, save_every=2, max_staleness=1)
+    whole = calculating(tmp_path, steps=4, save_every=2)
     parser = "tests.environments.test_training:always_calls"
     whole["rollout"] = {"fn": "tool_use", "tools": ["calculator"], "max_turns": 3, "parser": parser}
     whole["reward"] = {"fn": "tests.digits:digits"}
@@ -66,6 +65,18 @@ def test_a_run_with_tools_that_is_stopped_ends_with_the_same_weights(tmp_path):
     assert weights_hash(cut, 4) == weights_hash(whole, 4)
     names = ("reward/mean", "episode/turns", "episode/tokens_prefilled", "episode/tokens_kept", "loss/value")
     assert [[line[n] for n in names] for line in metrics(cut)] == [[line[n] for n in names] for line in metrics(whole)]
+
+
+def test_episodes_go_on_while_the_trainer_trains(tmp_path):
+    """Stopped while the episodes of a later step are under way, which are then played anew."""
+    config = calculating(tmp_path, steps=4, save_every=2, max_staleness=1)
+    parser = "tests.environments.test_training:always_calls"
+    config["rollout"] = {"fn": "tool_use", "tools": ["calculator"], "max_turns": 3, "parser": parser}
+    config["reward"] = {"fn": "tests.digits:digits"}
+    config["models"]["policy"]["sampling"] = {"max_new_tokens": 60, "stop": list("abcdefghijklmnopqrstuvwxyz")}
+    lines = metrics(run_in_two_parts(config))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["episode/turns"] > 1.5 and line["samples/staleness_max"] <= 1 for line in lines)
 
 
 async def silent(episode):

@@ -14,7 +14,9 @@ from rich.text import Text
 from coalign.report.display import Display
 from coalign.report.step_line import (
     RunTotals,
+    describe_goodput,
     format_fields,
+    format_goodput,
     format_idle,
     format_number,
     format_seconds,
@@ -105,17 +107,40 @@ def test_totals_weigh_steps_by_their_time():
     totals = RunTotals()
     totals.add(METRICS)
     totals.add({"time/eval": 3.0, "throughput/generated": 1e6})
-    waits = {"time/rollout": 0.9, "time/train": 0.1}
-    totals.add(
-        {"time/step": 1.0, "time/policy.generate": 0.9, "idle/policy": 0.1, "throughput/generated": 34.4} | waits
-    )
+    totals.add({"time/step": 1.0, "time/policy.generate": 0.9, "idle/policy": 0.1, "throughput/generated": 34.4})
     assert totals.rows() == {
-        "shares of time": "rollout 52% train 47% sync 0% other 1%",  # together 100 %
         "calls, which may overlap": "gen 45% score 6% train 44%",
         "idle": "policy 54% trainer 41%",
         "tokens/s": "generated 1,053 trained 1,103",
     }
     assert RunTotals().rows() == {}
+
+
+GOODPUT = {
+    "goodput/trained": 0.612,
+    "goodput/rollout": 0.246,
+    "goodput/sync": 0.096,
+    "goodput/checkpoint": 0.0,
+    "goodput/start": 0.046,
+    "time/run": 7985.2,
+}
+
+
+def test_goodput_is_one_figure_of_a_step_and_sentences_at_the_end():
+    assert format_goodput(GOODPUT) == "goodput 61%" and format_goodput(METRICS) == ""
+    lines = [
+        "goodput: 61% of 2:13:05 went into tokens that were trained on",
+        "the rest of the time: waiting for rollouts 25%, weight sync 10%, start-up 4%",  # together 100 %
+    ]
+    assert describe_goodput(GOODPUT) == lines
+    dropped = {"tokens_dropped/filter": 0.07, "tokens_dropped/cut": 0.012, "tokens_dropped/expired": 0.0}
+    assert describe_goodput(GOODPUT | dropped)[2:] == [
+        "of the generated tokens 8.2% were dropped: by the filter 7.0%, cut 1.2%"
+    ]
+    assert describe_goodput({}) == []
+    shown = display()
+    shown.finish(Path("runs/x"), GOODPUT)
+    assert text(shown.out).splitlines()[:2] == lines
 
 
 def test_accuracy_and_skipped_updates_are_shown():

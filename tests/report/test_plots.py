@@ -78,6 +78,11 @@ def test_phases_that_begin_late_are_drawn(tmp_path):
     assert write(tmp_path, rows) == ["time.png"]
 
 
+def test_shares_of_the_time_fill_their_picture(tmp_path):
+    rows = [{"step": step, "goodput/trained": 0.25, "goodput/rollout": 0.75} for step in (1, 2)]
+    assert write(tmp_path, rows) == ["goodput.png"]
+
+
 def test_smoothing_keeps_a_straight_line_inside_and_constants_everywhere():
     assert smooth([2.0] * 7, 3) == [2.0] * 7
     assert smooth([0.0, 1.0, 2.0, 3.0, 4.0], 1) == [0.5, 1.0, 2.0, 3.0, 3.5]

@@ -47,6 +47,7 @@ class Processes:
         self.name, self.turns = name, turns
         self.store = FileStore()
         self.syncing = threading.Lock()
+        self.slices = None
         self._lane = ThreadPoolExecutor(1)
         self._pipes, self._processes = [], []
         for rank in range(ranks):

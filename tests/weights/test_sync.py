@@ -65,16 +65,3 @@ def test_in_one_process_a_stream_that_breaks_off_leaves_a_replica_that_does_not_
     trainer.misbehave("").result()
     sync(2)
     assert policy.serving().result()[0] == 2
-
-
-@pytest.mark.parametrize("models", [IN_TURNS], indirect=True)
-def test_a_copy_that_breaks_off_between_models_that_take_turns_leaves_the_old_version(models):
-    """It is whole on the host before the target takes any of it."""
-    trainer, policy = models
-    sync = WeightSync(trainer, policy, overlap=True)
-    sync(0)
-    trainer.misbehave("break").result()
-    with pytest.raises(WorkerError, match="the export broke"):
-        sync(1)
-    assert policy.run(lambda module, store: module.unfit).result() == [None]
-    assert policy.serving().result()[0] == 0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.request import OnDone, Request, SubmittedRequest
+from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.config.schema import SamplingConfig
 from coalign.types import Response, Status
 
@@ -47,6 +47,11 @@ class GenerationSession(ABC):
     def unfinished(self) -> bool:
         """Whether ``step`` has anything left to do."""
 
+    @property
+    @abstractmethod
+    def unstarted(self) -> int:
+        """Samples that wait until the engine can compute them."""
+
     @abstractmethod
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
         """Ask for responses. Each one is given to ``on_done(place, response)`` on the thread that steps.
@@ -59,12 +64,38 @@ class GenerationSession(ABC):
         """End these requests at the next step: their samples come back as they are (PARTIAL)."""
         for request in requests:
             request.cut = True
+            self.cut(*request.successors)
 
     @abstractmethod
     def cut_all(self) -> None: ...
 
     def forget(self, group: int, index: int) -> None:  # noqa: B027
         """Drop what the engine keeps of a conversation: it has had its last turn."""
+
+    def count_prompt(self, submitted: SubmittedRequest, *, prefilled: int, kept: int) -> None:
+        """Count tokens of a prompt that were computed, and that were found in the KV cache."""
+        submitted.tokens_prefilled += prefilled
+        submitted.tokens_kept += kept
+        self.tokens_prefilled += prefilled
+        self.tokens_kept += kept
+
+    @abstractmethod
+    def take_active(self) -> Sequence[PartialResponse]:
+        """Remove the samples that are being computed, with their keys and values, and return them as they are."""
+
+    @abstractmethod
+    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
+        """Accept the successors of samples that were taken: ``total`` has them, and they start before all others."""
+
+    def drop_kept(self) -> None:  # noqa: B027
+        """Drop keys and values of other weights that a request might find: of earlier turns, of prompts that wait."""
+
+    def restart(self) -> None:
+        """Compute the active samples again behind the tokens that they have.
+
+        Their keys and values are then those of the weights of now, as if another engine went on with them.
+        """
+        self.requeue([answer.create_successor() for answer in self.take_active()])
 
     @abstractmethod
     def step(self) -> None:
@@ -78,16 +109,19 @@ class InferenceEngine(ABC):
     """Generates with weights that may change between two tokens.
 
     ``version`` of the weights is -1 before any have been loaded.
+
+    recomputes_kv: new weights compute the keys and values of unfinished responses again, so that what follows is a
+    function of their tokens and these weights. Otherwise responses keep what the old weights computed, at no cost.
     """
 
     version = -1
+    recomputes_kv = False
 
     def __init__(self) -> None:
         self._state = threading.Condition()  # guards the two below
         self._pauses = 0
         self._stepping = False
-        self._session_lock = threading.Lock()
-        self._session: GenerationSession | None = None  # the open one
+        self.sessions: list[GenerationSession] = []  # those that are open
 
     # ---- what an engine implements
 
@@ -145,33 +179,41 @@ class InferenceEngine(ABC):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool) -> None:
         """Take new weights between two tokens: later tokens, also of unfinished responses, come from ``version``.
 
-        ``adopt`` shares the given tensors where the engine can. Do not change them while a session is open: it may
-        compute with packed copies. Raises ValueError for weights that do not fit.
+        Not within ``stepping``. ``adopt`` shares the given tensors where the engine can. Do not change them while a
+        session is open: it may compute with packed copies. Raises ValueError for weights that do not fit.
         """
         with self.paused():
             self._load(weights, adopt=adopt)
             self.version = version
+            for session in self.sessions:
+                session.drop_kept()
+                if self.recomputes_kv:
+                    session.restart()
 
     @contextmanager
     def open(self, sampling: SamplingConfig, on_token: OnToken | None = None) -> Iterator[GenerationSession]:
-        """Open a session, whose steps are computed within ``stepping``. There is one at a time: a second caller waits.
+        """Open a session, whose steps are computed within ``stepping``. Several may be open, and take turns.
 
         ``on_token(group, index, token)`` is called for every token as it is chosen, on the thread that steps. What
         it raises ends the session; the engine stays usable.
         """
-        with self._session_lock, ExitStack() as stack:
+        with ExitStack() as stack:
             with self.paused():
-                self._session = stack.enter_context(self._start_session(sampling, on_token))
+                session = stack.enter_context(self._start_session(sampling, on_token))
+                self.sessions.append(session)
             try:
-                yield self._session
+                yield session
             finally:
-                self._session = None
+                self.sessions.remove(session)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within this context, entered once the engine is not paused, an open session may compute a step."""
+        """Within this context, entered once the engine is not paused, an open session may compute a step.
+
+        One thread at a time is in it.
+        """
         with self._state:
-            self._state.wait_for(lambda: self._pauses == 0)
+            self._state.wait_for(lambda: not self._pauses and not self._stepping)
             self._stepping = True
         try:
             yield
@@ -193,8 +235,7 @@ class InferenceEngine(ABC):
         """Yield the responses of each request, in the order of its samples, once all are complete.
 
         With ``sizes``, yield those of the first ``sizes[0]`` requests once they are complete, then of the next ones.
-        All requests are computed together, and only while the caller asks for the next part. Until the last part is
-        there, nobody else can use the engine.
+        All requests are computed together, and only while the caller asks for the next part.
 
         min_groups: as soon as all samples of this many groups are finished, the others are returned as they are
         (PARTIAL). on_token: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or can
@@ -229,7 +270,5 @@ class InferenceEngine(ABC):
                     total = sum(request.samples for request in requests)
                     raise RuntimeError(f"the engine returned {total - sum(waiting)} of {total} responses")
                 if part < len(bounds) - 1:
-                    # In the session's own mode the caller could make no columns to train on.
-                    with torch.inference_mode(False):
-                        yield answers[start:stop]
+                    yield answers[start:stop]
         yield answers[slice(*bounds[-1])]

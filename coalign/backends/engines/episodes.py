@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -48,6 +48,7 @@ class EnginePolicy:
         self.tokenizer = tokenizer
         self.loop = loop
         self.experts: dict[tuple[int, int], Tensor | None] = {}  # of each sample's last turn, and all before it
+        self.tokens_prefilled = self.tokens_kept = 0  # of the prompts of all turns
         self.capacity = min((limit for limit in (session.max_tokens, longest) if limit is not None), default=None)
 
     async def respond(
@@ -80,6 +81,10 @@ class EnginePolicy:
         except asyncio.CancelledError:
             self.session.cut(prompt)
             raise
+        finally:
+            prefilled, kept = prompt.prompt_tokens
+            self.tokens_prefilled += prefilled
+            self.tokens_kept += kept
 
     def forget(self, group: int, index: int) -> None:
         self.session.forget(group, index)
@@ -87,6 +92,40 @@ class EnginePolicy:
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return cast(str, text)
+
+
+@dataclass
+class EpisodeBatch:
+    """The episodes of a batch while they are played. ``begun`` are their samples without a response."""
+
+    runner: EpisodeRunner
+    engine: InferenceEngine
+    begun: Batch
+    policy: EnginePolicy
+    episodes: list[Episode]
+    running: EnvironmentBatch
+
+    @property
+    def done(self) -> bool:
+        return self.running.done
+
+    def stop(self) -> None:
+        """End the remaining episodes; nobody computes their turns any more."""
+        self.running.stop()
+
+    def result(self) -> tuple[Batch, Stats]:
+        """Return the samples of episodes that are done, and their statistics. Raises EpisodesFailed if all failed."""
+        calls, policy, engine = self.running.calls, self.policy, self.engine
+        self.runner.report_failures(calls)
+        prefill = {
+            "episode/tokens_prefilled": Stat(policy.tokens_prefilled, len(self.episodes)),
+            "episode/tokens_kept": Stat(policy.tokens_kept, len(self.episodes)),
+        }
+        out = _to_batch(self.begun, self.episodes)
+        if engine.experts is not None:
+            known = [policy.experts.get((episode.group, episode.index)) for episode in self.episodes]
+            out = out.with_(routed_experts=stack_experts(known, out.lengths.tolist(), engine.experts))
+        return out, {**_merge_episode_stats(calls), **prefill}
 
 
 class EpisodeRunner:
@@ -106,6 +145,20 @@ class EpisodeRunner:
     def close(self) -> None:
         self.loop.close()
 
+    def begin(
+        self,
+        engine: InferenceEngine,
+        session: GenerationSession,
+        begun: Batch,
+        sampling: SamplingConfig,
+        min_groups: int | None = None,
+    ) -> EpisodeBatch:
+        """Start the episodes of samples without a response; the caller steps the ``session`` until they are done."""
+        policy = EnginePolicy(session, self.tokenizer, self.loop, self.longest)
+        episodes = self._create_episodes(begun, sampling, policy)
+        running = EnvironmentBatch(self.loop, self.environment, episodes, min_groups)
+        return EpisodeBatch(self, engine, begun, policy, episodes, running)
+
     def run(
         self,
         engine: InferenceEngine,
@@ -122,30 +175,19 @@ class EpisodeRunner:
         EnvironmentBlocked if one holds up the others.
         """
         with engine.open(sampling, on_token) as session:
-            policy = EnginePolicy(session, self.tokenizer, self.loop, self.longest)
-            episodes = self._create_episodes(begun, sampling, policy)
-            running = EnvironmentBatch(self.loop, self.environment, episodes, min_groups)
+            batch = self.begin(engine, session, begun, sampling, min_groups)
             try:
-                while not running.done:
+                while not batch.done:
                     if not session.unfinished:
-                        running.wait()
+                        batch.running.wait()
                         continue
                     with engine.stepping():
                         session.step()
                     if progress is not None:
-                        progress(running.finished, len(episodes), session.tokens_chosen)
+                        progress(batch.running.finished, len(batch.episodes), session.tokens_chosen)
             finally:
-                running.stop()
-        self._report_failures(running.calls)
-        prefill = {
-            "episode/tokens_prefilled": Stat(session.tokens_prefilled, len(episodes)),
-            "episode/tokens_kept": Stat(session.tokens_kept, len(episodes)),
-        }
-        out = _to_batch(begun, episodes)
-        if engine.experts is not None:
-            known = [policy.experts.get((episode.group, episode.index)) for episode in episodes]
-            out = out.with_(routed_experts=stack_experts(known, out.lengths.tolist(), engine.experts))
-        return out, {**_merge_episode_stats(running.calls), **prefill}
+                batch.stop()
+        return batch.result()
 
     def _create_episodes(self, begun: Batch, sampling: SamplingConfig, policy: EnginePolicy) -> list[Episode]:
         if not torch.equal(begun.lengths, begun["prompt_length"].long()):
@@ -170,7 +212,7 @@ class EpisodeRunner:
             for row, limit in zip(begun.rows(), limits, strict=True)
         ]
 
-    def _report_failures(self, calls: Sequence[EnvironmentCall]) -> None:
+    def report_failures(self, calls: Sequence[EnvironmentCall]) -> None:
         """Log the traceback of each kind of failure once; raise EpisodesFailed if every call failed."""
         failed = [call for call in calls if call.error is not None]
         if not failed:

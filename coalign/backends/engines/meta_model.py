@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends import pretrained
-from coalign.backends.engines.contract import InferenceEngine
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import Decoder
 from coalign.backends.pretrained import build_model, building, find_auto_class, read_context_length
@@ -186,7 +187,22 @@ class MetaModelEngine(InferenceEngine):
         self.seed = seed
         self.end_tokens = frozenset(end_tokens)
         self.decoder = decoder
-        self.reserve = reserve
+        self._reserve = reserve
+        self._reserved: dict[GenerationSession, int] = {}
+
+    def reserve(self, session: GenerationSession, size: int) -> None:
+        """Announce the bytes that the KV cache of a session is about to have; 0 for one that ends."""
+        reserved = {each: own for each, own in self._reserved.items() if each is not session}
+        if size:
+            reserved[session] = size
+        self._reserve(sum(reserved.values()))
+        self._reserved = reserved
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """As every engine's, and in inference mode: between two steps the thread may compute with gradients."""
+        with super().stepping(), torch.inference_mode():
+            yield
 
     @property
     def weights_dtype(self) -> torch.dtype | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,14 +12,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from coalign.backends import lora, pretrained
 from coalign.backends.base import Module
+from coalign.backends.engines.continuous import ContinuousGeneration
 from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
 from coalign.backends.engines.episodes import EpisodeRunner
-from coalign.backends.engines.request import Request, Response, begin_samples, count_missing_groups, extend_samples
+from coalign.backends.engines.request import begin_generation, count_missing_groups, extend_samples, plan_requests
 from coalign.backends.pretrained import get_directory
-from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.memory import move_module
-from coalign.types import Stats, Status
+from coalign.types import Response, Stats
 from coalign.weights.sync.transport import guard_installation
 
 
@@ -31,9 +30,16 @@ class RolloutModule(Module):
     ``config.load`` and ``config.init`` (as version 0).
     """
 
-    needs = {"generate": ("weights", "kv"), "load_weights": ("weights",), "pause": (), "resume": ()}
+    needs = {
+        "generate": ("weights", "kv"),
+        "roll": ("weights", "kv"),
+        "load_weights": ("weights",),
+        "pause": (),
+        "resume": (),
+    }
     engine: InferenceEngine
     runner: EpisodeRunner | None = None
+    continuous: ContinuousGeneration | None = None  # from the first ``roll`` on
 
     def build(self, architecture: PreTrainedConfig) -> InferenceEngine:
         """Build the backend's engine. Raises ValueError if it cannot run the architecture."""
@@ -43,10 +49,13 @@ class RolloutModule(Module):
         """Raises what the checks of Module raise, and ValueError if the engine cannot run the architecture."""
         self.check_before_setup()
         self.engine = self.build(pretrained.read_config(self.config))
+        self.engine.recomputes_kv = self.context.recompute_kv
         if self.context.environment is not None:
             self.runner = EpisodeRunner(self.context.environment, self.tokenizer, self.context)
 
     def close(self) -> None:
+        if self.continuous is not None:
+            self.continuous.close()
         if self.runner is not None:
             self.runner.close()
         if hasattr(self, "engine"):
@@ -92,14 +101,9 @@ class RolloutModule(Module):
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit and for parts of
         episodes, RuntimeError while the loaded weights are incomplete.
         """
-        self.check_fit()
-        if self.engine.version < 0:
-            source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
-            move_module(source, self.context.device)
-            self.load_weights(lora.export_merged(source), version=0, adopt=True)
-        samples = self.context.samples_per_prompt if samples is None else samples
-        begun = prompts if "index" in prompts else begin_samples(prompts, samples)
-        sampling = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
+        self._check_weights()
+        usual = self.context.samples_per_prompt
+        begun, sampling = begin_generation(prompts, self.config.sampling, usual, samples=samples, **overrides)
         min_groups = None if min_complete is None else count_missing_groups(begun, min_complete)
         if self.runner is not None:
             if parts > 1:
@@ -109,7 +113,7 @@ class RolloutModule(Module):
             return iter([self.runner.run(self.engine, begun, sampling, **options)])
         pieces = begun.split(parts, keep="group", by="sequences")
         planned = [
-            _plan_requests(piece, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for piece in pieces
+            plan_requests(piece, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for piece in pieces
         ]
         requests = [request for _, own in planned for request in own]
         sizes = [len(own) for _, own in planned]
@@ -120,6 +124,34 @@ class RolloutModule(Module):
 
         ready = self.engine.generate(requests, sampling, progress, on_token, min_groups, sizes=sizes)
         return map(finish, pieces, [rows for rows, _ in planned], ready)
+
+    def roll(
+        self, new: Sequence[tuple[int, Batch, Mapping[str, Any]]], seconds: float
+    ) -> tuple[int | None, Batch | None, Stats, int]:
+        """Add batches to those that are being computed, and compute until one is complete or ``seconds`` are over.
+
+        new: for each batch its number, its prompts and options (``samples``, fields of SamplingConfig), as ``generate``
+        takes them. What is not complete goes on in the next call, also with new weights.
+
+        Returns the number of the complete batch, the batch and the statistics that ``generate`` would return for it,
+        (None, None, {}) without one; then the number of samples that wait until the engine can begin them. Raises what
+        ``generate``, ``ContinuousGeneration.add`` and its ``advance`` raise.
+        """
+        self._check_weights()
+        if self.continuous is None:
+            self.continuous = ContinuousGeneration(self.engine, self.config.sampling, self.context, self.runner)
+        for number, prompts, options in new:
+            self.continuous.add(number, prompts, **options)
+        number, batch, stats = self.continuous.advance(seconds) or (None, None, {})
+        return number, batch, stats, self.continuous.waiting
+
+    def _check_weights(self) -> None:
+        """Load the first weights if nobody has sent any. RuntimeError while those that were sent are incomplete."""
+        self.check_fit()
+        if self.engine.version < 0:
+            source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
+            move_module(source, self.context.device)
+            self.load_weights(lora.export_merged(source), version=0, adopt=True)
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
@@ -162,39 +194,3 @@ class RolloutModule(Module):
             return cast(str, self.tokenizer.decode(shown, clean_up_tokenization_spaces=False))
 
         return decode
-
-
-def _plan_requests(
-    samples: Batch, max_new_tokens: int, pause: int | None, longest: int | None
-) -> tuple[list[int], list[Request]]:
-    """Return the unfinished rows and the requests that finish them; samples without a response share their prompt.
-
-    ``longest``: the most tokens of a sample that later models can read. Raises ValueError for a longer prompt.
-    """
-    tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
-    prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
-    own = samples.get("max_new_tokens")
-    limits = [max_new_tokens] * len(samples) if own is None else own.clamp(max=max_new_tokens).tolist()
-    if longest is not None:
-        limits = [min(limit, longest - length) for limit, length in zip(limits, prompt_lengths, strict=True)]
-        if longest <= max(prompt_lengths, default=0):
-            raise ValueError(
-                f"a prompt has {max(prompt_lengths)} tokens, and a model that reads samples takes {longest} at once "
-                "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens)"
-            )
-    rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
-    requests: list[Request] = []
-    for row in rows:
-        prompt = tokens[offsets[row] : offsets[row + 1]]
-        begun = len(prompt) - prompt_lengths[row]
-        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause)
-        last = requests[-1] if requests and not begun else None
-        if (
-            last is not None
-            and last.first + last.samples == request.first
-            and replace(last, samples=1) == replace(request, first=last.first)
-        ):
-            requests[-1] = replace(last, samples=last.samples + 1)
-        else:
-            requests.append(request)
-    return rows, requests

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Request:
     then goes on as if it had never stopped.
 
     A single sample may also be a conversation with one request per turn. Each prompt begins with the last turn's prompt
-    and answer, and ``first_turn`` counts the prompt tokens of the first turn.
+    and answer, and ``first_turn`` counts the prompt tokens of the first turn. ``begun`` then counts those of this turn.
     """
 
     prompt: list[int]
@@ -101,6 +101,9 @@ class SubmittedRequest:
     on_done: OnDone
     cut: bool = False  # at the next step its samples are returned as they are
     started: int = 0  # samples that are being computed, or done
+    tokens_prefilled: int = 0  # of its prompt, that were computed, and
+    tokens_kept: int = 0  # that were found in the KV cache
+    successors: list[SubmittedRequest] = field(default_factory=list)  # that go on with its samples
 
     @classmethod
     def plan(
@@ -150,6 +153,15 @@ class SubmittedRequest:
         """The most tokens that a sample can have, its prompt included."""
         return len(self.request.prompt) + self.limit
 
+    @property
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Prompt tokens computed, and found in the KV cache, by this request and its successors."""
+        prefilled, kept = self.tokens_prefilled, self.tokens_kept
+        for successor in list(self.successors):
+            more = successor.prompt_tokens
+            prefilled, kept = prefilled + more[0], kept + more[1]
+        return prefilled, kept
+
     def find_stops(self, sampling: SamplingConfig, decoder: Decoder) -> StopFinder | None:
         """Create the StopFinder of one sample, which has seen the tokens begun; None if no string ends it."""
         request = self.request
@@ -192,8 +204,50 @@ class PartialResponse:
             self.experts,
         )
 
+    def create_successor(self) -> SubmittedRequest:
+        """Create the request that goes on behind the tokens of now, and then hands over the whole response."""
+        old, count = self.submitted, len(self.tokens)
+        request = replace(
+            old.request,
+            prompt=[*old.request.prompt, *self.tokens],
+            samples=1,
+            first=old.request.first + self.place,
+            begun=old.request.begun + count,
+            limit=old.limit - count,
+            pause=None,  # it is part of old.limit
+        )
+        successor = type(old)(request, old.limit - count, old.at_limit, self._finish)
+        old.successors.append(successor)  # before the mark is read: another thread may cut just now
+        if old.cut:
+            successor.cut = True
+        return successor
+
+    def _finish(self, place: int, response: Response) -> None:
+        """Hand over these tokens and those of the successor; its experts are of all of them."""
+        begun = self.response(response.status)
+        whole = Response(
+            torch.cat([begun.tokens, response.tokens]),
+            torch.cat([begun.logprobs, response.logprobs]),
+            torch.cat([begun.versions, response.versions]),
+            response.status,
+            response.experts,
+        )
+        self.submitted.on_done(self.place, whole)
+
 
 LOG = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # of tokens that no policy chose
+
+
+def begin_generation(
+    prompts: Batch, sampling: SamplingConfig, usual: int, *, samples: int | None = None, **overrides: Any
+) -> tuple[Batch, SamplingConfig]:
+    """Read the arguments of RolloutModule.generate: return the samples to compute, and how they are sampled.
+
+    usual: samples of a prompt unless ``samples`` says how many. overrides: fields that replace those of ``sampling``.
+    Raises pydantic.ValidationError for a bad one.
+    """
+    begun = prompts if "index" in prompts else begin_samples(prompts, usual if samples is None else samples)
+    return begun, SamplingConfig(**{**sampling.model_dump(), **overrides})
 
 
 def begin_samples(prompts: Batch, samples: int) -> Batch:
@@ -212,6 +266,42 @@ def begin_samples(prompts: Batch, samples: int) -> Batch:
     }
     token = {"tokens": repeated["tokens"].to(torch.int32), **log}
     return Batch(repeated.lengths, token, {**repeated.sequence, **sequence})
+
+
+def plan_requests(
+    samples: Batch, max_new_tokens: int, pause: int | None, longest: int | None
+) -> tuple[list[int], list[Request]]:
+    """Return the unfinished rows and the requests that finish them; samples without a response share their prompt.
+
+    ``longest``: the most tokens of a sample that later models can read. Raises ValueError for a longer prompt.
+    """
+    tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
+    prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
+    own = samples.get("max_new_tokens")
+    limits = [max_new_tokens] * len(samples) if own is None else own.clamp(max=max_new_tokens).tolist()
+    if longest is not None:
+        limits = [min(limit, longest - length) for limit, length in zip(limits, prompt_lengths, strict=True)]
+        if longest <= max(prompt_lengths, default=0):
+            raise ValueError(
+                f"a prompt has {max(prompt_lengths)} tokens, and a model that reads samples takes {longest} at once "
+                "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens)"
+            )
+    rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
+    requests: list[Request] = []
+    for row in rows:
+        prompt = tokens[offsets[row] : offsets[row + 1]]
+        begun = len(prompt) - prompt_lengths[row]
+        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause)
+        last = requests[-1] if requests and not begun else None
+        if (
+            last is not None
+            and last.first + last.samples == request.first
+            and replace(last, samples=1) == replace(request, first=last.first)
+        ):
+            requests[-1] = replace(last, samples=last.samples + 1)
+        else:
+            requests.append(request)
+    return rows, requests
 
 
 def extend_samples(

@@ -299,6 +299,10 @@ class TransformersSession(GenerationSession):
         return bool(self.arrived or self.waiting or self.batches)
 
     @property
+    def unstarted(self) -> int:
+        return sum(pending.waiting for pending in [*self.arrived, *self.waiting])
+
+    @property
     def active(self) -> list[SampleRow]:
         return [each for batch in self.batches for each in batch.samples]
 
@@ -314,6 +318,16 @@ class TransformersSession(GenerationSession):
     def forget(self, group: int, index: int) -> None:
         self.ended.append((group, index))
 
+    def take_active(self) -> Sequence[SampleRow]:
+        active, self.batches = self.active, []
+        return active
+
+    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
+        self.waiting.extendleft(requests[::-1])
+
+    def drop_kept(self) -> None:
+        self.kept.clear()
+
     def step(self) -> None:
         while self.ended:
             self.kept.pop(self.ended.popleft(), None)
@@ -326,7 +340,7 @@ class TransformersSession(GenerationSession):
         for batch in batches:
             tokens = torch.tensor([each.tokens[-1:] for each in batch.samples], device=self.model.device)
             self._choose(batch, self.model.extend(batch.rows, tokens))
-        self.engine.reserve(sum(rows.count_bytes() for rows in self._list_rows()))
+        self.engine.reserve(self, sum(rows.count_bytes() for rows in self._list_rows()))
 
     def _list_rows(self) -> list[CachedRows]:
         return [batch.rows for batch in self.batches] + [rows for _, rows in self.kept.values()]
@@ -373,8 +387,7 @@ class TransformersSession(GenerationSession):
 
     def _continue(self, pending: SubmittedRequest, row: CachedRows) -> None:
         new = pending.request.prompt[row.length :]
-        self.tokens_kept += row.length
-        self.tokens_prefilled += len(new)
+        self.count_prompt(pending, prefilled=len(new), kept=row.length)
         logits = self.model.extend(row, torch.tensor([new], device=self.model.device))
         self._choose(RowBatch(self._start(pending, 1), row), logits)
 
@@ -385,7 +398,8 @@ class TransformersSession(GenerationSession):
             parts.setdefault(length, []).append((pending, count))
         for part in parts.values():
             prompts = [pending.request.prompt for pending, _ in part]
-            self.tokens_prefilled += sum(map(len, prompts))
+            for pending, _ in part:
+                self.count_prompt(pending, prefilled=len(pending.request.prompt), kept=0)
             logits, rows = self.model.prefill(prompts)
             repeated = [row for row, (_, count) in enumerate(part) for _ in range(count)]
             samples = [each for pending, count in part for each in self._start(pending, count)]
@@ -466,7 +480,6 @@ class TransformersEngine(MetaModelEngine):
     """Generates with ``model``, with transformers' own cache. ``others`` are the arguments of MetaModelEngine."""
 
     model: TransformersModel
-    _session: TransformersSession | None
 
     def __init__(self, model: TransformersModel, *, settings: TransformersConfig, **others: Any) -> None:
         super().__init__(model, **others)
@@ -474,17 +487,15 @@ class TransformersEngine(MetaModelEngine):
 
     @contextmanager
     def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[TransformersSession]:
-        with torch.inference_mode():
-            try:
-                yield TransformersSession(self, sampling, on_token)
-            finally:
-                self.reserve(0)
+        session = TransformersSession(self, sampling, on_token)
+        try:
+            yield session
+        finally:
+            self.reserve(session, 0)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Also raises ValueError for an architecture that fails TransformersModel.probe."""
         self.model.load(weights, adopt=adopt)
-        if self._session is not None:
-            self._session.kept.clear()  # computed with the weights before
         if self.version < 0:
             self.model.probe()
 

@@ -8,7 +8,7 @@ coalign.backends.attention, the order of events in a training step from coalign.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -68,6 +68,7 @@ class HuggingFaceModule(TrainableModule):
     model: PackedModel
     optimizer: Any = None
     average: WeightAverage | None = None
+    _background: checkpoint.BackgroundWriter | None = None  # of the saves under way
     data: dist.ProcessGroup | None = None  # of one rank for each part of the batch; None: all ranks
 
     @classmethod
@@ -261,10 +262,19 @@ class HuggingFaceModule(TrainableModule):
                 if self.context.rank == 0:
                     weights[name] = tensor.detach()
             if self.context.rank == 0:
-                pretrained.save(self.model.model, weights, self.config, dir)
+                self._write(dir, weights, pretrained.build_writer(self.model.model, self.config, dir))
 
     def save_adapter(self, dir: str | Path) -> None:
-        lora.save(self.model.model, dir, self._gather, write=self.context.rank == 0)
+        tensors = lora.collect(self.model.model, self._gather)
+        if self.context.rank == 0:
+            self._write(dir, tensors, partial(lora.write, self.model.model, dir))
+
+    def _write(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], None]) -> None:
+        """Call ``write`` with ``tensors``, or have it called with copies of them while training goes on."""
+        if self._background is None:
+            write(tensors)
+        else:
+            self._background.submit(dir, tensors, write, report=self.context.rank == 0)
 
     def base_weights(self) -> AbstractContextManager[None]:
         if not pretrained.has_adapters(self.config):
@@ -375,6 +385,7 @@ class FSDPModule(HuggingFaceModule):
     parallel = ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")
     optimizer: optim.Optimizer | optim.CombinedOptimizer | None = None
     rows: RowSharding | None = None  # set over several ranks
+    _writer: checkpoint.BackgroundWriter | None = None  # once there was a checkpoint
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
@@ -437,6 +448,8 @@ class FSDPModule(HuggingFaceModule):
         return self.device.type == "cpu" and plain
 
     def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
         if self.context.world_size > 1:
             dist.destroy_process_group()
 
@@ -471,7 +484,21 @@ class FSDPModule(HuggingFaceModule):
 
     def save(self, dir: str | Path) -> None:
         state = checkpoint.get_training_state(self.model, self.optimizer, self.average)
-        checkpoint.save(dir, state, self.progress, alone=self.context.world_size == 1)
+        alone, group = self.context.world_size == 1, self._background.group if self._background else None
+        self._write(dir, state, partial(checkpoint.save, dir, progress=self.progress, alone=alone, group=group))
+
+    def begin_saves(self) -> bool:
+        if self._writer is None:
+            alone = self.context.world_size == 1
+            group = None if alone else cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+            self._writer = checkpoint.BackgroundWriter(self.context.process, group)
+        self._background = self._writer
+        return True
+
+    def finish_saves(self) -> None:
+        self._background = None
+        if self._writer is not None:
+            self._writer.wait()
 
     def load(self, dir: str | Path) -> None:
         alone = self.context.world_size == 1

@@ -232,5 +232,5 @@ def save(
                 continue
             for there, here in zip(_get_factors(layers[key[0]], key[1]), value, strict=True):
                 there.copy_(here)
-        lora.save(carrier, directory, lambda tensor: tensor, write=True)
+        lora.write(carrier, directory, lora.collect(carrier, lambda tensor: tensor))
     dist.barrier()

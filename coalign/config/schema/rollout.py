@@ -66,6 +66,9 @@ class RolloutConfig(Function):
     max_age: NonNegativeInt | None = None
     """Maximum staleness of the oldest token of a group, in weight versions; older groups are dropped. None:
     `runtime.max_staleness`, and with `round_tokens` as many more as the longest response needs, at least 4."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """KV cache of responses that are under way when new weights come (`runtime.max_staleness`). `recompute`: it is
+    computed again, so that later tokens depend on the new weights alone. `keep`: it stays, which is faster."""
     routing_replay: bool = False
     """For models with experts: the policy records the experts that it chooses for each token, and its trainer chooses
     them again (2510.11370), in training and for the log-probs before it."""

@@ -164,6 +164,8 @@ class RuntimeConfig(Section):
         TrackerConfig(name="tensorboard")
     ]
     """Where metrics and samples go besides the run folder: names, or {name, project, …}; `[]`: nowhere."""
+    restarts: ResultNeutral[NonNegativeInt] = 10
+    """How many lost processes of samplers and scorers are started again in a run (on Ray); the next one ends it."""
     call_timeout: ResultNeutral[PositiveFloat | None] = None
     """Seconds that a call of a model may take before the run stops; the error names the call. Loading may take an hour.
     None: an hour, or ten times the longest call of the same method so far."""

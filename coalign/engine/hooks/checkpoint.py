@@ -9,17 +9,17 @@
   ``hf_ema/`` for an average of the weights, ``adapter/`` for LoRA adapters;
 - ``manifest.json``: size and SHA-256 of every other file. It is written last.
 
-A checkpoint is written beside its place, hashed, flushed and then renamed: it is complete or it does not exist.
+Training waits only until the state is copied to host memory (backends without `begin_saves`: until it is written).
+checkpoint_folder.py completes the checkpoint meanwhile.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,127 +29,44 @@ import torch
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
-from coalign.engine.environment import drop_failed_rounds
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import is_improvement
-from coalign.files import describe_problem, flush_path, hash_file, move_aside, read_json_object, write_atomically
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
+    from coalign.cluster.dist import DistModel
     from coalign.cluster.future import BatchRef
     from coalign.engine.engine import Engine
 
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 
+class ModelFiles:
+    """What the workers of ``models`` write in the background: an UnfinishedFiles."""
 
-class CorruptCheckpoint(OSError):
-    """A checkpoint whose files do not match its manifest."""
+    def __init__(self) -> None:
+        self.models: list[DistModel[Any]] = []
+        self.paths: list[Path] = []
 
-
-class Checkpoints:
-    """The checkpoints of one run folder: the newest ``keep``, and the best by a metric if one is watched."""
-
-    def __init__(self, directory: Path, keep: int) -> None:
-        self.directory = directory
-        self.keep = keep
-
-    def steps(self) -> list[int]:
-        """Return the steps with a complete checkpoint, ascending. Their files are not verified."""
-        return [step for step in self._list_directories() if (self.path(step) / MANIFEST).exists()]
-
-    def _list_directories(self) -> list[int]:
-        names = [path.name.removeprefix("step_") for path in self.directory.glob("step_*")]
-        return sorted(int(name) for name in names if name.isdigit())
-
-    def path(self, step: int) -> Path:
-        return self.directory / f"step_{step}"
-
-    def write(self, step: int, write_files: Callable[[Path], None]) -> Path:
-        """Write the checkpoint of ``step``, whose files ``write_files(directory)`` writes; return its path.
-
-        Raises what writing raises (a full disk is an OSError, here or in a worker). Nothing is left behind then, and
-        earlier checkpoints stay as they are.
-        """
-        final = self.path(step)
-        with write_atomically(final) as aside:
-            aside.mkdir(parents=True)
-            write_files(aside)
-            files = {
-                str(file.relative_to(aside)): {"size": file.stat().st_size, "sha256": hash_file(file)}
-                for file in sorted(aside.rglob("*"))
-                if file.is_file()
-            }
-            (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
-            for path in (*aside.rglob("*"), aside):
-                flush_path(path)
-            # An interrupted `prune` may have left a directory there, or this run before a rollback.
-            shutil.rmtree(final, ignore_errors=True)
-        flush_path(self.directory)
-        return final
-
-    def link_model(self, step: int) -> None:
-        """Make `model`, beside the checkpoint folder, a link to the Hugging Face directory of ``step``."""
-        link = self.directory.parent / "model"
-        with write_atomically(link) as aside:
-            aside.symlink_to(os.path.relpath(self.path(step) / "hf", link.parent))
-
-    def prune(self, best: int | None) -> None:
-        """Delete all checkpoints but the newest ``keep`` and the ``best`` step."""
-        for step in self.steps()[: -self.keep]:
-            if step != best:
-                # The manifest goes first: a half-deleted directory must not look like a checkpoint.
-                (self.path(step) / MANIFEST).unlink()
-                shutil.rmtree(self.path(step))
-
-    def find_newest(self) -> Path | None:
-        """Return the newest checkpoint that passes verification, None without any. Those that fail are logged.
-
-        CorruptCheckpoint if there are some and all fail.
-        """
+    def finish(self) -> None:
+        """Wait for all models, then raise the first error."""
+        calls = [model.call("finish_saves", fatal=False) for model in self.models]
         problems = []
-        for step in reversed(self._list_directories()):
+        for call in calls:
             try:
-                verify_checkpoint(self.path(step))
-            except CorruptCheckpoint as problem:
-                log.warning("%s; trying the one before", problem)
-                problems.append(str(problem))
-            else:
-                return self.path(step)
+                call.result()
+            except Exception as problem:
+                problems.append(problem)
         if problems:
-            raise CorruptCheckpoint(
-                f"no checkpoint in {self.directory} is intact ({'; '.join(problems)}). Restore one, or start anew with "
-                "`runtime.resume=never`, which moves them and the metrics aside"
-            )
-        return None
-
-    def move_later_aside(self, step: int) -> None:
-        """Rename the checkpoints after ``step``: the run goes on from there, and will not continue from these."""
-        for later in self._list_directories():
-            if later > step:
-                path = self.path(later)
-                log.warning("%s comes after step %d; it is now %s", path, step, move_aside(path))
+            raise problems[0]
 
 
-def verify_checkpoint(path: Path) -> None:
-    """Check every file against the manifest. Raises CorruptCheckpoint naming the first file that differs."""
-    try:
-        files: dict[str, Any] = read_json_object(path / MANIFEST)["files"]
-        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise CorruptCheckpoint(f"{path} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
-    for name, (length, digest) in expected.items():
-        if not os.path.isfile(path / name):
-            raise CorruptCheckpoint(f"{path}: {name} is missing")
-        if (size := (path / name).stat().st_size) != length:
-            raise CorruptCheckpoint(f"{path}: {name} has {size} bytes, {length!r:.30} were written")
-        if hash_file(path / name) != digest:
-            raise CorruptCheckpoint(f"{path}: the contents of {name} have changed since they were written")
+def write_engine_state(engine: Engine, directory: Path, snapshot: dict[str, Any] | None = None) -> ModelFiles:
+    """Write the files of a checkpoint, all but the manifest; return those that workers still write.
 
-
-def write_engine_state(engine: Engine, directory: Path, snapshot: dict[str, Any] | None = None) -> None:
-    """Write the files of a checkpoint, all but the manifest. ``snapshot`` (None: one of now) is of the newest step."""
+    ``snapshot`` (None: one of now) is of the newest step.
+    """
     state = engine.snapshot() if snapshot is None else dict(snapshot)
     environment = engine.environment.fetch_state(state.pop("environment"))
     state |= {
@@ -160,17 +77,29 @@ def write_engine_state(engine: Engine, directory: Path, snapshot: dict[str, Any]
     }
     (directory / "state.json").write_text(json.dumps(state, indent=1))
     torch.save(to_plain(environment), directory / "buffer.pt")
-    saves = []
-    for i, name in enumerate(engine.learning):
-        model, suffix = engine.running[name], "" if i == 0 else f"_{name}"
-        saves.append(model.save(str(directory / "models" / name)))
-        saves.append(model.save_hf(str(directory / f"hf{suffix}")))
-        if model.config.ema:
-            saves.append(model.save_hf(str(directory / f"hf{suffix}_ema"), average=True))
-        if model.config.lora:
-            saves.append(model.save_adapter(str(directory / f"adapter{suffix}")))
-    for save in saves:
-        save.result()
+    files, saves = ModelFiles(), []
+    begun = [engine.running[name].call("begin_saves", fatal=False) for name in engine.learning]
+    try:
+        for i, (name, begin) in enumerate(zip(engine.learning, begun, strict=True)):
+            model, suffix = engine.running[name], "" if i == 0 else f"_{name}"
+            paths = [directory / "models" / name, directory / f"hf{suffix}"]
+            saves += [model.save(str(paths[0])), model.save_hf(str(paths[1]))]
+            if model.config.ema:
+                paths.append(directory / f"hf{suffix}_ema")
+                saves.append(model.save_hf(str(paths[-1]), average=True))
+            if model.config.lora:
+                paths.append(directory / f"adapter{suffix}")
+                saves.append(model.save_adapter(str(paths[-1])))
+            if begin.result():
+                files.models.append(model)
+                files.paths += paths
+        for save in saves:
+            save.result()
+    except Exception:
+        with suppress(Exception):
+            files.finish()  # no one may write into a directory that is deleted
+        raise
+    return files
 
 
 def read_state(directory: Path, config: RunConfig) -> dict[str, Any]:
@@ -192,7 +121,7 @@ def restore_engine(engine: Engine, directory: Path) -> None:
             hook.load_state_dict(saved)
     _load_training_state(engine, directory, state)
     environment = _from_plain(torch.load(directory / "buffer.pt", weights_only=True))
-    engine.environment.load_state_dict({"loader": state["loader"], **environment}, engine.step)
+    engine.environment.load_state_dict({"loader": state["loader"], **environment})
     if engine.ptx_loader:
         engine.ptx_loader.load_state_dict(state["ptx"])
 
@@ -200,11 +129,15 @@ def restore_engine(engine: Engine, directory: Path) -> None:
 def rewind_engine(engine: Engine, directory: Path) -> None:
     """Return to the weights and the step of a checkpoint of this run, and continue with data not drawn yet.
 
-    Samples made since then are discarded, also those being generated. Hooks keep their state.
+    Samples made since then are discarded, also those being generated. Hooks keep their state, unless their
+    ``after_rewind`` changes it.
     """
-    _load_training_state(engine, directory, json.loads((directory / "state.json").read_text()))
+    state = json.loads((directory / "state.json").read_text())
+    _load_training_state(engine, directory, state)
     engine.environment.restart(engine.step)
     engine.training.sync(engine.step)
+    for hook in engine.hooks:
+        hook.after_rewind(state["hooks"].get(type(hook).__name__, {}))
 
 
 def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
@@ -238,11 +171,12 @@ def _from_plain(value: Any) -> Any:
 
 
 class Save(Hook):
-    """Writes a checkpoint every ``every`` steps and ``minutes``, at the end, and when the loop is asked to stop.
+    """Begins a checkpoint every ``every`` steps and ``minutes``, at the end, and when the loop is asked to stop.
 
-    An unhealthy step (coalign.engine.hooks.guards) is not saved unless the run ends there. A checkpoint that cannot be
-    written, for whatever reason, does not end the run: a warning names the last good one. Only the first checkpoint (a
-    run that cannot save should not continue) and the last one must succeed.
+    It is written while training goes on. The next one, a rollback and the end of the run wait for it. An unhealthy step
+    (coalign.engine.hooks.guards) is not saved unless the run ends there. A checkpoint that cannot be written, for
+    whatever reason, does not end the run: a warning names the last good one. Only the first checkpoint (a run that
+    cannot save should not continue) and the last one must succeed.
     """
 
     def __init__(
@@ -257,10 +191,13 @@ class Save(Hook):
         self.checkpoints = checkpoints
         self.every = every
         self.seconds = 60.0 * minutes
-        self.written = time.monotonic()  # when the newest checkpoint was
+        self.begun = time.monotonic()  # when the newest checkpoint was
         self.metric = best
         self.mode: Literal["max", "min"] = mode
         self.best: tuple[float, int] | None = None  # value, step
+        self._kept: int | None = None  # the best step that has a checkpoint
+        self._step = 0  # of the newest checkpoint begun
+        checkpoints.on_complete = self._tidy
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         last = engine.complete or engine.stop is not None
@@ -270,59 +207,79 @@ class Save(Hook):
                 self.best = (value, engine.step)
         is_best = self.best is not None and self.best[1] == engine.step
         due = is_best or (self.every and engine.step % self.every == 0)
-        late = self.seconds and time.monotonic() - self.written >= self.seconds
+        late = self.seconds and time.monotonic() - self.begun >= self.seconds
         due = due or (late and engine.served == engine.step)  # between two syncs the engines have older weights
         if not (last or (due and engine.healthy)):
+            self._complete(engine, wait=False)
             return
         engine.phase("save")
+        self._complete(engine, wait=True)
+        self._step = engine.step
         try:
-            self.checkpoints.write(engine.step, lambda directory: write_engine_state(engine, directory))
+            self.checkpoints.begin(engine.step, lambda directory: write_engine_state(engine, directory))
         except Exception as problem:  # writers of tensors report a full disk by errors of their own
-            good = self.checkpoints.steps()
-            free = f"{shutil.disk_usage(self.checkpoints.directory).free / 2**20:.1f} MiB are free on that disk"
-            if last or not good:
-                problem.add_note(f"the checkpoint of step {engine.step} could not be written; {free}")
-                raise
-            log.warning(
-                "the checkpoint of step %d could not be written (%s; %s); training continues, "
-                "the last good one is step %d",
-                engine.step,
-                str(problem).partition("\n")[0],
-                free,
-                good[-1],
-            )
-            engine.late = {"checkpoint/failed": Total(1.0)}
-        else:
-            self._finish(engine.step)
-        self.written = time.monotonic()
+            self._report(engine, problem, fatal=last)
+        self.begun = time.monotonic()
+        if last:
+            self._complete(engine, wait=True, fatal=True)
+        engine.phase("hooks")
+
+    def end(self, engine: Engine) -> None:
+        engine.phase("save")
+        self._complete(engine, wait=True)
+        engine.phase("hooks")
 
     def save_after_error(self, engine: Engine, error: Exception) -> None:
         """Write a checkpoint of the last step if the error came after it; say in ``error`` where the run continues.
 
-        Samples of roll-outs that have failed or not ended are not kept: their prompts are drawn again.
+        Samples of roll-outs that have failed or not ended are not kept: the run generates them again.
         """
+        engine.cluster.accept_calls()
+        try:
+            self.checkpoints.finish()
+        except Exception as problem:
+            error.add_note(f"step {self._step} could not be saved: {_first_line(problem)}")
         snapshot = engine.whole
         steps = self.checkpoints.steps()
         if snapshot is not None and engine.healthy and engine.step not in steps:
-            engine.cluster.accept_calls()
-            if dropped := drop_failed_rounds(snapshot["environment"]):
-                log.warning("%d roll-outs have not ended; their prompts will be drawn again", dropped)
             try:
                 self.checkpoints.write(engine.step, partial(write_engine_state, engine, snapshot=snapshot))
                 steps.append(engine.step)
-                self._finish(engine.step)
             except Exception as problem:
-                reason, _, _ = str(problem).partition("\n")
-                error.add_note(f"step {engine.step} could not be saved: {reason}")
+                error.add_note(f"step {engine.step} could not be saved: {_first_line(problem)}")
         if steps:
             error.add_note(f"saved up to step {max(steps)}: the same command continues there")
 
-    def _finish(self, step: int) -> None:
-        """Point `model` to the best or newest checkpoint, and delete old ones."""
-        best = self.best[1] if self.best else None
+    def _complete(self, engine: Engine, *, wait: bool, fatal: bool = False) -> None:
+        """Take note of a checkpoint that has become complete or has failed; with ``wait``, once it has."""
         try:
-            self.checkpoints.link_model(step if best is None else best)
-            self.checkpoints.prune(best)
+            self.checkpoints.finish() if wait else self.checkpoints.poll()
+        except Exception as problem:
+            self._report(engine, problem, fatal=fatal)
+
+    def _report(self, engine: Engine, problem: Exception, *, fatal: bool) -> None:
+        """Log that the newest checkpoint could not be written; raise ``problem`` if it is ``fatal``, or the first."""
+        good = self.checkpoints.steps()
+        free = f"{shutil.disk_usage(self.checkpoints.directory).free / 2**20:.1f} MiB are free on that disk"
+        if fatal or not good:
+            problem.add_note(f"the checkpoint of step {self._step} could not be written; {free}")
+            raise problem
+        log.warning(
+            "the checkpoint of step %d could not be written (%s; %s); training continues, the last good one is step %d",
+            self._step,
+            _first_line(problem),
+            free,
+            good[-1],
+        )
+        engine.late = {"checkpoint/failed": Total(1.0)}
+
+    def _tidy(self, step: int) -> None:
+        """Point `model` to the best or newest checkpoint, and delete old ones."""
+        if self.best is not None and self.best[1] in self.checkpoints.steps():
+            self._kept = self.best[1]  # until then the best one before it stays
+        try:
+            self.checkpoints.link_model(step if self._kept is None else self._kept)
+            self.checkpoints.prune(self._kept)
         except OSError as problem:
             log.warning("the checkpoint of step %d is complete, but: %s", step, problem)
 
@@ -331,3 +288,7 @@ class Save(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best = tuple(state["best"]) if state["best"] else None
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).partition("\n")[0]

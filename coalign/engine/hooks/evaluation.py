@@ -52,6 +52,7 @@ class EvaluationHook(Hook):
         results, batches = engine.evaluator.evaluate()
         for hook in engine.hooks:
             hook.after_evaluation(engine, results)
+        engine.phase("hooks")
         return results, batches
 
 

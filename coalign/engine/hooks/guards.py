@@ -14,7 +14,8 @@ import torch
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
-from coalign.engine.hooks.checkpoint import Checkpoints, rewind_engine, to_plain, write_engine_state
+from coalign.engine.hooks.checkpoint import rewind_engine, to_plain, write_engine_state
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.files import Sink, describe_problem
 from coalign.types import Stat, Stats, Total
@@ -59,7 +60,9 @@ class Guards(Hook):
     def begin(self, engine: Engine) -> None:
         """Write a checkpoint if there is none: rolling back the first steps needs one of what came before them."""
         if self.config.action == "rollback" and not self.checkpoints.steps():
+            engine.phase("save")
             self.checkpoints.write(engine.step, partial(write_engine_state, engine))
+            engine.phase("hooks")
 
     def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
         """Raises ValueError if a threshold is set on a metric that no loss reports."""
@@ -84,6 +87,10 @@ class Guards(Hook):
 
     def _end_or_roll_back(self, engine: Engine, stats: Stats, batch: BatchRef, reasons: list[str]) -> None:
         message = f"step {engine.step} is unhealthy: {'; '.join(reasons)}"
+        try:
+            self.checkpoints.finish()
+        except Exception as problem:  # then an older one counts
+            log.warning("the checkpoint that was being written could not be: %s", problem)
         suffix = f"_after_{self.rollbacks}_rollbacks" if self.rollbacks else ""
         dump = self.folder.path / "failed" / f"step_{engine.step}{suffix}.pt"
         with Sink(str(dump)).survive():

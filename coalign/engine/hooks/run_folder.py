@@ -30,6 +30,7 @@ class StepLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.cut_path = path.with_name(f"{path.name}.cut")
         self._file = RecordFile(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -40,7 +41,7 @@ class StepLog:
         """Move the lines of later steps, which will be made again, and lines that cannot be read to `NAME.cut`."""
         if not self.path.exists():
             return
-        aside, broken = self.path.with_name(f"{self.path.name}.cut"), 0
+        broken = 0
         # Bytes, because a crash may cut a character, and because text may hold separators that JSON does not escape.
         with write_atomically(self.path) as replacement, open(self.path, "rb") as lines, open(replacement, "wb") as out:
             for line in lines:
@@ -49,18 +50,33 @@ class StepLog:
                 if found is not None and found <= step:
                     out.write(line.rstrip(b"\n") + b"\n")
                 else:
-                    with open(aside, "ab") as cut:
+                    with open(self.cut_path, "ab") as cut:
                         cut.write(line.rstrip(b"\n") + b"\n")
         if broken:
-            log.warning("%s: %d lines cannot be read; they are now in %s", self.path, broken, aside)
+            log.warning("%s: %d lines cannot be read; they are now in %s", self.path, broken, self.cut_path)
+
+    def find_maximum(self, name: str) -> float:
+        """Return the greatest value of a metric over all lines, also those that were cut; 0 if no line has it."""
+        values = [0.0]
+        for path in (self.path, self.cut_path):
+            if path.exists():
+                with open(path, "rb") as lines:
+                    values += [value for line in lines if isinstance(value := _read_line(line).get(name), int | float)]
+        return max(values)
+
+
+def _read_line(line: bytes) -> dict[str, Any]:
+    """Return the object of a line; empty if it cannot be read."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _read_step(line: bytes) -> int | None:
     """Return the step of a line; None if it cannot be read."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+    step = _read_line(line).get("step")
     return step if isinstance(step, int) else None
 
 
@@ -100,7 +116,8 @@ class RunFolder:
     def move_records_aside(self) -> None:
         """Rename the checkpoints and records of an earlier run, for a run that does not resume from them."""
         trackers = (self.path / "trackers.json", self.path / "tensorboard")
-        for path in (self.checkpoints, self.metrics.path, self.samples.path, *trackers):
+        records = [path for log in (self.metrics, self.samples) for path in (log.path, log.cut_path)]
+        for path in (self.checkpoints, *records, *trackers):
             if path.exists():
                 log.warning("%s is of an earlier run; it is now %s", path, move_aside(path))
 

@@ -19,7 +19,7 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -73,7 +73,9 @@ class BroadcastTransport(Transport):
         self.kind = "cuda" if on_gpus else "cpu"
         self.link: str | None = None
 
-    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
+    def move(
+        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
+    ) -> list[SentWeights]:
         if self.link is None:
             self.link = self._connect(f"broadcast {uuid.uuid4().hex}")
         sending = self.source.run(send, self.link, self.request(changing), self.bucket_bytes, fatal=False)

@@ -12,7 +12,7 @@ failed; then an eighth of every block, another eighth each time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -34,6 +34,7 @@ from coalign.weights.sync.transport import (
     TargetModule,
     WeightError,
     check_sum,
+    forget_link,
     guard_installation,
     identify_process,
     open_export,
@@ -88,7 +89,11 @@ class SharedMemoryTransport(StagedTransport):
         self.served = [0, 0]  # versions of each side since a sync failed
         self.syncs = 0  # tried so far: a version may come again, after a failure or a roll-back
 
-    def stage(self, version: int, changing: bool) -> list[SentWeights]:
+    def close(self) -> None:
+        for model in (self.source, self.target):
+            model.run(forget_link, self.link, fatal=False).result()
+
+    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
         if not self.journals:
             self.journals = self.source.run(open_sender_memory, self.link, self.segment, fatal=False).result()
         self.syncs += 1
@@ -100,7 +105,7 @@ class SharedMemoryTransport(StagedTransport):
         readers = [endpoint.identity for endpoint in self.readers]
         arguments = self.segment, self.source.name, self.journals, readers, self.syncs, turn, self.config.timeout
         receiving = self.target.run(receive, self.link, *arguments, fatal=False)
-        sent = wait_for_both(sending, receiving)
+        sent = wait_for_both(sending, receiving, on_sent)
         total = sum(len(part.sizes) for part in sent)
         if any(count != total for count in receiving.result()):
             raise WeightError(f"{total} weights were sent, and the readers found {receiving.result()}")

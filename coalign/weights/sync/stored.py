@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,9 @@ def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[Pack
 class ObjectStoreTransport(StagedTransport):
     """Buckets in the cluster's object store."""
 
-    def stage(self, version: int, changing: bool) -> list[SentWeights]:
+    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
         sent = self.source.run(export_buckets, self.request(changing), self.bucket_bytes, fatal=False).result()
+        on_sent()
         self.target.run(verify_buckets, _references(sent), fatal=False).result()
         return sent
 
@@ -96,7 +97,7 @@ class ObjectStoreTransport(StagedTransport):
 class DiskTransport(StagedTransport):
     """Buckets in safetensors files; each reference is a file's name, and the checksum of each tensor in it."""
 
-    def stage(self, version: int, changing: bool) -> list[SentWeights]:
+    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
         final, request = self._folder(version), self.request(changing)
         with write_atomically(final) as aside:
             aside.mkdir(parents=True)
@@ -105,6 +106,7 @@ class DiskTransport(StagedTransport):
                 shutil.rmtree(final)
             elif final.exists():
                 log.warning("%s holds no weights of a sync; it is now %s", final, move_aside(final))
+        on_sent()
         self.target.run(verify_buckets, _references(sent), str(final), fatal=False).result()
         return sent
 

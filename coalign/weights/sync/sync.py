@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
-from coalign.cluster.future import WorkerError
+from coalign.cluster.future import WorkerError, WorkerLost
 from coalign.config.schema import SyncConfig
+from coalign.threads import begin_in_thread
 from coalign.types import Stats, Total
 from coalign.weights.sync.broadcast import BroadcastTransport
 from coalign.weights.sync.segment import HostMemoryFull
@@ -51,7 +55,9 @@ class WeightSync:
         self.config = config or SyncConfig()
         self.overlap = overlap
         self.transport: Transport | None = None
+        target.takes_weights = True
         self._names: dict[bool, frozenset[str]] = {}  # that arrived, by `changing`
+        self._under_way: concurrent.futures.Future[int] | None = None  # bytes of the newest sync, once all serve it
 
     @property
     def complete(self) -> bool:
@@ -61,14 +67,38 @@ class WeightSync:
     def __call__(self, version: int) -> Stats:
         """Move the weights; return once every replica serves them. It waits for another sync of either model.
 
-        The statistics are `sync/bytes` (moved to each target) and `sync/seconds`. Raises WorkerError or WeightError
-        naming the tensor that arrived damaged, twice or not at all. Then the target serves its old version or, if it
-        had begun to install the new one, nothing.
+        With ``overlap`` it returns as soon as the source has sent them, and replicas take them meanwhile; `finish`
+        waits for these. The statistics are `sync/bytes` (moved to each target by the newest sync that has ended) and
+        `sync/seconds` (of waiting). Raises WorkerError or WeightError naming the tensor that arrived damaged, twice or
+        not at all, with ``overlap`` perhaps at the next call. Then the target serves its old version or, if it had
+        begun to install the new one, nothing.
         """
+        start = time.perf_counter()
+        moved = self.finish()
+        if self.target.slices is not None:
+            self.target.slices.begin_sync()
+        if self.overlap:
+            sent = threading.Event()
+            self._under_way = begin_in_thread(partial(self._send, version, sent.set), "coalign-sync")
+            self._under_way.add_done_callback(lambda _: sent.set())
+            sent.wait()
+            moved = self.finish() if self._under_way.done() else moved
+        else:
+            moved = self._send(version, lambda: None)
+        return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - start)}
+
+    def finish(self) -> int:
+        """Wait until every replica serves what was sent last; return its bytes. Raises what that sync raises."""
+        under_way, self._under_way = self._under_way, None
+        return under_way.result() if under_way else 0
+
+    def _send(self, version: int, on_sent: Callable[[], None]) -> int:
+        """Move the weights until every replica serves them; return the bytes."""
         with self._lock_models(version):
-            start = time.perf_counter()
-            moved = self._move(version)
-            return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - start)}
+            moved = self._move(version, on_sent)
+        if self.target.slices is not None:
+            self.target.slices.end_sync()
+        return moved
 
     @contextmanager
     def _lock_models(self, version: int) -> Iterator[None]:
@@ -82,20 +112,39 @@ class WeightSync:
                 stack.callback(model.syncing.release)
             yield
 
-    def _move(self, version: int) -> int:
-        """Return the bytes that were moved."""
+    def _move(self, version: int, on_sent: Callable[[], None]) -> int:
+        """Return the bytes that were moved. Replicas that are lost are replaced, and all weights go to all of them."""
+        slices = self.target.slices
+        while True:
+            begun = time.monotonic()
+            try:
+                if slices is not None and slices.joining:
+                    self._forget_readers()
+                return self._move_once(version, on_sent)
+            except WorkerLost as lost:
+                if slices is None or lost.call.model != self.target.name:
+                    raise
+                slices.recover(lost, begun)
+
+    def _forget_readers(self) -> None:
+        """Connect to the replicas of now at the next move, and send them all weights."""
+        if self.transport is not None:
+            self.transport.close()
+        self.transport, self._names = None, {}
+
+    def _move_once(self, version: int, on_sent: Callable[[], None]) -> int:
         if self.transport is None:
             self.transport = choose_transport(self.source, self.target, self.config, self.overlap)
         changing = self.complete
         try:
-            sent = self.transport.move(version, changing, self._names.get(changing))
+            sent = self.transport.move(version, changing, self._names.get(changing), on_sent)
         except WorkerError as problem:
             if self.config.transport != "auto" or not isinstance(problem.cause, HostMemoryFull | OSError):
                 raise
             log.warning("weights of %s: %s; they go through the object store instead", self.source.name, problem.cause)
             before = self.transport
             self.transport = ObjectStoreTransport(self.source, self.target, self.config, before.senders, before.readers)
-            sent = self.transport.move(version, changing, self._names.get(changing))
+            sent = self.transport.move(version, changing, self._names.get(changing), on_sent)
         self._names[changing] = frozenset(name for part in sent for name in part.sizes)
         return sum(size for part in sent for size in part.sizes.values())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +163,9 @@ class Transport(ABC):
     def __post_init__(self) -> None:  # noqa: B027 (few have anything to do)
         """Raise ValueError for models that it cannot connect."""
 
+    def close(self) -> None:  # noqa: B027 (few keep anything)
+        """Free what the ranks keep between two syncs."""
+
     @property
     def in_turns(self) -> bool:
         """Whether the two models cannot compute at once."""
@@ -178,26 +181,34 @@ class Transport(ABC):
         return self.config.bucket_mib * 2**20
 
     @abstractmethod
-    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
+    def move(
+        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
+    ) -> list[SentWeights]:
         """Return what each rank sent, once every replica serves ``version``.
 
         ``changing``: send only the weights that training changes; the target has the others. ``expected``: the names
-        that have to arrive, if known. Raises WorkerError, or WeightError for a name that came twice or not at all.
+        that have to arrive, if known. ``on_sent()`` is called once the source may change its weights again.
+        Raises WorkerError, or WeightError for a name that came twice or not at all.
         """
 
 
 class StagedTransport(Transport):
     """A transport that keeps all new weights beside those in use until every one of them is verified."""
 
-    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
-        sent = self.stage(version, changing)
+    def move(
+        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
+    ) -> list[SentWeights]:
+        sent = self.stage(version, changing, on_sent)
         check_names(sent, expected)
         self.install(version, sent)
         return sent
 
     @abstractmethod
-    def stage(self, version: int, changing: bool) -> list[SentWeights]:
-        """Send the weights; return once every target rank has verified them. All still serve their old version."""
+    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
+        """Send the weights and call ``on_sent``; return once every target rank has verified them.
+
+        All still serve their old version.
+        """
 
     @abstractmethod
     def install(self, version: int, sent: list[SentWeights]) -> None:
@@ -239,14 +250,18 @@ def check_unique(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def wait_for_both(first: Future, second: Future) -> Any:
-    """Return the first result once both calls are done; if both fail, raise the first one's error."""
+def wait_for_both(first: Future, second: Future, on_first: Callable[[], None] = lambda: None) -> Any:
+    """Return the first result once both calls are done, and call ``on_first`` once that one is.
+
+    If both fail, raise the first one's error.
+    """
     try:
         result = first.result()
     except BaseException:
         with suppress(Exception):
             second.result()
         raise
+    on_first()
     second.result()
     return result
 
@@ -280,6 +295,11 @@ def open_export(module: SourceModule, request: ExportRequest) -> Iterator[Iterat
             pass
 
 
+def forget_link(module: SyncModule, store: Store, link: str) -> None:
+    """Drop what a transport keeps in a worker."""
+    module.links.pop(link, None)
+
+
 @contextmanager
 def guard_installation(module: SyncModule, version: int) -> Iterator[None]:
     """Let the module refuse to serve unless the block succeeds: its weights would be of two versions."""
@@ -296,7 +316,9 @@ class LiveTensorTransport(Transport):
 
     adopt = True
 
-    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
+    def move(
+        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
+    ) -> list[SentWeights]:
         [weights] = self.source.run(open_live_weights, changing, fatal=False).result()
         sent = self.target.run(load_weights, weights, version, self.adopt, fatal=False, beside=[self.source]).result()
         check_names(sent, expected)
@@ -304,29 +326,14 @@ class LiveTensorTransport(Transport):
 
 
 class TensorCopyTransport(LiveTensorTransport):
-    """Copies the tensors, so that the target keeps this version while the source trains on.
-
-    If the models take turns on their devices, the copy is made on the host: only one of them is on the device.
-    """
+    """Copies the tensors, so that the target keeps this version while the source trains on."""
 
     adopt = False
-
-    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
-        if not self.source.takes_turns_with(self.target):
-            return super().move(version, changing, expected)
-        [weights] = self.source.run(copy_to_host, changing, fatal=False).result()
-        sent = self.target.run(load_weights, weights, version, False, fatal=False).result()
-        check_names(sent, expected)
-        return sent
 
 
 def open_live_weights(module: SourceModule, store: Store, changing: bool) -> Weights:
     """Return the module's own tensors; a weight that is merged from several is made when the target takes it."""
     return check_unique(module.export_weights(changing=changing))
-
-
-def copy_to_host(module: SourceModule, store: Store, changing: bool) -> Weights:
-    return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in open_live_weights(module, store, changing)]
 
 
 def load_weights(module: TargetModule, store: Store, weights: Weights, version: int, adopt: bool) -> SentWeights:

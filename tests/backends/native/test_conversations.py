@@ -56,13 +56,15 @@ def talk(openings, model=MODEL, sampling=helpers.SAMPLING, before_step=lambda st
             with engine.stepping():
                 run.step()
             step += 1
-        run.step()  # hears of those that are over
+        with engine.stepping():
+            run.step()  # hears of those that are over
     return {t.request.group: (t.tokens, t.logprobs) for t in talks}, run
 
 
 def drop_everything(step, run):
-    for sequence in run.slots.kept:
-        run.slots.remove(sequence)
+    with run.engine.stepping():
+        for sequence in run.slots.kept:
+            run.slots.remove(sequence)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -138,10 +138,11 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
     worker.start()
     assert reached.wait(20)
     engine.pause()
-    held = engine._session.tokens_chosen
+    [session] = engine.sessions
+    held = session.tokens_chosen
     engine.load_weights(MODEL.state_dict().items(), version=4, adopt=True)
     worker.join(0.2)
-    assert worker.is_alive() and engine._session.tokens_chosen == held
+    assert worker.is_alive() and session.tokens_chosen == held
     engine.resume()
     worker.join(60)
     undisturbed = helpers.flat(next(helpers.engine(MODEL).generate(asked, sampling)))

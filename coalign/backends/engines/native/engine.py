@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -47,8 +48,7 @@ TOKEN, POSITION, KEY = range(3)
 class QueuedRequest(SubmittedRequest):
     """A request whose started samples have slots."""
 
-    # Results of the prefill with the weights of ``version``, kept while samples wait for a slot.
-    version: int | None = None
+    # Results of the prefill, kept while samples wait for a slot and the weights stay.
     logits: Tensor | None = None  # f32[1, V] after the prompt
     prefix: list[Tensor] | None = None  # keys and values
 
@@ -155,6 +155,12 @@ class SequenceSlots:
         self._active -= 1
         self._exchange(sequence.slot, self._active)
 
+    def clear(self) -> None:
+        """Free all slots."""
+        self._taken.clear()
+        self._active = 0
+        self.state = torch.zeros_like(self.state)  # in place it could change within a step only
+
     def remove(self, sequence: ActiveSequence) -> None:
         hole, last = sequence.slot, len(self._taken) - 1
         if hole < self._active:
@@ -213,11 +219,16 @@ class NativeSession(GenerationSession):
         self.arrived: deque[QueuedRequest] = deque()
         self.waiting: deque[QueuedRequest] = deque()
         self.ended: deque[tuple[int, int]] = deque()  # conversations that have had their last turn
-        self.slots = SequenceSlots(self.model, note_seen=sampling.repetition_penalty != 1, reserve=engine.reserve)
+        note_seen = sampling.repetition_penalty != 1
+        self.slots = SequenceSlots(self.model, note_seen=note_seen, reserve=partial(engine.reserve, self))
 
     @property
     def unfinished(self) -> bool:
         return bool(self.arrived or self.waiting or self.slots.active)
+
+    @property
+    def unstarted(self) -> int:
+        return sum(queued.waiting for queued in [*self.arrived, *self.waiting])
 
     def submit(self, request: Request, on_done: OnDone) -> QueuedRequest:
         model, kv_tokens = self.model, self.engine.kv_tokens
@@ -236,8 +247,21 @@ class NativeSession(GenerationSession):
     def forget(self, group: int, index: int) -> None:
         self.ended.append((group, index))
 
+    def take_active(self) -> Sequence[ActiveSequence]:
+        active = self.slots.active
+        self.slots.clear()
+        return active
+
+    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
+        self.waiting.extendleft(cast(Sequence[QueuedRequest], requests[::-1]))
+
+    def drop_kept(self) -> None:
+        self.ended.extend(sequence.submitted.sample for sequence in self.slots.kept)
+        for queued in self.waiting:
+            queued.logits = queued.prefix = None
+
     def step(self) -> None:
-        self._drop_kept()
+        self._drop_ended()
         while self.arrived:
             queued = self.arrived.popleft()
             self.total += queued.request.samples
@@ -259,11 +283,11 @@ class NativeSession(GenerationSession):
             self.slots.remove(sequence)
             self._finish(sequence, Status.PARTIAL)
 
-    def _drop_kept(self) -> None:
-        """Drop kept sequences of conversations that have ended, and those computed with older weights."""
+    def _drop_ended(self) -> None:
+        """Drop kept sequences of conversations that have ended."""
         ended = {self.ended.popleft() for _ in range(len(self.ended))}
         for sequence in self.slots.kept:
-            if sequence.submitted.sample in ended or sequence.versions[-1] != self.engine.version:
+            if sequence.submitted.sample in ended:
                 self.slots.remove(sequence)
 
     def _grow_slots(self) -> bool:
@@ -293,7 +317,7 @@ class NativeSession(GenerationSession):
             first, filled, fresh = len(self.slots.active), 0, []
             while self.waiting and self.slots.free:
                 queued = self.waiting[0]
-                known = queued.version == self.engine.version
+                known = queued.logits is not None
                 kept = self._find_kept(queued)
                 past = 0 if kept is None else kept.length - 1  # its last token was chosen, but never fed
                 filled += 0 if known else len(queued.request.prompt) - past
@@ -342,8 +366,7 @@ class NativeSession(GenerationSession):
             decoded = min(request.decoded, len(tokens) - start)
             sequences.append(PrefillSequence(start, len(tokens), slots, decoded, past))
             last.append(len(tokens) - 1)
-            self.tokens_kept += past
-        self.tokens_prefilled += len(tokens)
+            self.count_prompt(queued, prefilled=len(tokens) - start, kept=past)
         padding = [0] * (-len(tokens) % ROWS)
         as_tensor = lambda values: torch.tensor(values, device=self.model.device)  # noqa: E731
         logits = self.model.forward(
@@ -353,7 +376,7 @@ class NativeSession(GenerationSession):
             as_tensor(last),
         )
         for (queued, slots, _), row in zip(fresh, logits.split(1), strict=True):
-            queued.logits, queued.version = row, self.engine.version
+            queued.logits = row
             if queued.waiting:
                 queued.prefix = self.slots.cache.read(slots.start, len(queued.request.prompt))
 
@@ -431,11 +454,12 @@ class NativeEngine(MetaModelEngine):
 
     @contextmanager
     def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[NativeSession]:
-        with torch.inference_mode(), self.model.packed():
+        with self.model.packed():
+            session = NativeSession(self, sampling, on_token)
             try:
-                yield NativeSession(self, sampling, on_token)
+                yield session
             finally:
-                self.reserve(0)
+                self.reserve(session, 0)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Also raises ValueError for an architecture that fails check_against_transformers."""
@@ -451,8 +475,6 @@ class NativeEngine(MetaModelEngine):
                     type(self.model.module).__name__,
                     parts,
                 )
-        if self._session is not None:
-            self.model.pack()
 
 
 class NativeModule(MetaModelModule):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from textwrap import shorten
 
@@ -65,6 +65,7 @@ class NativeModel(MetaModel):
             config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attention=NAME
         )
         self.linears = replace_linears(self.module)
+        self._packings = 0  # contexts of ``packed`` that are open
 
     def check(self) -> None:
         _refuse_foreign_state(self.module)
@@ -83,16 +84,27 @@ class NativeModel(MetaModel):
 
     @contextlib.contextmanager
     def packed(self) -> Iterator[None]:
-        """Let the linear layers compute with packed copies of their weights within this context."""
-        self.pack()
+        """Let the linear layers compute with packed copies of their weights within this context. Contexts may overlap.
+
+        Weights that change meanwhile are packed again by ``load``.
+        """
+        self._packings += 1
+        if self._packings == 1:
+            self._pack()
         try:
             yield
         finally:
-            for linear in self.linears:
-                linear.unpack()
+            self._packings -= 1
+            if not self._packings:
+                for linear in self.linears:
+                    linear.unpack()
 
-    def pack(self) -> None:
-        """Make the packed copies from the current weights."""
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
+        super().load(weights, adopt=adopt)
+        if self._packings:
+            self._pack()
+
+    def _pack(self) -> None:
         if self.kernel is not None:
             for linear in self.linears:
                 linear.pack(self.kernel)

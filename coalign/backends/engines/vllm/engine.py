@@ -78,27 +78,44 @@ class CounterSampler(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.device = device
         self.rows: dict[int, SampledRow] = {}
+        self.samplings: list[SamplingConfig] = []  # those seen so far, so that equal ones are the same object
 
     def is_argmax_invariant(self) -> bool:
         """Processors that say so come last, after penalties."""
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.rows, batch_update, _row)
+        process_dict_updates(self.rows, batch_update, self._create_row)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return f32[B, V]: -inf, except for the log-prob of each row's chosen token."""
         rows = [self.rows[i] for i in range(len(logits))]
         keys = torch.tensor([row.key for row in rows], device=self.device)
         positions = torch.tensor([row.prompt_length + len(row.chosen) for row in rows], device=self.device)
-        # There is one session at a time, so all rows are sampled alike.
-        tokens, logprobs = sample(logits, uniforms(keys, positions), rows[0].sampling)
+        tokens, logprobs = self._sample(logits, uniforms(keys, positions), [row.sampling for row in rows])
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], logprobs[:, None])
 
+    def _sample(self, logits: Tensor, uniform: Tensor, samplings: Sequence[SamplingConfig]) -> tuple[Tensor, Tensor]:
+        """Draw the token of each row as its session samples: i64[B], and their log-probs f32[B]."""
+        alike: dict[int, list[int]] = {}
+        for row, sampling in enumerate(samplings):
+            alike.setdefault(id(sampling), []).append(row)
+        if len(alike) == 1:
+            return sample(logits, uniform, samplings[0])
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        for rows in alike.values():
+            index = torch.tensor(rows, device=logits.device)
+            tokens[index], logprobs[index] = sample(logits[index], uniform[index], samplings[rows[0]])
+        return tokens, logprobs
 
-def _row(params: SamplingParams, prompt: list[int] | None, chosen: list[int]) -> SampledRow:
-    assert params.extra_args is not None and prompt is not None
-    return SampledRow(params.extra_args[KEY], params.extra_args[SAMPLING], len(prompt), chosen)
+    def _create_row(self, params: SamplingParams, prompt: list[int] | None, chosen: list[int]) -> SampledRow:
+        assert params.extra_args is not None and prompt is not None
+        sampling = params.extra_args[SAMPLING]  # of a worker in another process: a copy for each request
+        if sampling not in self.samplings:
+            self.samplings.append(sampling)
+        known = self.samplings[self.samplings.index(sampling)]
+        return SampledRow(params.extra_args[KEY], known, len(prompt), chosen)
 
 
 class VLLMSession(GenerationSession):
@@ -119,6 +136,11 @@ class VLLMSession(GenerationSession):
     def unfinished(self) -> bool:
         return bool(self._arrived or self._answers)
 
+    @property
+    def unstarted(self) -> int:
+        waiting = sum(submitted.waiting for submitted in [*self._arrived])
+        return waiting + sum(not answer.tokens for answer in self._answers.values())
+
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
         vocabulary, context = self.engine.vocabulary, self.engine.context
         submitted = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
@@ -128,15 +150,29 @@ class VLLMSession(GenerationSession):
     def cut_all(self) -> None:
         self.cut(*self._arrived, *(answer.submitted for answer in self._answers.values()))
 
+    def take_active(self) -> Sequence[PartialResponse]:
+        """Also those that wait within vLLM: they might find keys and values of other weights."""
+        answers = list(self._answers.values())
+        self.close()
+        return answers
+
+    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
+        for submitted in requests:
+            self._begin(submitted)
+
     def step(self) -> None:
         while self._arrived:
-            self._begin(self._arrived.popleft())
+            submitted = self._arrived.popleft()
+            self.total += submitted.request.samples
+            self._begin(submitted)
         cut = [name for name, answer in self._answers.items() if answer.submitted.cut]
         self._abort(cut)
         for name in cut:
             self._finish(name, Status.PARTIAL)
         if self._answers:
-            self._record(self.engine.step())
+            outputs = self.engine.step()  # vLLM computes the requests of all sessions together
+            for session in self.engine.sessions:
+                cast(VLLMSession, session).record(outputs)
 
     def close(self) -> None:
         """Abort unfinished requests."""
@@ -145,7 +181,6 @@ class VLLMSession(GenerationSession):
 
     def _begin(self, submitted: SubmittedRequest) -> None:
         request, engine = submitted.request, self.engine
-        self.total += request.samples
         for place in range(request.samples):
             name = next(engine.request_ids)
             stops = submitted.find_stops(self.sampling, engine.decoder)
@@ -171,14 +206,15 @@ class VLLMSession(GenerationSession):
             extra_args={KEY: key, SAMPLING: self.sampling},
         )
 
-    def _record(self, outputs: list[RequestOutput]) -> None:
+    def record(self, outputs: list[RequestOutput]) -> None:
+        """Add the tokens of this session's requests; finish those that end."""
         ended: dict[str, Status] = {}
         for output in outputs:
             if (answer := self._answers.get(output.request_id)) is None:
                 continue
             if not answer.tokens:
-                self.tokens_kept += output.num_cached_tokens or 0
-                self.tokens_prefilled += len(answer.submitted.request.prompt) - (output.num_cached_tokens or 0)
+                kept = output.num_cached_tokens or 0
+                self.count_prompt(answer.submitted, prefilled=len(answer.submitted.request.prompt) - kept, kept=kept)
             status = self._add_tokens(answer, output)
             if status is not None:
                 ended[output.request_id] = status
@@ -320,7 +356,7 @@ class VLLMEngine(InferenceEngine):
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Copy the weights: vLLM packs them in its own way."""
         self.loads += 1
-        if self.pipelined and self._session is not None:
+        if self.pipelined and self.sessions:
             raise RuntimeError(
                 "weights cannot change while a pipeline computes (pipeline_parallel): wait for `generate`"
             )

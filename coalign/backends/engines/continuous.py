@@ -1,0 +1,185 @@
+"""Generation that goes on between the calls of a worker: for asynchronous runs, whose weights change in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine
+from coalign.backends.engines.episodes import EpisodeBatch, EpisodeRunner
+from coalign.backends.engines.request import begin_generation, extend_samples, plan_requests
+from coalign.config.schema import SamplingConfig
+from coalign.data.batch import Batch
+from coalign.roles import Context
+from coalign.types import Response, Stats
+
+
+class ResponseBatch:
+    """A batch whose samples are single responses, while a session computes them. ``begun`` are the samples so far.
+
+    Raises ValueError for a prompt that can never fit.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        session: GenerationSession,
+        begun: Batch,
+        sampling: SamplingConfig,
+        longest: int | None,
+    ) -> None:
+        self.engine = engine
+        self.begun = begun
+        self.rows, requests = plan_requests(begun, sampling.max_new_tokens, None, longest)
+        self.responses: list[Response | None] = [None] * len(self.rows)  # of each of the rows
+        self.missing = len(self.rows)
+        self._submitted = []
+        first = 0
+        try:
+            for request in requests:
+                self._submitted.append(session.submit(request, partial(self._record, first)))
+                first += request.samples
+        except ValueError:
+            session.cut(*self._submitted)
+            raise
+
+    @property
+    def done(self) -> bool:
+        return not self.missing
+
+    def result(self) -> tuple[Batch, Stats]:
+        responses = [response for response in self.responses if response is not None]
+        return extend_samples(self.begun, self.rows, responses, self.engine.experts), {}
+
+    def _record(self, first: int, place: int, response: Response) -> None:
+        self.responses[first + place] = response
+        self.missing -= 1
+
+
+class OpenSession:
+    """A session of an engine that is open until ``close``, and the batches that it computes, by number."""
+
+    def __init__(self, engine: InferenceEngine, sampling: SamplingConfig) -> None:
+        self._stack = ExitStack()
+        self.session = self._stack.enter_context(engine.open(sampling))
+        self.batches: dict[int, ResponseBatch | EpisodeBatch] = {}
+
+    def close(self) -> None:
+        try:
+            for batch in self.batches.values():
+                if isinstance(batch, EpisodeBatch):
+                    batch.stop()
+        finally:
+            self._stack.close()
+
+
+class ContinuousGeneration:
+    """Generates for batches of prompts that arrive while others are computed; its sessions stay open between calls.
+
+    There is one session for each sampling configuration, since an evaluation may sample otherwise than training does.
+    A session without a batch is closed when a batch for another one arrives.
+
+    sampling: the configuration that options of a batch override. context: says how many samples a prompt has, and how
+    long one may be. runner: plays episodes; None: every sample is one response.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, sampling: SamplingConfig, context: Context, runner: EpisodeRunner | None = None
+    ) -> None:
+        self.engine = engine
+        self.sampling = sampling
+        self.context = context
+        self.runner = runner
+        self._sessions: dict[str, OpenSession] = {}  # by their sampling, as JSON
+
+    def add(self, number: int, prompts: Batch, *, samples: int | None = None, **overrides: Any) -> None:
+        """Begin a batch, which ``advance`` returns by its ``number``; prompts and options as RolloutModule.generate's.
+
+        Raises ValueError for a number that is in use and for a prompt that can never fit, and pydantic.ValidationError
+        for a bad override. The other batches go on.
+        """
+        if number in self._batches:
+            raise ValueError(f"batch {number} is being computed already")
+        usual = self.context.samples_per_prompt
+        begun, sampling = begin_generation(prompts, self.sampling, usual, samples=samples, **overrides)
+        chosen = self._open(sampling)
+        if self.runner is None:
+            batch = ResponseBatch(self.engine, chosen.session, begun, sampling, self.context.sample_tokens)
+        else:
+            batch = self.runner.begin(self.engine, chosen.session, begun, sampling)
+        chosen.batches[number] = batch
+
+    def advance(self, seconds: float) -> tuple[int, Batch, Stats] | None:
+        """Compute until a batch is complete, at most ``seconds``; return its number, the batch and its statistics.
+
+        Of several complete ones, returns that of the lowest number, at once. None: there is none. With any ``seconds``
+        above 0 at least one step is computed. Raises EpisodesFailed if every episode of a batch failed; then only that
+        batch is gone. After any other error (those of InferenceEngine.generate, EnvironmentBlocked) nothing is left of
+        any batch.
+        """
+        end, left = time.monotonic() + seconds, seconds
+        while (number := self._find_complete()) is None:
+            if left <= 0 or not self.unfinished:
+                return None
+            try:
+                self._step(left)
+            except BaseException:
+                self.close()
+                raise
+            left = end - time.monotonic()
+        [batch] = [each.batches.pop(number) for each in self._sessions.values() if number in each.batches]
+        return number, *batch.result()
+
+    @property
+    def waiting(self) -> int:
+        """The number of samples, or of turns of episodes, that wait until the engine can begin them."""
+        return sum(each.session.unstarted for each in self._sessions.values())
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any batch has not been returned."""
+        return bool(self._batches)
+
+    def close(self) -> None:
+        """End all sessions; batches that are not complete are lost. Later batches begin anew."""
+        with ExitStack() as stack:
+            for each in self._sessions.values():
+                stack.callback(each.close)
+            self._sessions = {}
+
+    @property
+    def _batches(self) -> dict[int, ResponseBatch | EpisodeBatch]:
+        return {number: batch for each in self._sessions.values() for number, batch in each.batches.items()}
+
+    def _find_complete(self) -> int | None:
+        return min((number for number, batch in self._batches.items() if batch.done), default=None)
+
+    def _open(self, sampling: SamplingConfig) -> OpenSession:
+        """Open the session of a sampling unless it is open; close others that have no batch, to free their memory."""
+        key = sampling.model_dump_json()
+        for other in [other for other, each in self._sessions.items() if other != key and not each.batches]:
+            self._sessions.pop(other).close()
+        if key not in self._sessions:
+            self._sessions[key] = OpenSession(self.engine, sampling)
+        return self._sessions[key]
+
+    def _step(self, seconds: float) -> None:
+        """Compute one token of every session that can, or wait for environments, at most ``seconds``."""
+        able = [each.session for each in self._sessions.values() if each.session.unfinished]
+        for session in able:
+            with self.engine.stepping():
+                session.step()
+        if not able:
+            self._wait(list(self._batches.values()), seconds)
+
+    def _wait(self, batches: Sequence[ResponseBatch | EpisodeBatch], seconds: float) -> None:
+        lost = sum(batch.missing for batch in batches if isinstance(batch, ResponseBatch))
+        if lost:
+            raise RuntimeError(f"the engine lost {lost} responses")
+        for batch in batches:
+            if isinstance(batch, EpisodeBatch) and not batch.done:
+                batch.running.wait(seconds)
+                return

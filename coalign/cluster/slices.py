@@ -1,0 +1,272 @@
+"""Continuous generation: replicas compute in slices, and take new rows and new weights between two of them.
+
+A call of ``generate`` becomes shares of rows. A replica takes a share when none of its samples waits for a place in the
+engine and no other replica has fewer rows. It keeps it until all of its samples are complete. Nobody waits for a whole
+roll-out: the next share, a weight sync or an evaluation waits for one slice.
+
+The shares of a replica that is lost go to others, and a new process takes its place. It has no weights, so it takes
+shares after the next weight sync.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from coalign.cluster.future import (
+    Call,
+    CallDeadlines,
+    Future,
+    Span,
+    TaskFuture,
+    WorkerHandle,
+    WorkerLost,
+    WorkerRows,
+    WorkerTask,
+    wait,
+)
+from coalign.threads import start_thread
+
+SLICE_SECONDS = 0.05  # a worker computes at most this long before it looks for new rows and weights
+GATHER_SECONDS = 0.005  # an idle replica waits this long for rows that come beside the first ones
+MAX_LOSSES = 3  # replicas lost over the same rows: then the rows are the cause
+_GAP_SECONDS = 0.02  # between two slices that a timeline shows as one
+
+
+@dataclass(eq=False, slots=True)
+class RowShare:
+    """Rows that one replica generates for a ``call``.
+
+    ``syncs``: weight syncs that must have ended before it begins. ``urgent``: it goes before shares that are not.
+    """
+
+    call: Future
+    rows: WorkerRows
+    options: Mapping[str, Any]
+    syncs: int
+    urgent: bool = False
+    losses: int = 0  # replicas that were lost while they had it
+    done: TaskFuture = field(default_factory=concurrent.futures.Future)
+
+    @property
+    def size(self) -> int:
+        return len(self.rows.rows)
+
+
+class SliceScheduler:
+    """Keeps the replicas of one model generating, each by a thread of its own.
+
+    ``ahead``: slices that may be under way at a replica, so that it does not idle while an answer travels.
+    ``replace(replica, error)`` starts a new process for a lost one, or raises the error that ends the run.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        ranks: Sequence[WorkerHandle],
+        deadlines: CallDeadlines,
+        ahead: int,
+        replace: Callable[[int, WorkerLost], WorkerHandle],
+    ) -> None:
+        self._call = call  # in errors
+        self._replace = replace
+        self._deadlines = deadlines
+        self._ahead = ahead
+        self._changed = threading.Condition()  # guards all below
+        self._waiting: deque[RowShare] = deque()
+        self._open = [0] * len(ranks)  # rows that each replica has
+        self._names = [rank.where for rank in ranks]
+        self._announced = self._served = 0  # weight syncs that began, and that all replicas have ended
+        self._joining: set[int] = set()  # replicas without weights
+        self._taking: set[int] = set()  # those that get them by the sync under way
+        self._lost: dict[int, WorkerLost] = {}  # replicas that no process has replaced yet
+        self._replaced: dict[int, float] = {}  # when a replica was replaced last
+        self._error: Exception | None = None  # that ended a replica's thread
+        self._closed = False
+        self._numbers = itertools.count()
+        for replica, rank in enumerate(ranks):
+            start_thread(partial(self._feed, replica, rank), f"coalign-{call}-{replica}")
+
+    @property
+    def syncs(self) -> int:
+        """The number of weight syncs that have begun."""
+        return self._announced
+
+    def begin_sync(self) -> None:
+        """Hold shares of later calls back until ``end_sync``: they are for the new weights."""
+        with self._changed:
+            self._announced += 1
+            self._taking = set(self._joining)
+
+    def end_sync(self) -> None:
+        """Let shares begin that waited for the weights which all replicas have now."""
+        with self._changed:
+            self._served = self._announced
+            self._joining -= self._taking
+            self._changed.notify_all()
+
+    @property
+    def joining(self) -> bool:
+        """Whether a replica waits for its first weights."""
+        return bool(self._joining)
+
+    def recover(self, error: WorkerLost, since: float) -> None:
+        """Replace the replicas that a sync, begun at ``since`` (monotonic), found lost; return when they take weights.
+
+        Raises what ends the run.
+        """
+        with self._changed:
+            for replica, name in enumerate(self._names):
+                if name in error.workers and self._replaced.get(replica, -math.inf) < since:
+                    self._lost[replica] = error
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error or self._closed or not self._lost)
+            if self._error:
+                raise self._error
+            self._taking = set(self._joining)
+
+    def submit(self, shares: Sequence[RowShare]) -> None:
+        """Generate these shares; each one's ``done`` gets the worker's task, or raises what a worker raised.
+
+        Raises the error that has ended a replica for good.
+        """
+        with self._changed:
+            if self._error:
+                raise self._error
+            if shares and shares[0].urgent:
+                self._waiting.extendleft(reversed(shares))
+            else:
+                self._waiting.extend(shares)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads; what is under way is left as it is."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # ---- one replica -----------------------------------------------------------------------------------------------
+
+    def _feed(self, replica: int, rank: WorkerHandle) -> None:
+        """Give a replica slice after slice, and replace it when it is lost."""
+        while True:
+            shares: dict[int, RowShare] = {}  # that the replica has
+            try:
+                self._run_slices(replica, rank, shares)
+                return
+            except WorkerLost as lost:
+                try:
+                    rank = self._recover_from(replica, lost, shares)
+                    continue
+                except Exception as error:
+                    failed = error
+            except Exception as error:
+                failed = error
+            self._end(failed, shares)
+            return
+
+    def _run_slices(self, replica: int, rank: WorkerHandle, shares: dict[int, RowShare]) -> None:
+        slices: deque[WorkerTask] = deque()  # under way
+        queued = 0  # samples there that wait for a place
+        while (new := self._take(replica, idle=not shares and not slices, room=not queued)) is not None:
+            given = {next(self._numbers): share for share in new}
+            shares |= given
+            if shares:
+                rows = [(number, share.rows, share.options) for number, share in given.items()]
+                slices.append(rank.execute("roll", rows, SLICE_SECONDS))
+            if len(slices) == self._ahead or not shares:
+                task = slices.popleft()
+                number, queued = self._wait(task, next(iter(shares.values()), None))
+                if number is not None:
+                    self._finish(replica, shares.pop(number), task)
+
+    def _recover_from(self, replica: int, lost: WorkerLost, shares: dict[int, RowShare]) -> WorkerHandle:
+        """Give the shares of a lost replica to others, and return the process that replaces it. Raises WorkerError."""
+        with self._changed:
+            for share in shares.values():
+                share.losses += 1
+                if share.losses == MAX_LOSSES:
+                    raise lost
+            self._lost[replica] = lost
+            self._joining.add(replica)
+            self._taking.discard(replica)
+            self._open[replica] = 0
+            self._waiting.extendleft(reversed(shares.values()))
+            shares.clear()
+            self._changed.notify_all()
+        rank = self._replace(replica, lost)
+        with self._changed:
+            del self._lost[replica]
+            self._replaced[replica] = time.monotonic()
+            self._changed.notify_all()
+        return rank
+
+    def _end(self, error: Exception, shares: Mapping[int, RowShare]) -> None:
+        """Let every call that waits for rows see the error."""
+        with self._changed:
+            self._error = error
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+        for share in (*shares.values(), *waiting):
+            share.done.set_exception(error)
+
+    def _take(self, replica: int, *, idle: bool, room: bool) -> list[RowShare] | None:
+        """Take shares that the replica should begin; wait for some while it is ``idle``. None: the scheduler ends."""
+        with self._changed:
+            taken: list[RowShare] = []
+            while not self._closed:
+                if replica in self._lost:
+                    raise self._lost[replica]
+                before = len(taken)
+                while room and (share := self._find_next(replica)) is not None:
+                    self._waiting.remove(share)
+                    self._open[replica] += share.size
+                    taken.append(share)
+                if not idle or (taken and len(taken) == before):
+                    return taken
+                self._changed.wait(GATHER_SECONDS if taken else None)
+            return None
+
+    def _find_next(self, replica: int) -> RowShare | None:
+        """Return the next share whose weights are there, if no other replica has fewer rows."""
+        others = [rows for number, rows in enumerate(self._open) if number not in self._joining]
+        if replica in self._joining or self._open[replica] > min(others):
+            return None
+        return next((share for share in self._waiting if share.syncs <= self._served), None)
+
+    def _wait(self, task: WorkerTask, oldest: RowShare | None) -> tuple[int | None, int]:
+        """Wait for a slice; return the number of the share that it completed, and the samples that wait for a place.
+
+        The slice is shown as work of the ``oldest`` share's call. Raises WorkerError.
+        """
+        if oldest is not None:
+            oldest.call.running = [task]
+        slice_ = Future(self._call)
+        [meta] = wait(slice_, [task], self._deadlines)
+        if oldest is not None:
+            _add_span(oldest.call.spans, slice_.spans[0])
+        return meta.value
+
+    def _finish(self, replica: int, share: RowShare, task: WorkerTask) -> None:
+        with self._changed:
+            self._open[replica] -= share.size
+            self._changed.notify_all()
+        share.done.set_result(task)
+
+
+def _add_span(spans: list[Span], new: Span) -> None:
+    """Add a slice; one that follows another there makes that one longer."""
+    for place, span in enumerate(spans):
+        if span.where == new.where and abs(new.start - span.start - span.seconds) < _GAP_SECONDS:
+            spans[place] = replace(span, seconds=new.start + new.seconds - span.start)
+            return
+    spans.append(new)

@@ -1,0 +1,247 @@
+"""The folder of a run's checkpoints: written whole or not at all, verified, found again, deleted when there are newer.
+
+A checkpoint is written beside its place by workers and by a thread, while training goes on. The thread hashes all
+files, flushes them, reads them back and renames the directory: it is complete or it does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from coalign.files import (
+    delete_path,
+    delete_report,
+    describe_problem,
+    flush_path,
+    hash_file,
+    move_aside,
+    read_json_object,
+    read_report,
+    write_atomically,
+)
+from coalign.threads import begin_in_thread
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_PAUSE = 0.05  # seconds between two looks for reports
+
+
+class CorruptCheckpoint(OSError):
+    """A checkpoint whose files do not match its manifest."""
+
+
+class UnfinishedFiles(Protocol):
+    """Files and directories of a checkpoint that workers write in the background."""
+
+    paths: list[Path]  # each gets a report (coalign.files.report_written)
+
+    def finish(self) -> None:
+        """Wait until nobody writes any more; raise the first error."""
+        ...
+
+
+class _Writing:
+    """A checkpoint that is being written."""
+
+    def __init__(self, step: int, aside: Path, files: UnfinishedFiles | None, cleanup: ExitStack) -> None:
+        self.step, self.aside, self.files = step, aside, files
+        self.cleanup = cleanup  # renames the directory, or deletes it after an error
+        self.reported = threading.Event()  # all files are written
+        self.cancelled = threading.Event()
+        self.done: Future[None]  # of the thread that completes it
+
+    def wait_for_reports(self) -> None:
+        """Wait until all files are written. OSError if one cannot be; _Cancelled."""
+        waiting = list(self.files.paths) if self.files else []
+        while waiting:
+            for path in waiting:
+                if problem := read_report(path):
+                    raise OSError(problem)
+            waiting = [path for path in waiting if read_report(path) is None]
+            if self.cancelled.wait(_PAUSE if waiting else 0):
+                raise _Cancelled
+        for path in self.files.paths if self.files else ():
+            delete_report(path)
+        self.reported.set()
+
+
+class _Cancelled(Exception):
+    """Nobody wants the checkpoint any more."""
+
+
+class Checkpoints:
+    """The checkpoints of one run folder: the newest ``keep``, and the best by a metric if one is watched.
+
+    At most one is being written at a time. ``on_complete(step)`` hears of each one that is complete.
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory = directory
+        self.keep = keep
+        self.on_complete: Callable[[int], None] = lambda step: None
+        self._writing: _Writing | None = None
+
+    def steps(self) -> list[int]:
+        """Return the steps with a complete checkpoint, ascending. Their files are not verified."""
+        return [step for step in self._list_directories() if (self.path(step) / MANIFEST).exists()]
+
+    def _list_directories(self) -> list[int]:
+        names = [path.name.removeprefix("step_") for path in self.directory.glob("step_*")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step_{step}"
+
+    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> None:
+        """Begin the checkpoint of ``step``, whose files ``write_files(directory)`` writes or has others write.
+
+        The one before must be finished. Raises what ``write_files`` raises; nothing is left behind then.
+        """
+        assert self._writing is None, "the checkpoint before is still being written"
+        for left in self.directory.glob(".writing-*"):  # by a run that was killed
+            delete_path(left)
+        with ExitStack() as cleanup:
+            aside = cleanup.enter_context(write_atomically(self.path(step)))
+            aside.mkdir(parents=True)
+            files = write_files(aside)
+            self._writing = _Writing(step, aside, files, cleanup.pop_all())
+        self._writing.done = begin_in_thread(partial(self._complete, self._writing), "coalign-checkpoint")
+
+    def poll(self) -> None:
+        """Call `finish` if it would not wait."""
+        if self._writing is not None and self._writing.done.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete, if there is one.
+
+        Raises what writing raised (a full disk is an OSError, here or in a worker). Nothing is left behind then, and
+        earlier checkpoints stay as they are.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            if writing.files and not writing.reported.is_set():
+                writing.files.finish()
+            writing.done.result()
+        except Exception:
+            writing.cancelled.set()
+            writing.done.exception()  # waits
+            if writing.files:  # what goes on writing would make the directory again
+                with suppress(Exception):
+                    writing.files.finish()
+            delete_path(writing.aside)
+            raise
+        self.on_complete(writing.step)
+
+    def abandon(self) -> None:
+        """Let nobody wait for a checkpoint that is being written; it will not be complete."""
+        if self._writing is not None:
+            self._writing.cancelled.set()
+
+    def write(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> Path:
+        """Write the checkpoint of ``step`` and wait for it; return its path. Raises what `begin` and `finish` raise."""
+        self.begin(step, write_files)
+        self.finish()
+        return self.path(step)
+
+    def _complete(self, writing: _Writing) -> None:
+        """Seal and verify a checkpoint once its files are written. The work of a thread."""
+        with writing.cleanup:
+            writing.wait_for_reports()
+            self._seal(writing)
+        flush_path(self.directory)
+
+    def _seal(self, writing: _Writing) -> None:
+        aside, entries = writing.aside, {}
+        for file in sorted(path for path in aside.rglob("*") if path.is_file()):
+            if writing.cancelled.is_set():
+                raise _Cancelled
+            entries[str(file.relative_to(aside))] = {"size": file.stat().st_size, "sha256": hash_file(file)}
+        (aside / MANIFEST).write_text(json.dumps({"files": entries}, indent=1))
+        for path in (*aside.rglob("*"), aside):
+            flush_path(path)
+        for name in entries:
+            _drop_from_memory(aside / name)
+        verify_checkpoint(aside)
+        # An interrupted `prune` may have left a directory there, or this run before a rollback.
+        shutil.rmtree(self.path(writing.step), ignore_errors=True)
+
+    def link_model(self, step: int) -> None:
+        """Make `model`, beside the checkpoint folder, a link to the Hugging Face directory of ``step``."""
+        link = self.directory.parent / "model"
+        with write_atomically(link) as aside:
+            aside.symlink_to(os.path.relpath(self.path(step) / "hf", link.parent))
+
+    def prune(self, best: int | None) -> None:
+        """Delete all checkpoints but the newest ``keep`` and the ``best`` step."""
+        for step in self.steps()[: -self.keep]:
+            if step != best:
+                # The manifest goes first: a half-deleted directory must not look like a checkpoint.
+                (self.path(step) / MANIFEST).unlink()
+                shutil.rmtree(self.path(step))
+
+    def find_newest(self) -> Path | None:
+        """Return the newest checkpoint that passes verification, None without any. Those that fail are logged.
+
+        CorruptCheckpoint if there are some and all fail.
+        """
+        problems = []
+        for step in reversed(self._list_directories()):
+            try:
+                verify_checkpoint(self.path(step))
+            except CorruptCheckpoint as problem:
+                log.warning("%s; trying the one before", problem)
+                problems.append(str(problem))
+            else:
+                return self.path(step)
+        if problems:
+            raise CorruptCheckpoint(
+                f"no checkpoint in {self.directory} is intact ({'; '.join(problems)}). Restore one, or start anew with "
+                "`runtime.resume=never`, which moves them and the metrics aside"
+            )
+        return None
+
+    def move_later_aside(self, step: int) -> None:
+        """Rename the checkpoints after ``step``: the run goes on from there, and will not continue from these."""
+        for later in self._list_directories():
+            if later > step:
+                path = self.path(later)
+                log.warning("%s comes after step %d; it is now %s", path, step, move_aside(path))
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Check every file against the manifest. Raises CorruptCheckpoint naming the first file that differs."""
+    try:
+        files: dict[str, Any] = read_json_object(path / MANIFEST)["files"]
+        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CorruptCheckpoint(f"{path} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
+    for name, (length, digest) in expected.items():
+        if not os.path.isfile(path / name):
+            raise CorruptCheckpoint(f"{path}: {name} is missing")
+        if (size := (path / name).stat().st_size) != length:
+            raise CorruptCheckpoint(f"{path}: {name} has {size} bytes, {length!r:.30} were written")
+        if hash_file(path / name) != digest:
+            raise CorruptCheckpoint(f"{path}: the contents of {name} have changed since they were written")
+
+
+def _drop_from_memory(path: Path) -> None:
+    """Let the next reader of a flushed file get what is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
