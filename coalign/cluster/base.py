@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from coalign.cluster.future import (
     Outcome,
     Store,
     WatchedCalls,
+    WorkerFailure,
     WorkerHandle,
     WorkerLost,
     WorkerTask,
@@ -47,6 +48,7 @@ from coalign.cluster.placement.nodes import (
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray_space import check_ray
 from coalign.cluster.residency import Residency
+from coalign.cluster.slices import MAX_LOSSES
 from coalign.cluster.worker import Worker, find_module_class, name_of
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
@@ -57,6 +59,8 @@ from coalign.roles import Context
 from coalign.threads import CallQueue, start_thread
 
 log = logging.getLogger(__name__)
+PING_SECONDS = 60.0  # a living worker is done with what it had to do by then
+POLL_SECONDS = 0.01
 CLOSE_SECONDS = 5.0  # how long modules may take to release what they hold
 
 
@@ -93,6 +97,7 @@ class Cluster(ABC):
         capacity = None if memory is None else int(memory * 2**30)
         self.residency = Residency(self.slots, models, capacity, self.deadlines)
         self.nodes: list[Node] = []
+        self.own_node = 0  # of them, where the driver is
         self.placements: dict[str, list[ProcessPlacement]] = {}  # of each model's processes, by rank
 
     # ---- for flows ------------------------------------------------------------------------------------------------
@@ -266,6 +271,34 @@ class Cluster(ABC):
         """Accept calls again after an error. What workers still do for earlier calls comes first."""
         self._refuses_calls = False
 
+    def end_calls(self, error: BaseException) -> None:
+        """End all calls with this error, or with the first one of the run, and wait until nobody works for them."""
+        self._cancel(error)
+        for model in self.models.values():
+            model.stop_slices()
+        concurrent.futures.wait([cast(Any, future.ended) for future in self.list_pending_calls()])
+        while self.list_pending_calls():
+            time.sleep(POLL_SECONDS)
+
+    def replace_lost(self, lost: WorkerLost) -> set[str]:
+        """Start lost processes again after ``end_calls``; return the models that have new ones. Calls are accepted.
+
+        Lost are those that ``lost`` names, and those that answer nothing within PING_SECONDS. Raises ``lost`` if
+        `runtime.restarts` does not allow for them.
+        """
+        silent = self._find_silent()
+        self.error, self._refuses_calls = None, False
+        self.count_restart(lost)
+        for where in sorted(silent.difference(lost.workers)):
+            failure = WorkerFailure("worker lost", f"no answer within {PING_SECONDS:g} s", "")
+            self.count_restart(WorkerLost(lost.call, [where], failure))
+        gone = silent.union(lost.workers)
+        return {name for name, model in self.models.items() if model.restart(gone)}
+
+    def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:
+        """Return an address where the ranks of a model can meet; None for a single one."""
+        return None
+
     def list_pending_calls(self) -> list[Future]:
         """The calls that have not ended, oldest first."""
         with self._lock:
@@ -314,6 +347,10 @@ class Cluster(ABC):
         """The worker of pure functions, which has no module."""
 
     @abstractmethod
+    def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
+        """Start the worker of pure functions again, unless another thread has. Raises ``lost`` if that cannot be."""
+
+    @abstractmethod
     def _kill(self) -> None:
         """End all workers, whatever they are doing."""
 
@@ -341,8 +378,17 @@ class Cluster(ABC):
         return refs
 
     def _call_functions(self, future: Future, verb: str, *arguments: Any) -> Outcome:
-        """Run a verb of the worker of pure functions."""
-        tasks = [self._function_worker().execute(verb, *arguments)]
+        """Run a verb of the worker of pure functions; in a new one if it is lost, since functions change nothing."""
+        for _ in range(MAX_LOSSES - 1):
+            worker = self._function_worker()
+            try:
+                return self._run_function(future, worker, verb, *arguments)
+            except WorkerLost as lost:
+                self._replace_function_worker(worker, lost)
+        return self._run_function(future, self._function_worker(), verb, *arguments)
+
+    def _run_function(self, future: Future, worker: WorkerHandle, verb: str, *arguments: Any) -> Outcome:
+        tasks = [worker.execute(verb, *arguments)]
         return merge_answers(tasks, wait(future, tasks, self.deadlines), self.store)
 
     def _complete(self, future: Future, work: Callable[[Future], Outcome], fatal: bool) -> None:
@@ -358,6 +404,12 @@ class Cluster(ABC):
                     self._cancel(error)
         with self._lock:
             self._pending.discard(future)
+
+    def _find_silent(self) -> set[str]:
+        """Return the names of the workers that have ended, or do not answer in time."""
+        pings = [task for model in self.models.values() for task in model.ping()]
+        concurrent.futures.wait([task.meta for task in pings], PING_SECONDS)
+        return {task.where for task in pings if not task.meta.done() or task.meta.exception() is not None}
 
     def _cancel(self, error: BaseException) -> None:
         """End every call with the first error of the run: this one, unless there was one before."""
@@ -467,6 +519,9 @@ class LocalCluster(Cluster):
 
     def _function_worker(self) -> WorkerHandle:
         return LocalWorker("this process", Worker(self.store, self._threads), self._cpu)
+
+    def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
+        raise lost
 
     def _kill(self) -> None:
         """Do nothing: threads cannot be killed; they end when idle, or with the process."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,7 +113,7 @@ class DistModel(Generic[Role]):
             return self.cluster.launch(call, partial(self._generate_in_slices, self.slices, prompts, keywords))
         return self._launch(call, self._shard((prompts,), keywords, by="work"), prompts)
 
-    def generate_continuously(self: DistModel[Rollout]) -> None:
+    def generate_continuously(self) -> None:
         """Generate in slices from now on (coalign.cluster.slices)."""
         ahead = 1 if self.store.in_process else 2  # nothing travels within a process
         call = Call(self.name, "generate")
@@ -203,25 +203,60 @@ class DistModel(Generic[Role]):
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
         self._whole_groups = context.whole_groups
-        contexts = self._contexts = [
+        self._contexts = [
             each
             for replica, actor in enumerate(self.actors)
             for each in actor.contexts(replace(context, replica=replica))
         ]
+        return self._load(range(len(self._ranks)))
 
-        def work(future: Future) -> Outcome:
-            with self._hold_devices(future, "setup", {self.name: PARTS}):
-                pairs = zip(self._ranks, contexts, strict=True)
-                tasks = [rank.execute("setup", self.config, each) for rank, each in pairs]
-                return merge_answers(tasks, self._wait(future, "setup", tasks), self.store, self._counted)
+    def stop_slices(self) -> None:
+        """End generation in slices, whatever is under way."""
+        if self.slices is not None:
+            self.slices.close()
+            self.slices.join()
 
-        return self.cluster.launch(Call(self.name, "setup"), work, self._queue)
+    def restart(self, lost: Container[str]) -> bool:
+        """Start processes in place of the ``lost`` ones (by name) and load the model there; return whether there were.
+
+        If the model's processes compute together, all of them are started again. Of a model that generates in slices
+        nothing is left under way.
+        """
+        gone = [number for number, rank in enumerate(self._ranks) if rank.where in lost]
+        numbers = range(len(self._ranks)) if self._spmd and gone else gone
+        for number in numbers:
+            self._ranks[number] = self._ranks[number].replace()
+            self.cluster.residency.replace(self._ranks[number])
+        if self._spmd and gone:
+            address = self.cluster.find_rendezvous(self._ranks)
+            self._contexts = [replace(context, rendezvous=address) for context in self._contexts]
+        if numbers:
+            self.ready = self._load(numbers)
+        if self.slices is not None:
+            self.call("stop_rolling")
+            self.generate_continuously()
+        return bool(gone)
+
+    def ping(self) -> list[WorkerTask]:
+        """Ask every process for an answer."""
+        return [rank.execute("ping") for rank in self._ranks]
 
     def release(self) -> list[WorkerTask]:
         """Start closing the modules."""
         return [rank.execute("close") for rank in self._ranks]
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _load(self, numbers: Sequence[int]) -> Future:
+        """Build and load the modules of these processes."""
+
+        def work(future: Future) -> Outcome:
+            with self._hold_devices(future, "setup", {self.name: PARTS}):
+                tasks = [self._ranks[i].execute("setup", self.config, self._contexts[i]) for i in numbers]
+                self._wait(future, "setup", tasks)
+                return Outcome(None, {})
+
+        return self.cluster.launch(Call(self.name, "setup"), work, self._queue)
 
     def _replace(self, number: int, lost: WorkerLost) -> WorkerHandle:
         """Start a lost process again, and load its model there. Raises ``lost`` if that is not allowed or possible."""
@@ -230,6 +265,7 @@ class DistModel(Generic[Role]):
         task = rank.execute("setup", self.config, self._contexts[number])
         wait(Future(Call(self.name, "setup")), [task], self.cluster.deadlines)
         self._ranks[number] = rank
+        self.cluster.residency.replace(rank)
         return rank
 
     def _recover(self, lost: WorkerLost) -> None:

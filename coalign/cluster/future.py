@@ -26,6 +26,7 @@ MOVE = "move"  # the worker's verb that moves parts of a model between host and 
 LOAD_SECONDS = 3600.0  # a model may take this long to load, whatever runtime.call_timeout says
 LEAST_SECONDS = 3600.0  # without runtime.call_timeout: what every call may take
 WAIT_SECONDS = 1.0  # between two looks at what else there is to do while a result is waited for
+LOSS_SECONDS = 3.0  # a lost worker is known to be lost so long after its neighbours in a collective have failed
 LONGEST_TIMES = 10.0  # and how many times the longest call of its kind so far
 
 
@@ -506,6 +507,8 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
             if lost := done.exception():
                 raise WorkerLost(future.call, [where[done]], WorkerFailure("worker lost", str(lost).strip(), ""))
             if failure := done.result().failure:
+                if lost := _find_lost(tasks):  # the others fail because they no longer hear of it
+                    raise WorkerLost(future.call, [task.where for task in lost], failure)
                 raise WorkerError(future.call, where[done], failure) from failure.exception
             if count == len(where):
                 break
@@ -516,6 +519,13 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
     pairs = zip(tasks, metas, strict=True)
     future.spans += [Span(task.where, meta.verb, meta.start, meta.seconds) for task, meta in pairs]
     return metas
+
+
+def _find_lost(tasks: Sequence[WorkerTask]) -> list[WorkerTask]:
+    """Return the tasks whose workers are lost, after a task has failed."""
+    metas = [task.meta for task in tasks]
+    concurrent.futures.wait(metas, LOSS_SECONDS, concurrent.futures.FIRST_EXCEPTION)
+    return [task for task in tasks if task.meta.done() and task.meta.exception() is not None]
 
 
 def merge_parts(metas: Sequence[Meta], counts: Sequence[int]) -> list[Meta]:

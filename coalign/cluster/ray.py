@@ -42,7 +42,7 @@ from torch import Tensor
 
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import LOAD_SECONDS, Meta, WorkerFailure, WorkerHandle, WorkerTask
+from coalign.cluster.future import LOAD_SECONDS, Meta, WorkerFailure, WorkerHandle, WorkerLost, WorkerTask
 from coalign.cluster.placement.nodes import (
     Domain,
     Node,
@@ -237,6 +237,7 @@ class RayCluster(Cluster):
         self._actors: list[Any] = []
         self._stack_files: dict[str, ray.ObjectRef] = {}  # by a process's name in errors
         self._starting = threading.Lock()  # no actor may start while all are being ended
+        self._replacing = threading.Lock()
         self._owner = not ray.is_initialized()
         if self._owner:
             _connect(config.runtime.ray_address)
@@ -259,15 +260,18 @@ class RayCluster(Cluster):
             ranks.append(self._actor(where, f"{name}:{kind}{process}", placement, threads, visible, arena))
         if not spmd:
             return [DistActor([rank], device) for rank in ranks]
-        rendezvous = None
-        if len(ranks) > 1:
-            try:
-                rendezvous = cast(str, ray.get(ranks[0].actor.address.remote(), timeout=LOAD_SECONDS))
-            except RayActorError as lost:
-                raise self.error or lost from None  # killed, because another model could not start
-            except GetTimeoutError:
-                raise RayStoreError(f"{ranks[0].where}: its process did not start within {LOAD_SECONDS:g} s") from None
-        return [DistActor(ranks, device, rendezvous)]
+        return [DistActor(ranks, device, self.find_rendezvous(ranks))]
+
+    def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:
+        if len(ranks) == 1:
+            return None
+        first = cast(RayWorker, ranks[0])
+        try:
+            return cast(str, ray.get(first.actor.address.remote(), timeout=LOAD_SECONDS))
+        except RayActorError as lost:
+            raise self.error or lost from None  # killed, because another model could not start
+        except GetTimeoutError:
+            raise RayStoreError(f"{first.where}: its process did not start within {LOAD_SECONDS:g} s") from None
 
     def _actor(
         self,
@@ -311,6 +315,7 @@ class RayCluster(Cluster):
         """Place every process, and reserve the devices. ValueError if there are not enough."""
         slots = list_slots(self.slots)
         self._ids, self.nodes, where = self._assign(slots)
+        self.own_node = self._ids.index(ray.get_runtime_context().get_node_id())
         used = Counter(where[slot.name][place] for slot in slots for place in range(slot.devices))
         devices: list[list[Domain]] = [[] for _ in self.nodes]
         if used:
@@ -376,6 +381,12 @@ class RayCluster(Cluster):
 
     def _function_worker(self) -> WorkerHandle:
         return self._functions
+
+    def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
+        with self._replacing:
+            if worker is self._functions:
+                self.count_restart(lost)
+                self._functions = cast(RayWorker, worker.replace())
 
     def stacks(self) -> dict[str, str]:
         found = dict.fromkeys(self._stack_files, "the process has not started, or its node does not answer\n")

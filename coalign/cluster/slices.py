@@ -92,8 +92,10 @@ class SliceScheduler:
         self._error: Exception | None = None  # that ended a replica's thread
         self._closed = False
         self._numbers = itertools.count()
-        for replica, rank in enumerate(ranks):
+        self._threads = [
             start_thread(partial(self._feed, replica, rank), f"coalign-{call}-{replica}")
+            for replica, rank in enumerate(ranks)
+        ]
 
     @property
     def syncs(self) -> int:
@@ -152,6 +154,11 @@ class SliceScheduler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until the threads have ended: each after its slice, or after the process that it starts again."""
+        for thread in self._threads:
+            thread.join()
 
     # ---- one replica -----------------------------------------------------------------------------------------------
 

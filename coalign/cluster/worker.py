@@ -187,6 +187,10 @@ class Worker:
         self._module.setup()
         return Meta(), None
 
+    def ping(self) -> Answer:
+        """Answer that the worker lives, and that it has done all that came before."""
+        return Meta(), None
+
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
         """Call a method of the module; WorkerRows among the arguments become Batches."""
         arguments, keywords = self._receive(method, arguments, keywords)

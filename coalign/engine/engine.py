@@ -9,6 +9,7 @@ model in memory from the frozen weights beneath adapters (``BaseWeights``), or f
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future, WatchedCalls
+from coalign.cluster.future import BatchRef, Future, WatchedCalls, WorkerLost
+from coalign.cluster.slices import MAX_LOSSES
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
@@ -58,6 +60,9 @@ class Hook:
 
     def begin(self, engine: Engine) -> None: ...
 
+    def before_training(self, engine: Engine) -> None:
+        """The samples of the next step are there."""
+
     def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
         """Whether to discard the step just trained: no model gets its weights, and no other hook sees it."""
         return False
@@ -66,8 +71,17 @@ class Hook:
 
     def after_evaluation(self, engine: Engine, stats: Stats) -> None: ...
 
-    def after_rewind(self, state: dict[str, Any]) -> None:
-        """The engine went back to a checkpoint, which has this ``state`` of the hook (empty: none)."""
+    def after_rewind(self, state: dict[str, Any], *, repeat: bool) -> None:
+        """The engine went back to a checkpoint, which has this ``state`` of the hook (empty: none).
+
+        ``repeat``: the steps since then are made again with the same data.
+        """
+        if repeat and state:
+            self.load_state_dict(state)
+
+    def restore(self, engine: Engine) -> bool:
+        """Take the engine back to a saved state after processes were lost; return whether there was one."""
+        return False
 
     def end(self, engine: Engine) -> None: ...
 
@@ -122,6 +136,11 @@ class Trainer:
         """Wait until all targets serve what was sent to them. Raises what a sync raises."""
         for sync in self.syncs:
             sync.finish()
+
+    def reconnect(self) -> None:
+        """Send the next weights as the first ones: processes were started again."""
+        for sync in self.syncs:
+            sync.reconnect()
 
 
 def pass_at_k(correct: int, n: int, k: int) -> float:
@@ -239,6 +258,8 @@ class Engine:
         self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
         self.whole: dict[str, Any] | None = None  # the `snapshot` after the last step; None while one is trained
         self.late: Stats = {}  # metrics that are in no record yet: of this step, or of an earlier one
+        self.notices: deque[Callable[[], None]] = deque()  # what hooks have yet to hear of
+        self._losses = Counter[int]()  # how often processes were lost, by the step under way
         self.hooks: list[Hook] = []
         self.phase_listeners: list[Callable[[str], None]] = []  # told what the loop is waiting for
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
@@ -399,38 +420,78 @@ class Engine:
         """Train until the run is complete, or a hook sets ``stop``."""
         self.phase("sync")
         self.training.sync(self.step)
-        self.phase("hooks")
-        for hook in self.hooks:
-            hook.begin(self)
-        while not self.complete and not self.stop:
-            begun = time.perf_counter()
-            self.phase("rollout")
-            batch, rollout = self.environment.next(self.step, self.served)
-            self.phase("train")
-            self.whole = None
-            trained = self.training.step(batch)
-            if self.ptx_loader is not None and not self.ptx_loader.drawn:
-                raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
-            self.step += 1
-            self.tokens += int(trained.get("tokens/trained", Total(0.0)).value)
-            stats = merge_stats([self.late, rollout, trained])
-            if any(hook.refuses(self, stats, batch) for hook in self.hooks):
-                continue  # before anyone generates with such weights
-            self.after_step(stats)
-            self.whole, self.late = self.snapshot(), stats
-            self.phase("sync")
-            if self.served == self.step or self.complete:
-                stats = merge_stats([stats, self.training.sync(self.step)])
-            self.late = {}
-            if restarts := self.cluster.take_restarts():
-                stats["faults/restarts"] = Total(restarts)
-            stats |= compute_rates(stats, time.perf_counter() - begun)
-            self.phase("hooks")
-            for hook in self.hooks:
-                hook.after_step(self, stats, batch)
+        self.whole = self.snapshot()
+        self.notices.extend(partial(hook.begin, self) for hook in self.hooks)
+        while self.notices or not (self.complete or self.stop):
+            try:
+                self.phase("hooks")
+                while self.notices:
+                    self.notices[0]()
+                    self.notices.popleft()
+                if not (self.complete or self.stop):
+                    self._take_step()
+            except WorkerLost as lost:
+                self._recover(lost)
         self.training.finish()
         for hook in self.hooks:
             hook.end(self)
+
+    def _take_step(self) -> None:
+        """Train once, and send the weights; leave notices of the step to the hooks, unless one refuses it."""
+        begun = time.perf_counter()
+        self.phase("rollout")
+        batch, rollout = self.environment.next(self.step, self.served)
+        for hook in self.hooks:
+            hook.before_training(self)
+        self.phase("train")
+        self.whole = None
+        trained = self.training.step(batch)
+        if self.ptx_loader is not None and not self.ptx_loader.drawn:
+            raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
+        self.step += 1
+        self.tokens += int(trained.get("tokens/trained", Total(0.0)).value)
+        stats = merge_stats([self.late, rollout, trained])
+        if any(hook.refuses(self, stats, batch) for hook in self.hooks):
+            return  # before anyone generates with such weights
+        self.after_step(stats)
+        self.whole, self.late = self.snapshot(), stats
+        self.notices.extend(partial(hook.after_step, self, stats, batch) for hook in self.hooks)
+        self.phase("sync")
+        try:
+            if self.served == self.step or self.complete:
+                stats |= merge_stats([stats, self.training.sync(self.step)])
+        finally:
+            if restarts := self.cluster.take_restarts():
+                stats["faults/restarts"] = Total(restarts)
+            stats |= compute_rates(stats, time.perf_counter() - begun)
+        self.late = {}
+
+    def _recover(self, lost: WorkerLost) -> None:
+        """Start lost processes again, and go on from the last step or, if a trained model was lost, from a saved state.
+
+        Raises ``lost`` if there is none, or if the same step loses processes MAX_LOSSES times.
+        """
+        self.phase("restart")
+        self._losses[self.step] += 1
+        if self._losses[self.step] == MAX_LOSSES:
+            raise lost
+        self.cluster.end_calls(lost)
+        trainers_live = not self.cluster.replace_lost(lost).intersection(self.learning)
+        self.training.reconnect()
+        if self.whole is not None and trainers_live:
+            self._return_to(self.whole)
+            self.training.sync(self.step)
+        elif not any(hook.restore(self) for hook in self.hooks):
+            raise lost
+
+    def _return_to(self, snapshot: dict[str, Any]) -> None:
+        """Make what is not in the models as it was at a ``snapshot``."""
+        self.environment.load_state_dict(self.environment.fetch_state(snapshot["environment"]))
+        if self.ptx_loader:
+            self.ptx_loader.load_state_dict(snapshot["ptx"])
+        if self.rewards:
+            self.rewards.load_state_dict(self.rewards.fetch_state(snapshot["rewards"]))
+        self.load_state_dict(snapshot["recipe"])
 
 
 def compute_rates(stats: Stats, seconds: float) -> Stats:

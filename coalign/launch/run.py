@@ -24,6 +24,7 @@ from coalign.engine.hooks.guards import UNHEALTHY, Guards
 from coalign.engine.hooks.profiling import StepProfiler
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder
+from coalign.engine.hooks.recovery import Recovery, find_newest, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
@@ -76,7 +77,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         data = load_data(plan)
         provenance = Provenance(config, data.eval.state_dict() if data.eval else None)
         checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
-        checkpoint = _find_checkpoint(config, checkpoints)
+        memory = open_memory_folder(folder.path)
+        checkpoint = _find_checkpoint(config, memory, checkpoints)
         if checkpoint is not None:
             state = read_state(checkpoint, config)
             provenance.compare(state["hooks"].get("Provenance"))
@@ -99,17 +101,18 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                 log.info("loading %s", ", ".join(plan.started))
                 engine = plan.recipe(plan, cluster, data)
                 engine.hooks.append(provenance)
-                return _learn(engine, folder, checkpoints, checkpoint, display, watchdog, hooks, signals, goodput)
+                recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
+                return _learn(engine, recovery, checkpoint, display, watchdog, hooks, signals, goodput)
         finally:
             display.close()
-            checkpoints.abandon()
+            for each in (memory, checkpoints):
+                each.abandon()
             cluster.shutdown()
 
 
 def _learn(
     engine: Engine,
-    folder: RunFolder,
-    checkpoints: Checkpoints,
+    recovery: Recovery,
     checkpoint: Path | None,
     display: Display,
     watchdog: Watchdog,
@@ -118,13 +121,16 @@ def _learn(
     goodput: Goodput,
 ) -> int:
     config, runtime = engine.config, engine.config.runtime
+    folder, checkpoints = recovery.folder, recovery.disk
     save = Save(checkpoints, runtime.save_every, runtime.save_minutes, runtime.best, runtime.best_mode)
     record = MetricsRecorder(folder, display, config)
     guards = Guards(runtime.guards, folder, checkpoints, record.write)
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
     engine.cluster.on_end = timeline.note
-    engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks, goodput, record, save])
+    engine.hooks.extend(
+        [guards, timeline, *profile, *_evaluation(engine, record), *hooks, goodput, record, save, recovery]
+    )
     _refuse_namesakes(engine.hooks)
     if checkpoint is None:
         folder.move_records_aside()  # of an earlier run
@@ -132,6 +138,8 @@ def _learn(
         restore_engine(engine, checkpoint)
         checkpoints.move_later_aside(engine.step)
         log.info("continuing from %s", checkpoint)
+    recovery.forget_others(checkpoint)
+    first = engine.step
     folder.begin(dump(config), engine.step)
     record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
     log.info("%s", engine.environment.loader.report())
@@ -143,7 +151,7 @@ def _learn(
     try:
         engine.learn()
     except Exception as error:
-        if engine.whole is not None and record.newest < engine.step:
+        if engine.whole is not None and max(first, record.newest) < engine.step:
             record.write(engine.step, engine.late)
         save.save_after_error(engine, error)
         record.close(failed=True)
@@ -181,13 +189,13 @@ def _evaluation(engine: Engine, record: MetricsRecorder) -> list[Hook]:
     return [EvaluationHook(runtime.eval_every, runtime.eval_at_start, report), *stopping]
 
 
-def _find_checkpoint(config: RunConfig, checkpoints: Checkpoints) -> Path | None:
+def _find_checkpoint(config: RunConfig, memory: Checkpoints, disk: Checkpoints) -> Path | None:
     """Return the checkpoint that the run goes on from, None if it begins anew. CorruptCheckpoint for a damaged one."""
     resume = config.runtime.resume
     if resume == "never":
         return None
     if resume == "auto":
-        return checkpoints.find_newest()
+        return find_newest(memory, disk)
     verify_checkpoint(Path(resume))
     return Path(resume)
 

@@ -7,6 +7,7 @@ from coalign.backends.base import Objective
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
+from tests.conformance.conftest import directory  # noqa: F401 (a fixture)
 from tests.conformance.engines import build, prompts
 from tests.conformance.test_engines import *  # noqa: F403
 from tests.conformance.test_rollout import prompts as short_prompts

@@ -54,8 +54,7 @@ class RolloutModule(Module):
             self.runner = EpisodeRunner(self.context.environment, self.tokenizer, self.context)
 
     def close(self) -> None:
-        if self.continuous is not None:
-            self.continuous.close()
+        self.stop_rolling()
         if self.runner is not None:
             self.runner.close()
         if hasattr(self, "engine"):
@@ -144,6 +143,11 @@ class RolloutModule(Module):
             self.continuous.add(number, prompts, **options)
         number, batch, stats = self.continuous.advance(seconds) or (None, None, {})
         return number, batch, stats, self.continuous.waiting
+
+    def stop_rolling(self) -> None:
+        """Drop the batches that ``roll`` has not returned."""
+        if self.continuous is not None:
+            self.continuous.close()
 
     def _check_weights(self) -> None:
         """Load the first weights if nobody has sent any. RuntimeError while those that were sent are incomplete."""

@@ -142,6 +142,9 @@ class RuntimeConfig(Section):
     """Steps between checkpoints; 0: by `save_minutes` alone. The end of a run, a signal and an error save, too."""
     save_minutes: ResultNeutral[NonNegativeFloat] = 10.0
     """Minutes between checkpoints; 0: by `save_every` alone."""
+    save_in_memory_every: ResultNeutral[NonNegativeInt] = 0
+    """Steps between checkpoints in this machine's memory (/dev/shm), 0: none. With 1 a run that loses a trainer, or its
+    driver, repeats at most one step. They take up to three times the memory of the training state."""
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
     best: Continuable[str | None] = None
@@ -165,7 +168,7 @@ class RuntimeConfig(Section):
     ]
     """Where metrics and samples go besides the run folder: names, or {name, project, …}; `[]`: nowhere."""
     restarts: ResultNeutral[NonNegativeInt] = 10
-    """How many lost processes of samplers and scorers are started again in a run (on Ray); the next one ends it."""
+    """How many lost processes are started again in a run (on Ray); the next one ends it."""
     call_timeout: ResultNeutral[PositiveFloat | None] = None
     """Seconds that a call of a model may take before the run stops; the error names the call. Loading may take an hour.
     None: an hour, or ten times the longest call of the same method so far."""

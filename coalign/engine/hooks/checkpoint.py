@@ -62,10 +62,12 @@ class ModelFiles:
             raise problems[0]
 
 
-def write_engine_state(engine: Engine, directory: Path, snapshot: dict[str, Any] | None = None) -> ModelFiles:
+def write_engine_state(
+    engine: Engine, directory: Path, snapshot: dict[str, Any] | None = None, *, exports: bool = True
+) -> ModelFiles:
     """Write the files of a checkpoint, all but the manifest; return those that workers still write.
 
-    ``snapshot`` (None: one of now) is of the newest step.
+    ``snapshot`` (None: one of now) is of the newest step. ``exports``: directories for other programs, too.
     """
     state = engine.snapshot() if snapshot is None else dict(snapshot)
     environment = engine.environment.fetch_state(state.pop("environment"))
@@ -82,12 +84,15 @@ def write_engine_state(engine: Engine, directory: Path, snapshot: dict[str, Any]
     try:
         for i, (name, begin) in enumerate(zip(engine.learning, begun, strict=True)):
             model, suffix = engine.running[name], "" if i == 0 else f"_{name}"
-            paths = [directory / "models" / name, directory / f"hf{suffix}"]
-            saves += [model.save(str(paths[0])), model.save_hf(str(paths[1]))]
-            if model.config.ema:
+            paths = [directory / "models" / name]
+            saves.append(model.save(str(paths[0])))
+            if exports:
+                paths.append(directory / f"hf{suffix}")
+                saves.append(model.save_hf(str(paths[-1])))
+            if exports and model.config.ema:
                 paths.append(directory / f"hf{suffix}_ema")
                 saves.append(model.save_hf(str(paths[-1]), average=True))
-            if model.config.lora:
+            if exports and model.config.lora:
                 paths.append(directory / f"adapter{suffix}")
                 saves.append(model.save_adapter(str(paths[-1])))
             if begin.result():
@@ -120,24 +125,24 @@ def restore_engine(engine: Engine, directory: Path) -> None:
         if saved := state["hooks"].get(type(hook).__name__):
             hook.load_state_dict(saved)
     _load_training_state(engine, directory, state)
-    environment = _from_plain(torch.load(directory / "buffer.pt", weights_only=True))
-    engine.environment.load_state_dict({"loader": state["loader"], **environment})
-    if engine.ptx_loader:
-        engine.ptx_loader.load_state_dict(state["ptx"])
+    _load_data_state(engine, directory, state)
 
 
-def rewind_engine(engine: Engine, directory: Path) -> None:
-    """Return to the weights and the step of a checkpoint of this run, and continue with data not drawn yet.
+def rewind_engine(engine: Engine, directory: Path, *, repeat: bool) -> None:
+    """Return to the weights and the step of a checkpoint of this run.
 
-    Samples made since then are discarded, also those being generated. Hooks keep their state, unless their
-    ``after_rewind`` changes it.
+    ``repeat``: with its samples and its position in the data. Otherwise continue with data not drawn yet; samples made
+    since then are discarded, also those being generated. Hooks learn of it by ``after_rewind``.
     """
     state = json.loads((directory / "state.json").read_text())
     _load_training_state(engine, directory, state)
-    engine.environment.restart(engine.step)
+    if repeat:
+        _load_data_state(engine, directory, state)
+    else:
+        engine.environment.restart(engine.step)
     engine.training.sync(engine.step)
     for hook in engine.hooks:
-        hook.after_rewind(state["hooks"].get(type(hook).__name__, {}))
+        hook.after_rewind(state["hooks"].get(type(hook).__name__, {}), repeat=repeat)
 
 
 def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
@@ -149,6 +154,14 @@ def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any])
     if engine.rewards:
         engine.rewards.load_state_dict(state["rewards"])
     engine.load_state_dict(state["recipe"])
+
+
+def _load_data_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
+    """Load the samples between environment and trainer, and the position in the data."""
+    environment = _from_plain(torch.load(directory / "buffer.pt", weights_only=True))
+    engine.environment.load_state_dict({"loader": state["loader"], **environment})
+    if engine.ptx_loader:
+        engine.ptx_loader.load_state_dict(state["ptx"])
 
 
 def to_plain(value: Any) -> Any:
@@ -197,7 +210,11 @@ class Save(Hook):
         self.best: tuple[float, int] | None = None  # value, step
         self._kept: int | None = None  # the best step that has a checkpoint
         self._step = 0  # of the newest checkpoint begun
+        self._first = 0  # where this process began
         checkpoints.on_complete = self._tidy
+
+    def begin(self, engine: Engine) -> None:
+        self._first = engine.step
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         last = engine.complete or engine.stop is not None
@@ -241,7 +258,8 @@ class Save(Hook):
             error.add_note(f"step {self._step} could not be saved: {_first_line(problem)}")
         snapshot = engine.whole
         steps = self.checkpoints.steps()
-        if snapshot is not None and engine.healthy and engine.step not in steps:
+        new = engine.step > self._first and engine.step not in steps
+        if snapshot is not None and engine.healthy and new:
             try:
                 self.checkpoints.write(engine.step, partial(write_engine_state, engine, snapshot=snapshot))
                 steps.append(engine.step)

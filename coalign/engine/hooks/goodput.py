@@ -26,6 +26,7 @@ _CAUSES = {
     "save": "checkpoint",
     "evaluate": "evaluation",
     "hooks": "hooks",
+    "restart": "restart",
 }
 _OF_A_STEP: tuple[str, ...] = ("rollout", "trained")
 CAUSES = (*_CAUSES.values(), "start", "redone")
@@ -84,12 +85,13 @@ class Goodput(Hook):
             self._dropped[cause] += dropped[cause]
         stats |= self.measure()
 
-    def after_rewind(self, state: dict[str, Any]) -> None:
-        """Count everything since the checkpoint for nothing, the start of a process excepted."""
+    def after_rewind(self, state: dict[str, Any], *, repeat: bool) -> None:
+        """Count everything since the checkpoint for nothing, the starts of processes excepted."""
         self._settle()
         self._discard_step()
         now = self._seconds
-        self._seconds = dict.fromkeys(CAUSES, 0.0) | state.get("seconds", {}) | {"start": now["start"]}
+        lost = {cause: now[cause] for cause in ("start", "restart")}
+        self._seconds = dict.fromkeys(CAUSES, 0.0) | state.get("seconds", {}) | lost
         self._seconds["redone"] += sum(now.values()) - sum(self._seconds.values())
         self._restore_tokens(state)
         self._cause = "redone"  # until the next step begins
@@ -108,7 +110,7 @@ class Goodput(Hook):
         return {"seconds": self._sum_seconds(), "generated": self._generated, "dropped": self._dropped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._seconds = dict(state["seconds"])
+        self._seconds = dict.fromkeys(CAUSES, 0.0) | state["seconds"]
         self._restore_tokens(state)
         self._seconds["redone"] += max(0.0, self._log.find_maximum("time/run") - sum(self._seconds.values()))
 

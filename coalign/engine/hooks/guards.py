@@ -115,7 +115,7 @@ class Guards(Hook):
         self.rollbacks += 1
         self.unhealthy = 0
         engine.healthy = True
-        rewind_engine(engine, newest)
+        rewind_engine(engine, newest, repeat=False)
         self.folder.cut(engine.step)
         # With the current data position and count: a run that is killed here must not meet the same data again.
         self.checkpoints.write(engine.step, partial(write_engine_state, engine))

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -91,6 +91,12 @@ class WeightSync:
         """Wait until every replica serves what was sent last; return its bytes. Raises what that sync raises."""
         under_way, self._under_way = self._under_way, None
         return under_way.result() if under_way else 0
+
+    def reconnect(self) -> None:
+        """Forget a sync that has failed, and whom weights go to: processes of either model are new."""
+        with suppress(Exception):
+            self.finish()
+        self._forget_readers()
 
     def _send(self, version: int, on_sent: Callable[[], None]) -> int:
         """Move the weights until every replica serves them; return the bytes."""

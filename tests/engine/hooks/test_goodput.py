@@ -81,7 +81,7 @@ def test_steps_that_are_rolled_back_are_for_nothing(path):
     state = this.hook.state_dict()
     this.wait(**STEP)
     this.wait(rollout=3.0, train=5.0)
-    this.hook.after_rewind(json.loads(json.dumps(state)))
+    this.hook.after_rewind(json.loads(json.dumps(state)), repeat=False)
     this.now += 2.0  # the checkpoint is written again
     this.wait(rollout=1.0, train=1.0, sync=0.0)
     expected = {"start": 1.0, "rollout": 4.0, "trained": 6.0, "sync": 1.0, "hooks": 0.5, "redone": 9.5 + 8.0 + 2.0}
@@ -129,7 +129,7 @@ def test_dropped_tokens_are_shares_of_those_generated(path):
     state = this.hook.state_dict()
     this.hook.after_step(engine, {"tokens/generated": Total(1000.0)}, None)
     assert this.hook.measure()["tokens_dropped/filter"].value == 0.05
-    this.hook.after_rewind(state)  # only steps that stand count
+    this.hook.after_rewind(state, repeat=False)  # only steps that stand count
     assert this.hook.measure()["tokens_dropped/filter"].value == 0.1
 
 

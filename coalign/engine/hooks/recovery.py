@@ -1,0 +1,121 @@
+"""Checkpoints in this machine's memory, from which a run goes on after it has lost a process.
+
+They are written like those on disk, but often, without directories for other programs, and to /dev/shm: there they
+outlast every process of the run, the driver included. They do not outlast the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coalign.engine.engine import Hook
+from coalign.engine.hooks.checkpoint import rewind_engine, write_engine_state
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
+from coalign.engine.hooks.run_folder import RunFolder
+from coalign.files import Sink, delete_path
+from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.future import BatchRef
+    from coalign.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+MEMORY = Path("/dev/shm")
+KEPT = 2  # one is complete while the next one is written
+
+
+def open_memory_folder(run: Path) -> Checkpoints:
+    """Return the checkpoints in memory of the run in this folder. Raises PermissionError if it is another user's."""
+    digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()
+    folder = MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
+    if folder.exists() and folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} would hold checkpoints of {run}, and belongs to another user")
+    return Checkpoints(folder, KEPT)
+
+
+class Recovery(Hook):
+    """Keeps checkpoints in memory, one every ``every`` steps, and takes the run back to the newest one.
+
+    ``every`` 0: there are none, and the newest checkpoint on disk counts. One in memory that cannot be written is
+    logged, and the run goes on.
+    """
+
+    def __init__(self, memory: Checkpoints, disk: Checkpoints, folder: RunFolder, every: int) -> None:
+        self.memory = memory
+        self.disk = disk
+        self.folder = folder
+        self.every = every
+        self._sink = Sink(f"the checkpoint in memory ({memory.directory}; runtime.save_in_memory_every)")
+        memory.on_complete = lambda step: memory.prune(None)
+
+    def forget_others(self, checkpoint: Path | None) -> None:
+        """Delete what is in memory, unless the run goes on from there."""
+        if checkpoint is None or checkpoint.parent != self.memory.directory:
+            delete_path(self.memory.directory)
+
+    def begin(self, engine: Engine) -> None:
+        """Write the first checkpoint. ValueError if a trained model has processes on another machine."""
+        cluster = engine.cluster
+        nodes = {place.node for name in engine.learning for place in cluster.placements.get(name, ())}
+        if self.every and nodes.difference({cluster.own_node}):
+            others = ", ".join(cluster.nodes[node].name for node in sorted(nodes.difference({cluster.own_node})))
+            raise ValueError(
+                f"runtime.save_in_memory_every is {self.every}, and trained models have processes on {others}: a "
+                "checkpoint in memory has to be on the driver's machine; set it to 0, and save_every to a few steps"
+            )
+        if self.every and not {*self.memory.steps(), *self.disk.steps()}.intersection({engine.step}):
+            self.memory.directory.mkdir(mode=0o700, exist_ok=True)
+            self._write(engine)
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        if self.every and engine.healthy and engine.step % self.every == 0 and engine.served == engine.step:
+            self._write(engine)
+
+    def before_training(self, engine: Engine) -> None:
+        """Wait until the last step's checkpoint is complete, so that at most the step that begins can be lost."""
+        with self._sink.survive(Exception):
+            self.memory.finish()
+
+    def restore(self, engine: Engine) -> bool:
+        for each in (self.memory, self.disk):
+            with self._sink.survive(Exception):
+                each.finish()
+        newest = find_newest(self.memory, self.disk)
+        if newest is None:
+            return False
+        lost = engine.step
+        rewind_engine(engine, newest, repeat=True)
+        self.folder.cut(engine.step)
+        log.warning("continuing from %s; step %d is made again", newest, min(lost, engine.step) + 1)
+        return True
+
+    def end(self, engine: Engine) -> None:
+        """Free the memory: what the run has made is on the disk."""
+        self.before_training(engine)
+        delete_path(self.memory.directory)
+
+    def _write(self, engine: Engine) -> None:
+        engine.phase("save")
+        with self._sink.survive(Exception):
+            self.memory.finish()
+            self.memory.directory.mkdir(mode=0o700, exist_ok=True)
+            self.memory.begin(engine.step, partial(write_engine_state, engine, exports=False))
+        engine.phase("hooks")
+
+
+def find_newest(memory: Checkpoints, disk: Checkpoints) -> Path | None:
+    """Return the newest checkpoint in memory or on disk that passes verification; of the same step that on disk.
+
+    None without any. CorruptCheckpoint if there are some on disk, and all fail.
+    """
+    steps = {False: max(memory.steps(), default=-1), True: max(disk.steps(), default=-1)}
+    if steps[False] > steps[True]:
+        found = memory.find_newest()
+        if found is not None and int(found.name.removeprefix("step_")) > steps[True]:
+            return found
+    return disk.find_newest()
