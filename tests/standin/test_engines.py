@@ -7,8 +7,7 @@ from coalign.backends.base import Objective
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
-from tests.conformance.conftest import directory  # noqa: F401 (a fixture)
-from tests.conformance.engines import build, prompts
+from tests.conformance.engines import build, model_dir, prompts
 from tests.conformance.test_engines import *  # noqa: F403
 from tests.conformance.test_rollout import prompts as short_prompts
 from tests.tiny import tiny_model_dir
@@ -19,6 +18,11 @@ CARD = "standin:0"
 
 def on_card(**settings):
     return Context(**{"model": "policy", "device": CARD, "samples_per_prompt": 3, "seed": 5} | settings)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["native", "transformers"])

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from coalign.cluster.future import WorkerLost
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
@@ -234,6 +235,8 @@ class Save(Hook):
         self._step = engine.step
         try:
             self.checkpoints.begin(engine.step, lambda directory: write_engine_state(engine, directory))
+        except WorkerLost:  # the engine starts it again
+            raise
         except Exception as problem:  # writers of tensors report a full disk by errors of their own
             self._report(engine, problem, fatal=last)
         self.begun = time.monotonic()
@@ -272,6 +275,8 @@ class Save(Hook):
         """Take note of a checkpoint that has become complete or has failed; with ``wait``, once it has."""
         try:
             self.checkpoints.finish() if wait else self.checkpoints.poll()
+        except WorkerLost:  # the engine starts it again
+            raise
         except Exception as problem:
             self._report(engine, problem, fatal=fatal)
 

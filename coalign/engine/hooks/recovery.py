@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coalign.cluster.future import WorkerLost
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.checkpoint import rewind_engine, write_engine_state
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
@@ -78,12 +81,12 @@ class Recovery(Hook):
 
     def before_training(self, engine: Engine) -> None:
         """Wait until the last step's checkpoint is complete, so that at most the step that begins can be lost."""
-        with self._sink.survive(Exception):
+        with self._survive():
             self.memory.finish()
 
     def restore(self, engine: Engine) -> bool:
         for each in (self.memory, self.disk):
-            with self._sink.survive(Exception):
+            with suppress(Exception):  # the lost process may have been writing
                 each.finish()
         newest = find_newest(self.memory, self.disk)
         if newest is None:
@@ -101,11 +104,24 @@ class Recovery(Hook):
 
     def _write(self, engine: Engine) -> None:
         engine.phase("save")
-        with self._sink.survive(Exception):
+        with self._survive():
             self.memory.finish()
             self.memory.directory.mkdir(mode=0o700, exist_ok=True)
             self.memory.begin(engine.step, partial(write_engine_state, engine, exports=False))
         engine.phase("hooks")
+
+
+    @contextmanager
+    def _survive(self) -> Iterator[None]:
+        """Log an error in place of raising it, unless a process is lost."""
+        lost: WorkerLost | None = None
+        with self._sink.survive(Exception):
+            try:
+                yield
+            except WorkerLost as error:
+                lost = error
+        if lost is not None:
+            raise lost
 
 
 def find_newest(memory: Checkpoints, disk: Checkpoints) -> Path | None:

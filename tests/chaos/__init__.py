@@ -1,0 +1,1 @@
+"""Runs that lose processes: killed, stopped, slowed. `make test-chaos`."""

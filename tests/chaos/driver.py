@@ -1,0 +1,77 @@
+"""Trains in this process while processes of the run are killed or stopped at chosen moments.
+
+Called as ``python -m tests.chaos.driver CONFIG FAULTS``: two JSON files. A fault is {step, phase, process, how, delay}:
+``delay`` seconds after the engine enters a phase of the step, the process is killed (SIGKILL) or stopped (SIGSTOP).
+``process`` is a part of an actor's name, such as `:trainer:rank1`, or `driver`. Each fault happens once, also over
+several starts: those that happened are in FAULTS.done.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import coalign
+from tests.runs import MARK
+
+
+class Faults(coalign.Hook):
+    """Makes faults happen, and writes down when, and when the next step was complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.faults: list[dict[str, Any]] = json.loads(path.read_text())
+        self.done = path.with_suffix(".done")
+        self.engine: Any = None
+
+    def begin(self, engine: Any) -> None:
+        if self.engine is None:  # the run's own process may begin it only once
+            self.engine = engine
+            engine.phase_listeners.append(self.phase)
+
+    def phase(self, name: str) -> None:
+        happened = [line["fault"] for line in read_lines(self.done) if "fault" in line]
+        for number, fault in enumerate(self.faults):
+            if fault["phase"] == name and fault["step"] == self.engine.step and number not in happened:
+                threading.Thread(target=self.strike, args=(number, fault), daemon=True).start()
+
+    def strike(self, number: int, fault: dict[str, Any]) -> None:
+        time.sleep(fault.get("delay", 0.0))
+        own = os.getpid() if fault["process"] == "driver" else None
+        victim = own or find_process(fault["process"])
+        if victim is None:
+            return
+        self.note(fault=number)
+        os.kill(victim, signal.SIGSTOP if fault.get("how") == "stop" else signal.SIGKILL)
+
+    def after_step(self, engine: Any, stats: Any, batch: Any) -> None:
+        self.note(step=engine.step)
+
+    def note(self, **record: int) -> None:
+        with open(self.done, "a") as file:
+            file.write(json.dumps({**record, "time": time.time()}) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def find_process(name: str) -> int | None:
+    """The process of an actor of this run; None while it is being started."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == os.environ[MARK] and any(name in part for part in process.cmdline()):
+                return process.pid
+        except psutil.Error:
+            continue
+    return None
+
+
+if __name__ == "__main__":
+    config, faults = Path(sys.argv[1]), Path(sys.argv[2])
+    coalign.train(json.loads(config.read_text()), hooks=[Faults(faults)])
