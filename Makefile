@@ -9,12 +9,13 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 # Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help lock demo test test-backends test-device test-processors test-all lint format bench clean
+.PHONY: help lock demo test test-backends test-device test-chaos test-processors test-all lint format bench clean
 help:
 	@echo "make demo      install, then GRPO on SmolLM2-135M-Instruct: the accuracy climbs in minutes on a CPU"
 	@echo "make test      install, then the test suite (about eleven minutes on two cores)"
 	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
 	@echo "make test-device  tests on a simulated accelerator, built with the machine's C++ compiler (under fifteen minutes)"
+	@echo "make test-chaos  runs that lose processes, in every phase of a step (under twenty-five minutes)"
 	@echo "make test-processors  the numeric tests as other processors compute them, four times"
 	@echo "make test-all  all of the slow tests too"
 	@echo "make lint      ruff and pyright"
@@ -54,6 +55,10 @@ test: $(VENV)/.installed
 
 test-backends: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m backends
+
+# One after the other: each run starts a Ray of its own.
+test-chaos: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m chaos tests/chaos
 
 # A process that has loaded the simulated device keeps it, so no other tests run there.
 test-device: $(VENV)/.installed

@@ -481,8 +481,12 @@ class Engine:
         if self.whole is not None and trainers_live:
             self._return_to(self.whole)
             self.training.sync(self.step)
-        elif not any(hook.restore(self) for hook in self.hooks):
+            return
+        step = self.step
+        if not any(hook.restore(self) for hook in self.hooks):
             raise lost
+        if self.step < step:
+            self.notices.clear()  # they are of a step that is made again
 
     def _return_to(self, snapshot: dict[str, Any]) -> None:
         """Make what is not in the models as it was at a ``snapshot``."""

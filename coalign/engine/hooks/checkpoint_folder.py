@@ -83,12 +83,14 @@ class _Cancelled(Exception):
 class Checkpoints:
     """The checkpoints of one run folder: the newest ``keep``, and the best by a metric if one is watched.
 
-    At most one is being written at a time. ``on_complete(step)`` hears of each one that is complete.
+    At most one is being written at a time. ``on_complete(step)`` hears of each one that is complete. Without ``hashes``
+    only the sizes of files are noted and verified: for a directory in memory, whose bits do not rot.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, *, hashes: bool = True) -> None:
         self.directory = directory
         self.keep = keep
+        self.hashes = hashes
         self.on_complete: Callable[[int], None] = lambda step: None
         self._writing: _Writing | None = None
 
@@ -97,8 +99,13 @@ class Checkpoints:
         return [step for step in self._list_directories() if (self.path(step) / MANIFEST).exists()]
 
     def _list_directories(self) -> list[int]:
-        names = [path.name.removeprefix("step_") for path in self.directory.glob("step_*")]
-        return sorted(int(name) for name in names if name.isdigit())
+        return sorted(step for path in self.directory.glob("step_*") if (step := self.find_step(path)) >= 0)
+
+    @staticmethod
+    def find_step(path: Path) -> int:
+        """Return the step of a checkpoint's directory; -1 for any other."""
+        number = path.name.removeprefix("step_")
+        return int(number) if number.isdigit() else -1
 
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
@@ -165,11 +172,13 @@ class Checkpoints:
         flush_path(self.directory)
 
     def _seal(self, writing: _Writing) -> None:
-        aside, entries = writing.aside, {}
+        aside, entries = writing.aside, dict[str, dict[str, Any]]()
         for file in sorted(path for path in aside.rglob("*") if path.is_file()):
             if writing.cancelled.is_set():
                 raise _Cancelled
-            entries[str(file.relative_to(aside))] = {"size": file.stat().st_size, "sha256": hash_file(file)}
+            entries[str(file.relative_to(aside))] = {"size": file.stat().st_size}
+            if self.hashes:
+                entries[str(file.relative_to(aside))]["sha256"] = hash_file(file)
         (aside / MANIFEST).write_text(json.dumps({"files": entries}, indent=1))
         for path in (*aside.rglob("*"), aside):
             flush_path(path)
@@ -226,7 +235,7 @@ def verify_checkpoint(path: Path) -> None:
     """Check every file against the manifest. Raises CorruptCheckpoint naming the first file that differs."""
     try:
         files: dict[str, Any] = read_json_object(path / MANIFEST)["files"]
-        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+        expected = {name: (entry["size"], entry.get("sha256")) for name, entry in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CorruptCheckpoint(f"{path} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
     for name, (length, digest) in expected.items():
@@ -234,7 +243,7 @@ def verify_checkpoint(path: Path) -> None:
             raise CorruptCheckpoint(f"{path}: {name} is missing")
         if (size := (path / name).stat().st_size) != length:
             raise CorruptCheckpoint(f"{path}: {name} has {size} bytes, {length!r:.30} were written")
-        if hash_file(path / name) != digest:
+        if digest is not None and hash_file(path / name) != digest:
             raise CorruptCheckpoint(f"{path}: the contents of {name} have changed since they were written")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from coalign.cluster.future import WorkerLost
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.checkpoint import rewind_engine, write_engine_state
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
+from coalign.engine.hooks.checkpoint_folder import Checkpoints, CorruptCheckpoint
 from coalign.engine.hooks.run_folder import RunFolder
 from coalign.files import Sink, delete_path
 from coalign.types import Stats
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
+RUN = "run"  # a link to the run's folder
 KEPT = 2  # one is complete while the next one is written
+LEFT_SECONDS = 24 * 3600.0
 
 
 def open_memory_folder(run: Path) -> Checkpoints:
@@ -38,7 +41,18 @@ def open_memory_folder(run: Path) -> Checkpoints:
     folder = MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
     if folder.exists() and folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} would hold checkpoints of {run}, and belongs to another user")
-    return Checkpoints(folder, KEPT)
+    for other in MEMORY.glob(f"coalign-{os.getuid()}-*"):
+        if _is_left(other):
+            delete_path(other)
+    return Checkpoints(folder, KEPT, hashes=False)
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether a folder in memory is of a run that was deleted, and nobody has written to it for a day."""
+    try:
+        return not (folder / RUN).readlink().exists() and time.time() - folder.stat().st_mtime > LEFT_SECONDS
+    except OSError:  # it has no link, or another process has just deleted it
+        return False
 
 
 class Recovery(Hook):
@@ -72,7 +86,6 @@ class Recovery(Hook):
                 "checkpoint in memory has to be on the driver's machine; set it to 0, and save_every to a few steps"
             )
         if self.every and not {*self.memory.steps(), *self.disk.steps()}.intersection({engine.step}):
-            self.memory.directory.mkdir(mode=0o700, exist_ok=True)
             self._write(engine)
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
@@ -107,9 +120,10 @@ class Recovery(Hook):
         with self._survive():
             self.memory.finish()
             self.memory.directory.mkdir(mode=0o700, exist_ok=True)
+            if not (link := self.memory.directory / RUN).is_symlink():
+                link.symlink_to(self.folder.path.absolute())
             self.memory.begin(engine.step, partial(write_engine_state, engine, exports=False))
         engine.phase("hooks")
-
 
     @contextmanager
     def _survive(self) -> Iterator[None]:
@@ -127,11 +141,16 @@ class Recovery(Hook):
 def find_newest(memory: Checkpoints, disk: Checkpoints) -> Path | None:
     """Return the newest checkpoint in memory or on disk that passes verification; of the same step that on disk.
 
-    None without any. CorruptCheckpoint if there are some on disk, and all fail.
+    None without any. CorruptCheckpoint if there are some, and all fail.
     """
-    steps = {False: max(memory.steps(), default=-1), True: max(disk.steps(), default=-1)}
-    if steps[False] > steps[True]:
-        found = memory.find_newest()
-        if found is not None and int(found.name.removeprefix("step_")) > steps[True]:
-            return found
+    on_disk = max(disk.steps(), default=-1)
+    if max(memory.steps(), default=-1) > on_disk:
+        try:
+            found = memory.find_newest()
+        except CorruptCheckpoint:
+            if on_disk < 0:
+                raise
+        else:
+            if found is not None and memory.find_step(found) > on_disk:
+                return found
     return disk.find_newest()

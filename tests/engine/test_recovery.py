@@ -1,0 +1,237 @@
+"""Lost processes: the engine goes on from its last step or from a checkpoint; tests/chaos loses real ones."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from coalign.cluster.base import Cluster
+from coalign.cluster.future import Call, WorkerFailure, WorkerLost
+from coalign.engine.engine import Hook, Trainer
+from coalign.engine.environment import Environment
+from coalign.engine.hooks import recovery
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
+from coalign.engine.hooks.evaluation import EvaluationHook
+from coalign.engine.hooks.recovery import find_newest, open_memory_folder
+from tests.runs import metrics, run, settings, weights_hash
+
+
+def configure(directory, name="run", **runtime):
+    config = settings(directory, "grpo", steps=5, eval_at_start=False, save_every=5, **runtime)
+    return config | {"output": str(directory / name)}
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    """The directory that stands for /dev/shm."""
+    monkeypatch.setattr(recovery, "MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """Lost processes of this process's cluster are "started again"; returns the names of their models, by loss."""
+    found = []
+
+    def replace_lost(self, lost):
+        found.append(lost.call.model)
+        self.error, self._refuses_calls = None, False
+        return {lost.call.model}
+
+    monkeypatch.setattr(Cluster, "replace_lost", replace_lost)
+    return found
+
+
+def lose(monkeypatch, owner, method, model, when):
+    """Let a method raise WorkerLost, once, where ``when(self, *arguments)`` is true."""
+    real, left = getattr(owner, method), [1]
+
+    def once(self, *arguments):
+        if left[0] and when(self, *arguments):
+            left[0] = 0
+            raise WorkerLost(Call(model, "x"), [f"{model}, replica 0"], WorkerFailure("worker lost", "killed", ""))
+        return real(self, *arguments)
+
+    monkeypatch.setattr(owner, method, once)
+
+
+def steps(config):
+    return [line["step"] for line in metrics(config)]
+
+
+def test_a_lost_trainer_repeats_one_step(tmp_path, monkeypatch, replaced, memory, caplog):
+    whole = configure(tmp_path, "whole")
+    run(whole)
+    config = configure(tmp_path, save_in_memory_every=1)
+    rollouts, real = [], Environment.next
+    monkeypatch.setattr(Environment, "next", lambda self, *a: (rollouts.append(a[0]), real(self, *a))[1])
+
+    def half_way(self, batch):  # the trainer has taken its step, and nobody heard of it
+        if rollouts == [0, 1, 2]:
+            self.flow(batch)
+            return True
+        return False
+
+    lose(monkeypatch, Trainer, "step", "trainer", half_way)
+    assert run(config) == 0
+    assert replaced == ["trainer"] and rollouts == [0, 1, 2, 2, 3, 4]
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == weights_hash(whole, 5)
+    assert "step_2; step 3 is made again" in caplog.text
+    last = metrics(config)[-1]
+    assert last["goodput/restart"] > 0 and last["goodput/redone"] > 0
+    assert sum(value for name, value in last.items() if name.startswith("goodput/")) == pytest.approx(1)
+    assert not list(memory.iterdir()), "the memory is not freed"
+
+
+def test_a_lost_sampler_costs_no_step(tmp_path, monkeypatch, replaced):
+    whole, config = configure(tmp_path, "whole"), configure(tmp_path)
+    run(whole)
+    lose(monkeypatch, Environment, "next", "policy", lambda self, version, served: version == 3)
+    assert run(config) == 0
+    assert replaced == ["policy"] and steps(config) == [1, 2, 3, 4, 5]
+    assert weights_hash(config, 5) == weights_hash(whole, 5)
+
+
+@pytest.mark.parametrize("model", ["policy", "trainer"])
+def test_weights_that_were_under_way_are_sent_again(tmp_path, monkeypatch, replaced, model):
+    whole, config = configure(tmp_path, "whole"), configure(tmp_path, save_in_memory_every=1)
+    run(whole)
+    lose(monkeypatch, Trainer, "sync", model, lambda self, version: version == 2)
+    assert run(config) == 0
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == weights_hash(whole, 5)
+
+
+class Heard(Hook):
+    def __init__(self):
+        self.heard = []
+
+    def after_step(self, engine, stats, batch):
+        self.heard.append(engine.step)
+
+
+@pytest.mark.parametrize(("step", "before"), [(0, []), (2, [1, 2])])
+def test_an_evaluation_that_loses_its_policy_is_made_again(tmp_path, monkeypatch, replaced, step, before):
+    """Every hook hears of every step once: those that come before the evaluation, too."""
+    whole = configure(tmp_path, "whole", eval_every=2)
+    whole["runtime"]["eval_at_start"] = True
+    config = whole | {"output": str(tmp_path / "run")}
+    run(whole)
+    first, last = Heard(), type("Later", (Heard,), {})()
+    method = "begin" if step == 0 else "after_step"
+    real = getattr(EvaluationHook, method)
+
+    def after(self, engine, *arguments):
+        if first not in engine.hooks:
+            engine.hooks.insert(0, first)
+        real(self, engine, *arguments)
+
+    monkeypatch.setattr(EvaluationHook, method, after)
+    lose(monkeypatch, EvaluationHook, method, "policy", lambda self, engine, *a: engine.step == step)
+    from coalign import load_config
+    from coalign.launch.run import train
+    from coalign.report.display import Display
+
+    assert train(load_config(config), Display(quiet=True), [last]) == 0
+    assert replaced == ["policy"] and last.heard == [1, 2, 3, 4, 5]
+    assert weights_hash(config, 5) == weights_hash(whole, 5)
+    evaluated = [[line["step"] for line in metrics(each) if "eval/mean" in line] for each in (config, whole)]
+    assert evaluated[0] == evaluated[1] == [0, 2, 4, 5]
+
+
+def test_without_a_saved_state_the_run_ends(tmp_path, monkeypatch, replaced):
+    config = configure(tmp_path)
+    lose(monkeypatch, Trainer, "step", "trainer", lambda self, batch: True)
+    with pytest.raises(WorkerLost, match="trainer, replica 0"):
+        run(config)
+
+
+def test_the_same_loss_three_times_is_no_bad_luck(tmp_path, monkeypatch, replaced):
+    config = configure(tmp_path, save_in_memory_every=1)
+    real = Trainer.step
+
+    def fail(self, batch):
+        if len(metrics(config)) == 2:
+            raise WorkerLost(Call("trainer", "x"), ["trainer, rank 0"], WorkerFailure("worker lost", "killed", ""))
+        return real(self, batch)
+
+    monkeypatch.setattr(Trainer, "step", fail)
+    with pytest.raises(WorkerLost):
+        run(config)
+    assert replaced == ["trainer", "trainer"] and steps(config) == [1, 2]
+
+
+def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory):
+    whole, config = configure(tmp_path, "whole"), configure(tmp_path, save_in_memory_every=1)
+    run(whole)
+    real = Trainer.step
+
+    def die(self, batch):
+        if len(metrics(config)) == 3:
+            raise SystemExit("killed")
+        return real(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", die)
+        with pytest.raises(SystemExit):
+            run(config)
+    [folder] = memory.iterdir()
+    assert folder == open_memory_folder(Path(config["output"])).directory
+    assert (folder / "step_3" / "manifest.json").exists() and not (folder / "step_3" / "hf").exists()
+    assert run(config) == 0
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == weights_hash(whole, 5)
+
+
+def test_a_run_that_begins_anew_forgets_what_is_in_memory(tmp_path, memory):
+    config = configure(tmp_path)
+    left = open_memory_folder(Path(config["output"])).directory
+    (left / "step_4").mkdir(parents=True)
+    assert run(config, "runtime.resume=never") == 0
+    assert not left.exists() and steps(config) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "on_disk", "expected"),
+    [
+        ([], [], None),
+        ([3, 4], [2], ("memory", 4)),
+        ([4], [4], ("disk", 4)),
+        ([3], [4], ("disk", 4)),
+        ([], [2], ("disk", 2)),
+        ([1], [], ("memory", 1)),
+    ],
+)
+def test_the_newest_checkpoint_counts(tmp_path, in_memory, on_disk, expected):
+    folders = {"memory": Checkpoints(tmp_path / "memory2", 9, hashes=False), "disk": Checkpoints(tmp_path / "disk", 9)}
+    for name, written in (("memory", in_memory), ("disk", on_disk)):
+        folders[name].directory.mkdir()
+        for step in written:
+            folders[name].write(step, lambda path: (path / "file").write_text("x") and None)
+    found = find_newest(folders["memory"], folders["disk"])
+    assert found == (expected and folders[expected[0]].path(expected[1]))
+
+
+def test_a_damaged_checkpoint_in_memory_gives_way(tmp_path):
+    memory, disk = Checkpoints(tmp_path / "m", 9, hashes=False), Checkpoints(tmp_path / "d", 9)
+    for folder, step in ((memory, 5), (disk, 3)):
+        folder.directory.mkdir()
+        folder.write(step, lambda path: (path / "file").write_text("x") and None)
+    assert "sha256" not in json.loads((memory.path(5) / "manifest.json").read_text())["files"]["file"]
+    (memory.path(5) / "file").write_text("longer")
+    with pytest.raises(OSError, match=r"no checkpoint in .* is intact"):
+        find_newest(memory, Checkpoints(tmp_path / "none", 9))
+    assert find_newest(memory, disk) == disk.path(3)
+
+
+def test_the_memory_of_deleted_runs_is_freed(tmp_path, memory):
+    """Not that of a run that lives where this process cannot see it, as in another container: it writes every step."""
+    for name, target, age in (("gone", "no such run", 2), ("new", "no such run", 0), ("there", ".", 2)):
+        folder = memory / f"coalign-{os.getuid()}-{name}"
+        folder.mkdir()
+        (folder / "run").symlink_to(tmp_path / target)
+        os.utime(folder, (time.time() - age * 86400,) * 2)
+    (memory / f"coalign-{os.getuid()}-other").mkdir()
+    open_memory_folder(tmp_path / "run")
+    assert sorted(folder.name.split("-")[2] for folder in memory.iterdir()) == ["new", "other", "there"]
