@@ -48,6 +48,7 @@ def show_options(
 COMMANDS = {
     "train": train.train,
     "check": train.check,
+    "scale": train.scale,
     "check-sync": models.check_sync,
     "convert": models.convert,
     "pipeline": train.pipeline,

@@ -38,6 +38,17 @@ def train(
         raise typer.Exit(stop.exit_code) from stop
 
 
+def scale(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that is going.")],
+    processes: Annotated[list[str], typer.Argument(help="Processes by model: `policy=4 trainer=2`.")],
+):
+    """Give models of a running run more processes or fewer, between two steps, and wait for the run's answer."""
+    from coalign.commands.scale import scale_run
+    from coalign.report.display import Display
+
+    scale_run(run, processes, Display())
+
+
 def check(config: Config, overrides: Overrides = None, no_code: NoCode = False):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     _refuse(no_code)

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -295,6 +295,32 @@ class Cluster(ABC):
         gone = silent.union(lost.workers)
         return {name for name, model in self.models.items() if model.restart(gone)}
 
+    def resize(self, name: str, processes: int) -> None:
+        """Give a model another number of processes; it waits for the call of the model that is under way.
+
+        A model whose processes compute together has no training state after that, and replicas that generate have no
+        weights. ValueError if the model cannot have so many, or there are not enough devices.
+        """
+        model, slot = self.models[name], self.slots[name]
+        if len(slot.places) > 1 or slot.name in self.residency.slots:
+            raise ValueError(f"models.{name} shares its devices with other models, or leaves them: it cannot be scaled")
+        if processes < 1:
+            raise ValueError(f"models.{name} needs a process at least, and {processes} were asked for")
+        before = slot.footprints[name]
+        numbers = {"num_process": processes, "num_gpu": processes * before.devices}
+        config = type(model.config).model_validate(model.config.model_dump() | numbers)
+        needs = find_footprint(name, config)
+        added = self._add_processes(name, needs, processes - before.processes)
+        try:
+            leaving = model.resize(config, added)
+        except Exception:
+            for rank in added:
+                self.end_worker(rank)
+            raise
+        [self.slots[name]] = list_slots(pack_slots({name: needs}, []))
+        for rank in leaving:
+            self._wait_and_end(rank)
+
     def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:
         """Return an address where the ranks of a model can meet; None for a single one."""
         return None
@@ -347,6 +373,14 @@ class Cluster(ABC):
         """The worker of pure functions, which has no module."""
 
     @abstractmethod
+    def end_worker(self, rank: WorkerHandle) -> None:
+        """End a worker that nobody calls any more."""
+
+    @abstractmethod
+    def _add_processes(self, name: str, needs: Footprint, count: int) -> list[WorkerHandle]:
+        """Start ``count`` more processes of a model (below 1: none), which will have all that it ``needs``."""
+
+    @abstractmethod
     def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
         """Start the worker of pure functions again, unless another thread has. Raises ``lost`` if that cannot be."""
 
@@ -368,6 +402,13 @@ class Cluster(ABC):
         self.placements |= place_processes(added, assign_nodes(added, nodes), [])
 
     # ---- private --------------------------------------------------------------------------------------------------
+
+    def _wait_and_end(self, rank: WorkerHandle) -> None:
+        """End a worker once it has answered the calls that it has."""
+        with suppress(WorkerLost):
+            call = Call(None, "ping")
+            wait(Future(call), [rank.execute("ping")], self.deadlines)
+        self.end_worker(rank)
 
     def _resolve_batches(self, verb: str, future: Future, inputs: Sequence[Any]) -> list[BatchRef]:
         """Wait for the inputs of a function. TypeError for what is no batch."""
@@ -522,6 +563,12 @@ class LocalCluster(Cluster):
 
     def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
         raise lost
+
+    def end_worker(self, rank: WorkerHandle) -> None:
+        """Do nothing: it is a thread."""
+
+    def _add_processes(self, name: str, needs: Footprint, count: int) -> list[WorkerHandle]:
+        raise ValueError(f"models.{name} runs in this process, which has no others; use `runtime.cluster: ray`")
 
     def _kill(self) -> None:
         """Do nothing: threads cannot be killed; they end when idle, or with the process."""

@@ -97,10 +97,7 @@ class DistModel(Generic[Role]):
         self._exclusive = module.exclusive
         self._parts = module.needs
         self._spmd = spmd
-        self._shard_of_rank = config.shares(len(self._ranks)) if spmd else [*range(len(self._ranks))]
-        self._shards = max(self._shard_of_rank) + 1
-        # Ranks that get the same shard give the same result: the first one's counts.
-        self._counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if spmd else None
+        self._count_shards()
         self._whole_groups = True
         self._queue = cluster.call_queue(name)
         self.slices: SliceScheduler | None = None  # of a policy that generates while its trainer trains
@@ -237,6 +234,38 @@ class DistModel(Generic[Role]):
             self.generate_continuously()
         return bool(gone)
 
+    def resize(self, config: ModelConfig, added: Sequence[WorkerHandle]) -> list[WorkerHandle]:
+        """Compute with ``config.processes`` processes: the first ones of now, and those ``added``; return the others.
+
+        If the processes compute together, all of them are started again, without a training state. Replicas that
+        generate in slices complete their rows, and end by themselves. Raises WorkerError if the model cannot be loaded.
+        """
+        size = config.processes
+        kept, leaving = self._ranks[:size], self._ranks[size:]
+        contexts = [replace(self._contexts[0], replica=number) for number in range(size)]
+        fresh = range(len(kept), size)
+        if self._spmd:
+            kept, fresh = [rank.replace() for rank in kept], range(size)
+            address = self.cluster.find_rendezvous([*kept, *added])
+            together = replace(self._contexts[0], world_size=size, rendezvous=address)
+            contexts = [replace(together, rank=number) for number in fresh]
+        ranks = [*kept, *added]
+        tasks = [ranks[number].execute("setup", config, contexts[number]) for number in fresh]
+        wait(Future(Call(self.name, "setup")), tasks, self.cluster.deadlines)
+
+        def change() -> None:
+            self.config, self._ranks, self._contexts = config, ranks, contexts
+            self._count_shards()
+
+        self._queue.call(change)  # between two calls
+        if self.slices is None:
+            return leaving
+        for rank in added:
+            self.slices.add(rank)
+        for rank in leaving:
+            self.slices.retire(rank, partial(self.cluster.end_worker, rank))
+        return []
+
     def ping(self) -> list[WorkerTask]:
         """Ask every process for an answer."""
         return [rank.execute("ping") for rank in self._ranks]
@@ -246,6 +275,13 @@ class DistModel(Generic[Role]):
         return [rank.execute("close") for rank in self._ranks]
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _count_shards(self) -> None:
+        ranks = len(self._ranks)
+        self._shard_of_rank = self.config.shares(ranks) if self._spmd else [*range(ranks)]
+        self._shards = max(self._shard_of_rank) + 1
+        # Ranks that get the same shard give the same result: the first one's counts.
+        self._counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if self._spmd else None
 
     def _load(self, numbers: Sequence[int]) -> Future:
         """Build and load the modules of these processes."""
@@ -258,10 +294,11 @@ class DistModel(Generic[Role]):
 
         return self.cluster.launch(Call(self.name, "setup"), work, self._queue)
 
-    def _replace(self, number: int, lost: WorkerLost) -> WorkerHandle:
+    def _replace(self, former: WorkerHandle, lost: WorkerLost) -> WorkerHandle:
         """Start a lost process again, and load its model there. Raises ``lost`` if that is not allowed or possible."""
         self.cluster.count_restart(lost)
-        rank = self._ranks[number].replace()
+        number = self._ranks.index(former)
+        rank = former.replace()
         task = rank.execute("setup", self.config, self._contexts[number])
         wait(Future(Call(self.name, "setup")), [task], self.cluster.deadlines)
         self._ranks[number] = rank
@@ -275,9 +312,9 @@ class DistModel(Generic[Role]):
         """
         if self._spmd or self.takes_weights or lost.call.model != self.name:
             raise lost
-        for number, rank in enumerate(self._ranks):
+        for rank in [*self._ranks]:
             if rank.where in lost.workers:
-                self._replace(number, lost)
+                self._replace(rank, lost)
 
     def _launch(self, call: Call, work: Callable[[Future], Outcome], batch: BatchRef | Future) -> Future:
         """Launch a call; in `Cluster.any_order` it takes its turn only when ``batch`` is there."""

@@ -54,7 +54,7 @@ from coalign.cluster.placement.nodes import (
     place_processes,
     read_nvidia_buses,
 )
-from coalign.cluster.placement.slots import Footprint, Slot, list_slots
+from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray_space import RayStoreError, StoreSpace, describe_open_cluster
 from coalign.cluster.stacks import StackFile, collect_stacks, listen
 from coalign.cluster.worker import Worker
@@ -235,6 +235,9 @@ class RayCluster(Cluster):
         self._patience = config.runtime.wait_for_devices
         self._groups: list[PlacementGroup] = []
         self._actors: list[Any] = []
+        self._started = Counter[str]()  # how often a process of this name was
+        self._kinds: dict[str, tuple[str, int | None]] = {}  # of a model's processes: what they are called, threads
+        self._spare: dict[str, list[ProcessPlacement]] = {}  # where a model had processes, with devices of this run
         self._stack_files: dict[str, ray.ObjectRef] = {}  # by a process's name in errors
         self._starting = threading.Lock()  # no actor may start while all are being ended
         self._replacing = threading.Lock()
@@ -250,14 +253,14 @@ class RayCluster(Cluster):
             raise
 
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
-        kind, accelerator = "rank" if spmd else "replica", find_accelerator(self._resource)
-        device = accelerator.device if slot.footprints[name].devices else "cpu"
+        kind = "rank" if spmd else "replica"
+        device = find_accelerator(self._resource).device if slot.footprints[name].devices else "cpu"
         arena = device if slot.name in self.residency.slots and exclusive else None
-        ranks = []
-        for process, placement in enumerate(self.placements[name]):
-            visible = {accelerator.visible: ",".join(placement.devices)} if placement.devices else {}
-            where = f"{name}, {kind} {process}"
-            ranks.append(self._actor(where, f"{name}:{kind}{process}", placement, threads, visible, arena))
+        self._kinds[name] = kind, threads
+        ranks = [
+            self._actor(f"{name}, {kind} {number}", f"{name}:{kind}{number}", placement, threads, arena)
+            for number, placement in enumerate(self.placements[name])
+        ]
         if not spmd:
             return [DistActor([rank], device) for rank in ranks]
         return [DistActor(ranks, device, self.find_rendezvous(ranks))]
@@ -279,13 +282,14 @@ class RayCluster(Cluster):
         name: str,
         placement: ProcessPlacement,
         threads: int | None,
-        visible: dict[str, str],
         arena: str | None = None,
-        started: int = 0,  # how often before
     ) -> RayWorker:
         # Ray would set OMP_NUM_THREADS to the cores reserved, and results depend on the number of threads.
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        full_name = f"{self._run}:{name}" + (f"#{started}" if started else "")
+        accelerator = find_accelerator(self._resource)
+        visible = {accelerator.visible: ",".join(placement.devices)} if placement.devices else {}
+        full_name = f"{self._run}:{name}" + (f"#{self._started[name]}" if self._started[name] else "")
+        self._started[name] += 1
         named = type(full_name, (Actor,), {})  # what `ps` and Ray's tools show
         remote = ray.remote(named).options(
             name=full_name,
@@ -305,7 +309,7 @@ class RayCluster(Cluster):
             with self._starting:
                 ray.kill(worker.actor)
                 self._actors.remove(worker.actor)
-            return self._actor(where, name, placement, threads, visible, arena, started + 1)
+            return self._actor(where, name, placement, threads, arena)
 
         full = where + (f" on {self.nodes[placement.node].name}" if len(self.nodes) > 1 else "")
         self._stack_files[full] = actor.stack_file.remote()
@@ -377,10 +381,56 @@ class RayCluster(Cluster):
     def _functions(self) -> RayWorker:
         if "functions" not in self.slots:
             self._add_slot("functions", Footprint(processes=1, devices=0))
-        return self._actor("functions", "functions", self.placements["functions"][0], self._threads, {})
+        return self._actor("functions", "functions", self.placements["functions"][0], self._threads)
 
     def _function_worker(self) -> WorkerHandle:
         return self._functions
+
+    def _add_processes(self, name: str, needs: Footprint, count: int) -> list[WorkerHandle]:
+        placements, spare = self.placements[name], self._spare.setdefault(name, [])
+        first = len(placements)
+        if count < 1:
+            spare += placements[first + count :]
+            self.placements[name] = placements[: first + count]
+            return []
+        again, new = spare[:count], max(0, count - len(spare))
+        found = [*again, *(self._place_more(name, replace(needs, processes=new)) if new else [])]
+        del spare[:count]
+        self.placements[name] = [*placements, *found]
+        kind, threads = self._kinds[name]
+        return [
+            self._actor(f"{name}, {kind} {number}", f"{name}:{kind}{number}", placement, threads)
+            for number, placement in enumerate(found, first)
+        ]
+
+    def _place_more(self, name: str, needs: Footprint) -> list[ProcessPlacement]:
+        """Place processes beside those that run, also on nodes that are new. ValueError without enough devices."""
+        ids, nodes = self._list_nodes()
+        for node_id, node in zip(ids, nodes, strict=True):
+            if node_id not in self._ids:
+                self._ids.append(node_id)
+                self.nodes.append(node)
+        now = dict(zip(ids, nodes, strict=True))
+        busy = Counter(placement.node for ranks in self.placements.values() for placement in ranks)
+        there = [
+            replace(node, free=now[own].free if own in now else 0, processes=busy[number])
+            for number, (own, node) in enumerate(zip(self._ids, self.nodes, strict=True))
+        ]
+        slots = list_slots(pack_slots({name: needs}, []))
+        where = assign_nodes(slots, there)
+        devices: list[list[Domain]] = [[] for _ in there]
+        used = Counter(where[name][place] for place in range(slots[0].devices))
+        if used:
+            for node, domains in zip(used, self._reserve(used), strict=True):
+                devices[node] = domains or [[str(number) for number in range(used[node])]]
+        return place_processes(slots, where, devices)[name]
+
+    def end_worker(self, rank: WorkerHandle) -> None:
+        worker = cast(RayWorker, rank)
+        with self._starting:
+            ray.kill(worker.actor)
+            self._actors.remove(worker.actor)
+            del self._stack_files[worker.where]
 
     def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
         with self._replacing:

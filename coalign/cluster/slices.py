@@ -65,7 +65,7 @@ class SliceScheduler:
     """Keeps the replicas of one model generating, each by a thread of its own.
 
     ``ahead``: slices that may be under way at a replica, so that it does not idle while an answer travels.
-    ``replace(replica, error)`` starts a new process for a lost one, or raises the error that ends the run.
+    ``replace(rank, error)`` starts a new process for a lost one, or raises the error that ends the run.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SliceScheduler:
         ranks: Sequence[WorkerHandle],
         deadlines: CallDeadlines,
         ahead: int,
-        replace: Callable[[int, WorkerLost], WorkerHandle],
+        replace: Callable[[WorkerHandle, WorkerLost], WorkerHandle],
     ) -> None:
         self._call = call  # in errors
         self._replace = replace
@@ -86,6 +86,7 @@ class SliceScheduler:
         self._names = [rank.where for rank in ranks]
         self._announced = self._served = 0  # weight syncs that began, and that all replicas have ended
         self._joining: set[int] = set()  # replicas without weights
+        self._leaving: dict[int, Callable[[], None]] = {}  # replicas that take no more shares; what to do at their end
         self._taking: set[int] = set()  # those that get them by the sync under way
         self._lost: dict[int, WorkerLost] = {}  # replicas that no process has replaced yet
         self._replaced: dict[int, float] = {}  # when a replica was replaced last
@@ -135,6 +136,24 @@ class SliceScheduler:
                 raise self._error
             self._taking = set(self._joining)
 
+    def add(self, rank: WorkerHandle) -> None:
+        """Let one more replica take shares, once it has the next weights."""
+        with self._changed:
+            replica = len(self._open)
+            self._open.append(0)
+            self._names.append(rank.where)
+            self._joining.add(replica)
+            self._threads.append(start_thread(partial(self._feed, replica, rank), f"coalign-{self._call}-{replica}"))
+
+    def retire(self, rank: WorkerHandle, on_end: Callable[[], None]) -> None:
+        """Let a replica take no more shares; call ``on_end`` when its last one is complete."""
+        with self._changed:
+            replica = max(number for number, name in enumerate(self._names) if name == rank.where)
+            self._leaving[replica] = on_end
+            self._names[replica] = ""
+            self._joining.discard(replica)
+            self._changed.notify_all()
+
     def submit(self, shares: Sequence[RowShare]) -> None:
         """Generate these shares; each one's ``done`` gets the worker's task, or raises what a worker raised.
 
@@ -168,10 +187,15 @@ class SliceScheduler:
             shares: dict[int, RowShare] = {}  # that the replica has
             try:
                 self._run_slices(replica, rank, shares)
+                if replica in self._leaving:
+                    self._leaving[replica]()
                 return
             except WorkerLost as lost:
                 try:
-                    rank = self._recover_from(replica, lost, shares)
+                    self._return_shares(replica, lost, shares)
+                    if replica in self._leaving:
+                        continue
+                    rank = self._replace_lost(replica, rank, lost)
                     continue
                 except Exception as error:
                     failed = error
@@ -195,21 +219,26 @@ class SliceScheduler:
                 if number is not None:
                     self._finish(replica, shares.pop(number), task)
 
-    def _recover_from(self, replica: int, lost: WorkerLost, shares: dict[int, RowShare]) -> WorkerHandle:
-        """Give the shares of a lost replica to others, and return the process that replaces it. Raises WorkerError."""
+    def _return_shares(self, replica: int, lost: WorkerLost, shares: dict[int, RowShare]) -> None:
+        """Give the shares of a lost replica to others. Raises ``lost`` if they have cost too many replicas."""
         with self._changed:
             for share in shares.values():
                 share.losses += 1
                 if share.losses == MAX_LOSSES:
                     raise lost
-            self._lost[replica] = lost
-            self._joining.add(replica)
-            self._taking.discard(replica)
             self._open[replica] = 0
             self._waiting.extendleft(reversed(shares.values()))
             shares.clear()
             self._changed.notify_all()
-        rank = self._replace(replica, lost)
+
+    def _replace_lost(self, replica: int, rank: WorkerHandle, lost: WorkerLost) -> WorkerHandle:
+        """Return the process that replaces a lost one. Raises WorkerError."""
+        with self._changed:
+            self._lost[replica] = lost
+            self._joining.add(replica)
+            self._taking.discard(replica)
+            self._changed.notify_all()
+        rank = self._replace(rank, lost)
         with self._changed:
             del self._lost[replica]
             self._replaced[replica] = time.monotonic()
@@ -233,6 +262,8 @@ class SliceScheduler:
             while not self._closed:
                 if replica in self._lost:
                     raise self._lost[replica]
+                if replica in self._leaving:
+                    return None if idle else taken
                 before = len(taken)
                 while room and (share := self._find_next(replica)) is not None:
                     self._waiting.remove(share)
@@ -245,7 +276,8 @@ class SliceScheduler:
 
     def _find_next(self, replica: int) -> RowShare | None:
         """Return the next share whose weights are there, if no other replica has fewer rows."""
-        others = [rows for number, rows in enumerate(self._open) if number not in self._joining]
+        away = self._joining.union(self._leaving)
+        others = [rows for number, rows in enumerate(self._open) if number not in away]
         if replica in self._joining or self._open[replica] > min(others):
             return None
         return next((share for share in self._waiting if share.syncs <= self._served), None)

@@ -26,6 +26,7 @@ from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.hooks.recovery import Recovery, find_newest, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
+from coalign.engine.hooks.scaling import Scaling
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.files import RecordFile, RecordHandler, Sink
@@ -128,9 +129,8 @@ def _learn(
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
     engine.cluster.on_end = timeline.note
-    engine.hooks.extend(
-        [guards, timeline, *profile, *_evaluation(engine, record), *hooks, goodput, record, save, recovery]
-    )
+    engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks])
+    engine.hooks.extend([goodput, record, save, recovery, Scaling(folder.path, recovery)])
     _refuse_namesakes(engine.hooks)
     if checkpoint is None:
         folder.move_records_aside()  # of an earlier run

@@ -27,7 +27,7 @@ _LOSSES = {
     "evaluation": "evaluation",
     "hooks": "logging and hooks",
     "start": "start-up",
-    "restart": "starting lost processes again",
+    "restart": "starting processes again",
     "redone": "steps refused or done again",
 }
 _DROPPED = {

@@ -97,6 +97,14 @@ class Recovery(Hook):
         with self._survive():
             self.memory.finish()
 
+    def save_now(self, engine: Engine) -> Path:
+        """Write a checkpoint of the last step, unless there is one; return its path. Raises OSError."""
+        self.memory.finish()
+        if engine.step not in self.memory.steps():
+            self._begin(engine)
+            self.memory.finish()
+        return self.memory.path(engine.step)
+
     def restore(self, engine: Engine) -> bool:
         for each in (self.memory, self.disk):
             with suppress(Exception):  # the lost process may have been writing
@@ -119,11 +127,14 @@ class Recovery(Hook):
         engine.phase("save")
         with self._survive():
             self.memory.finish()
-            self.memory.directory.mkdir(mode=0o700, exist_ok=True)
-            if not (link := self.memory.directory / RUN).is_symlink():
-                link.symlink_to(self.folder.path.absolute())
-            self.memory.begin(engine.step, partial(write_engine_state, engine, exports=False))
+            self._begin(engine)
         engine.phase("hooks")
+
+    def _begin(self, engine: Engine) -> None:
+        self.memory.directory.mkdir(mode=0o700, exist_ok=True)
+        if not (link := self.memory.directory / RUN).is_symlink():
+            link.symlink_to(self.folder.path.absolute())
+        self.memory.begin(engine.step, partial(write_engine_state, engine, exports=False))
 
     @contextmanager
     def _survive(self) -> Iterator[None]:
