@@ -286,7 +286,7 @@ class Cluster(ABC):
         Lost are those that ``lost`` names, and those that answer nothing within PING_SECONDS. Raises ``lost`` if
         `runtime.restarts` does not allow for them.
         """
-        silent = self._find_silent()
+        silent = self._find_silent(lost.workers)
         self.error, self._refuses_calls = None, False
         self.count_restart(lost)
         for where in sorted(silent.difference(lost.workers)):
@@ -446,9 +446,9 @@ class Cluster(ABC):
         with self._lock:
             self._pending.discard(future)
 
-    def _find_silent(self) -> set[str]:
-        """Return the names of the workers that have ended, or do not answer in time."""
-        pings = [task for model in self.models.values() for task in model.ping()]
+    def _find_silent(self, lost: Sequence[str]) -> set[str]:
+        """Return the names of the workers, beside ``lost`` ones, that have ended or do not answer in time."""
+        pings = [task for model in self.models.values() for task in model.ping(lost)]
         concurrent.futures.wait([task.meta for task in pings], PING_SECONDS)
         return {task.where for task in pings if not task.meta.done() or task.meta.exception() is not None}
 

@@ -266,9 +266,11 @@ class DistModel(Generic[Role]):
             self.slices.retire(rank, partial(self.cluster.end_worker, rank))
         return []
 
-    def ping(self) -> list[WorkerTask]:
-        """Ask every process for an answer."""
-        return [rank.execute("ping") for rank in self._ranks]
+    def ping(self, lost: Container[str]) -> list[WorkerTask]:
+        """Ask every process for an answer, but for the ``lost`` ones and those that will be started again with them."""
+        living = [rank for rank in self._ranks if rank.where not in lost]
+        together = self._spmd and len(living) < len(self._ranks)
+        return [] if together else [rank.execute("ping") for rank in living]
 
     def release(self) -> list[WorkerTask]:
         """Start closing the modules."""
