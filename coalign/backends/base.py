@@ -190,9 +190,10 @@ class Module:
     ``spmd``: the processes of a trainable model form one group, whose ranks call every method together; otherwise they
     are independent replicas. ``exclusive``: a call computes, so no other model computes on its devices meanwhile; False
     for modules that mostly wait (rewards). ``adopts``: ``load_weights(…, adopt=True)`` uses the given tensors without a
-    copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``exact``: it supports `reduction: exact`. ``adapters``: low-rank adapters can
-    be sent or received beside the weights (Context.adapter_rank). ``needs``: for each method, the parts of the model
-    (coalign.memory.PARTS) that it computes with; a method that is not listed needs all of them on the device.
+    copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``exact``: it supports
+    `reduction: exact`. ``adapters``: low-rank adapters can be sent or received beside the weights
+    (Context.adapter_rank). ``needs``: for each method, the parts of the model (coalign.memory.PARTS) that it computes
+    with; a method that is not listed needs all of them on the device.
     """
 
     spmd: ClassVar[bool] = False

@@ -28,9 +28,8 @@ def build_optimizer(
     """The optimizer ``config.name`` of those ``parameters`` that require a gradient.
 
     Muon takes the matrices in ``layers`` (a model's decoder layers), AdamW the rest: embeddings, head, norms and
-    biases. Parameters of one dimension have no weight decay. ``exact``: AdamW gives an entry of a parameter the same bits
-    however the parameter is sharded. Raises ValueError if nothing is trained, and what
-    `check_adamw_8bit` raises.
+    biases. Parameters of one dimension have no weight decay. ``exact``: AdamW gives each entry of a parameter the same
+    bits however the parameter is sharded. Raises ValueError if nothing is trained, and what `check_adamw_8bit` raises.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:

@@ -52,7 +52,7 @@ class LeafReduction:
             if isinstance(module, ShardedModule):
                 reduction = ModuleReduction(self)
                 if dist.get_world_size() > 1:
-                    module.set_custom_reduce_scatter(reduction)
+                    module.set_custom_reduce_scatter(reduction)  # pyright: ignore[reportArgumentType] (base is private)
                 else:  # FSDP has nothing to scatter
                     module.set_all_reduce_hook(reduction.reduce_alone)
 
