@@ -117,6 +117,7 @@ class HuggingFaceModule(TrainableModule):
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        super().check_settings(config, name, device)
         with located_at("models", name, "attention"):
             check_kernel(config.attention, getattr(torch, config.compute_dtype or config.dtype), device)
 
