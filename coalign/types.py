@@ -45,6 +45,7 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "samples": torch.int32,  # number of samples of this prompt, where it has its own
     "max_new_tokens": torch.int32,  # token limit of this response, where it has its own
     "update": torch.int32,  # number of the update within a training step that uses the row, set by sharding
+    "leaf": torch.int32,  # with `reduction: exact`: number of the micro-batch within its update, set by sharding
     "expected_tokens": torch.int32,  # estimate of the tokens that a response still needs; balances prompts
     "reward": torch.float32,
     "preference": torch.float32,  # higher is better within a group; single responses: 1 desirable, 0 undesirable

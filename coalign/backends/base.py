@@ -190,15 +190,17 @@ class Module:
     ``spmd``: the processes of a trainable model form one group, whose ranks call every method together; otherwise they
     are independent replicas. ``exclusive``: a call computes, so no other model computes on its devices meanwhile; False
     for modules that mostly wait (rewards). ``adopts``: ``load_weights(…, adopt=True)`` uses the given tensors without a
-    copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``adapters``: low-rank adapters can
-    be sent or received beside the weights (Context.adapter_rank). ``needs``: for each method, the parts of the model
-    (coalign.memory.PARTS) that it computes with; a method that is not listed needs all of them on the device.
+    copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``exact``: it supports
+    `reduction: exact`. ``adapters``: low-rank adapters can be sent or received beside the weights
+    (Context.adapter_rank). ``needs``: for each method, the parts of the model (coalign.memory.PARTS) that it computes
+    with; a method that is not listed needs all of them on the device.
     """
 
     spmd: ClassVar[bool] = False
     exclusive: ClassVar[bool] = True
     adopts: ClassVar[bool] = False
     parallel: ClassVar[Sequence[str]] = ()
+    exact: ClassVar[bool] = False
     adapters: ClassVar[bool] = False
     needs: ClassVar[Mapping[str, Sequence[str]]] = {"begin_saves": (), "finish_saves": ()}
     weights_dtype: torch.dtype | None = None  # if all weights have one dtype: load_weights casts to it
@@ -220,6 +222,11 @@ class Module:
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raises ValueError, naming a key of ``models.<name>``, for settings that this backend does not support on
         ``device``. No file is read."""
+        if config.reduction == "exact" and not cls.exact:
+            raise ValueError(
+                f"models.{name}.reduction is exact: module `{config.module}` adds gradients in an order that depends "
+                "on the number of processes; use `reduction: fast`, or `module: fsdp`"
+            )
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
@@ -499,6 +506,8 @@ class TrainableModule(Module):
 
     def _update(self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float) -> Stats:
         first = float(self.context.rank == 0)
+        if self.config.reduction == "exact" and self.context.world_size > 1 and "leaf" not in batch:
+            raise ValueError("`reduction: exact` needs the column `leaf`, which says how an update is cut")
         totals = self._count_totals(batch)
         if totals.tokens == 0:  # nothing to learn; a step on momentum alone would still move the weights
             return {"loss/skipped_updates": Total(first)}
@@ -566,12 +575,24 @@ class TrainableModule(Module):
             if self.context.world_size > 1:
                 raise ValueError("this loss compares all rows of an update: train on one process (num_process: 1)")
             return [batch] if len(batch) else []
-        whole = per == "group"
-        sizes = torch.bincount(groups_of(batch) if whole else torch.arange(len(batch)), batch.lengths)
-        budget = self.token_budget(int(sizes.max()) if len(sizes) else 0)
-        micros = batch.micro(budget, keep=_group_column(batch), whole=whole)
+        if "leaf" in batch:
+            micros = [micro for part in _list_updates(batch) for micro in self._take_leaves(part)]
+        else:
+            micros = self._pack_micros(batch, whole=per == "group")
         (most,) = self.all_reduce([float(len(micros))], "max")
         return micros + [IDLE] * (int(most) - len(micros))
+
+    def _take_leaves(self, update: Batch) -> list[Batch]:
+        """The leaves of one update that this rank computes, in order; idle ones where nothing of a leaf is trained."""
+        leaf = cast(Tensor, update["leaf"])
+        numbers = range(self.context.rank, int(leaf.max()) + 1, self.context.world_size)
+        own = leaf.unique().tolist() if self.config.frozen else numbers  # frozen ones add nothing up
+        return [part if len(part := update.select(leaf == number)) else IDLE for number in own]
+
+    def _pack_micros(self, batch: Batch, *, whole: bool) -> list[Batch]:
+        sizes = torch.bincount(groups_of(batch) if whole else torch.arange(len(batch)), batch.lengths)
+        budget = self.token_budget(int(sizes.max()) if len(sizes) else 0)
+        return batch.micro(budget, keep=_group_column(batch), whole=whole)
 
     def _objective(self, name: str | None) -> Objective:
         """The loss of the configuration, or the one called ``name``. ValueError without any."""
@@ -609,6 +630,12 @@ def _split_updates(batch: Batch, count: int) -> list[Batch]:
         return batch.split(count, keep=_group_column(batch))
     update = cast(Tensor, batch["update"])
     return [batch.select(update == number) for number in range(count)]
+
+
+def _list_updates(batch: Batch) -> list[Batch]:
+    """The updates that have rows in ``batch``."""
+    update = cast(Tensor, batch["update"])
+    return [batch.select(update == number) for number in update.unique().tolist()]
 
 
 def _group_column(batch: Batch) -> str | None:

@@ -23,13 +23,13 @@ SMALLEST_RMS = 1e-3  # of Adafactor: a parameter moves at least as if its entrie
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, layers: Sequence[nn.Module]
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, layers: Sequence[nn.Module], exact: bool = False
 ) -> Optimizer | CombinedOptimizer:
     """The optimizer ``config.name`` of those ``parameters`` that require a gradient.
 
     Muon takes the matrices in ``layers`` (a model's decoder layers), AdamW the rest: embeddings, head, norms and
-    biases. Parameters of one dimension have no weight decay. Raises ValueError if nothing is trained, and what
-    `check_adamw_8bit` raises.
+    biases. Parameters of one dimension have no weight decay. ``exact``: AdamW gives each entry of a parameter the same
+    bits however the parameter is sharded. Raises ValueError if nothing is trained, and what `check_adamw_8bit` raises.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -45,13 +45,17 @@ def build_optimizer(
             (build_adamw, [p for p in trained if p not in inside]),
         )
         return CombinedOptimizer(*(make(own, config) for make, own in parts if own))
-    return build_adamw(trained, config)
+    return build_adamw(trained, config, exact=exact)
 
 
-def build_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def build_adamw(
+    parameters: Sequence[nn.Parameter], config: OptimizerConfig, *, exact: bool = False
+) -> torch.optim.AdamW:
     """AdamW (1711.05101)."""
     groups = _groups(parameters, config)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    # torch's fused kernel for CPUs rounds the last entries of a tensor, which fill no vector, in another way.
+    fused = not (exact and any(p.device.type == "cpu" for p in parameters))
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     for p in parameters:
         optimizer.state[p] = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -134,10 +138,16 @@ class CombinedOptimizer:
             part.zero_grad()
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
-    """Scale the gradients down to the L2 norm ``limit`` if they exceed it; returns their norm before. A collective."""
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, *, exact: bool = False) -> float:
+    """Scale the gradients down to the L2 norm ``limit`` if they exceed it; returns their norm before. A collective.
+
+    ``exact``: the bits of the norm do not depend on how the gradients are sharded, since each is gathered.
+    """
     alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
-    total = math.hypot(*(_to_float(nn.utils.get_total_norm(gradients)) for gradients in alike))
+    if exact:
+        total = math.hypot(*torch.stack([_measure_whole(g) for own in alike for g in own]).tolist())
+    else:
+        total = math.hypot(*(_to_float(nn.utils.get_total_norm(gradients)) for gradients in alike))
     if limit is not None and limit < total < math.inf:
         for gradients in alike:
             torch._foreach_mul_(gradients, limit / total)  # pyright: ignore[reportPrivateImportUsage] (no public name)
@@ -160,6 +170,14 @@ def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def _rms(tensor: Tensor) -> float:
     return _to_float(torch.linalg.vector_norm(tensor)) / tensor.numel() ** 0.5
+
+
+def _measure_whole(gradient: Tensor) -> Tensor:
+    """The norm f32[] of a gradient that may be sharded, gathered for it."""
+    from torch.distributed.tensor import DTensor  # slow to import, and every recipe imports this file
+
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return torch.linalg.vector_norm(whole, dtype=torch.float32)
 
 
 def _to_float(norm: Tensor) -> float:

@@ -41,6 +41,7 @@ from coalign.cluster.future import (
     wait,
     watch_task,
 )
+from coalign.cluster.leaves import Leaves, cut_leaves
 from coalign.cluster.slices import MAX_LOSSES, RowShare, SliceScheduler
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
@@ -96,9 +97,10 @@ class DistModel(Generic[Role]):
         self._ranks = [rank for actor in actors for rank in actor.ranks]
         self._exclusive = module.exclusive
         self._parts = module.needs
+        self._exact = config.reduction == "exact"  # rows are computed in leaves
         self._spmd = spmd
         self._count_shards()
-        self._whole_groups = True
+        self._whole_groups = self._compares_groups = True
         self._queue = cluster.call_queue(name)
         self.slices: SliceScheduler | None = None  # of a policy that generates while its trainer trains
         self.takes_weights = False  # of another model, so a process that is started again has none
@@ -200,6 +202,7 @@ class DistModel(Generic[Role]):
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
         self._whole_groups = context.whole_groups
+        self._compares_groups = context.loss is not None and context.loss.per == "group"
         self._contexts = [
             each
             for replica, actor in enumerate(self.actors)
@@ -439,7 +442,7 @@ class DistModel(Generic[Role]):
     def _can_stream(self, value: Any) -> bool:
         """Whether rows of ``value`` can be computed before the others come: the model is alone on its devices, so no
         other model waits for them between two bundles of rows."""
-        alone = len(self.cluster.slots[self.name].places) == 1
+        alone = len(self.cluster.slots[self.name].places) == 1 and not self._exact
         return alone and not self._spmd and isinstance(value, Future) and is_streamed(value)
 
     def _call_streamed(
@@ -513,6 +516,9 @@ class DistModel(Generic[Role]):
         other_loss = "loss" in keywords  # not the context's: it may need whole groups
         whole = not self.config.spread_samples if by == "work" else self._whole_groups or other_loss
         split = partial(shard_updates, updates=updates) if updates else partial(shard_rows, by=by)
+        if self._exact and by == "cost":
+            whole = self._compares_groups or other_loss
+            split = partial(shard_leaves, updates=updates or 1, max_tokens=self.config.max_tokens_per_micro)
         own_split = [key for key in batches if key in keywords or key == alike[0]]
         shards = {key: split(batches[key], count, whole_groups=whole) for key in own_split}
         shards |= {key: replace(shards[alike[0]], batch=batches[key]) for key in alike}
@@ -537,12 +543,14 @@ class DistModel(Generic[Role]):
 class Shards:
     """A batch in shards: shard i has the rows ``rows[i]`` (i64) of the batch, in this order.
 
-    ``updates`` i32[N], in a training step: the update to which each row of the batch belongs.
+    ``updates`` i32[N], in a training step: the update to which each row of the batch belongs. ``leaves``: that, and
+    how it is cut into micro-batches, if the driver does so.
     """
 
     batch: BatchRef
     rows: tuple[Tensor, ...]
     updates: Tensor | None = None
+    leaves: Leaves | None = None
 
     @property
     def parts(self) -> list[BatchRef]:
@@ -552,6 +560,8 @@ class Shards:
     def worker_rows(self) -> list[WorkerRows]:
         """The shards as workers get them."""
         shards = [part.worker_rows for part in self.parts]
+        if self.leaves is not None:
+            return self.leaves.label(shards, self.rows)
         if self.updates is None:
             return shards
         pairs = zip(shards, self.rows, strict=True)
@@ -646,6 +656,14 @@ def shard_updates(batch: BatchRef, parts: int, updates: int, *, whole_groups: bo
     runs = [[start + rows for rows in each] for (start, _), each in zip(ranges, split, strict=True)]
     number = torch.arange(updates, dtype=torch.int32).repeat_interleave(torch.tensor([b - a for a, b in ranges]))
     return Shards(batch, tuple(torch.cat(own) for own in zip(*runs, strict=True)), number)
+
+
+def shard_leaves(
+    batch: BatchRef, parts: int, updates: int, max_tokens: int | None, *, whole_groups: bool = False
+) -> Shards:
+    """Deal the leaves of each update of a batch to ``parts`` shards in turn, so that a leaf never depends on them."""
+    leaves = cut_leaves(batch, updates, max_tokens, whole=whole_groups)
+    return Shards(batch, leaves.split(parts), leaves=leaves)
 
 
 def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:

@@ -217,23 +217,8 @@ class Batch:
         together and in order as far as they fit, or always if ``whole``. ValueError if something that must stay whole
         exceeds ``max_tokens``: cutting it would change the result, and keeping it could exhaust the memory.
         """
-        if len(self) == 0 or max_tokens is None:
-            return [self] if len(self) else []
-        if (longest := int(self.lengths.max())) > max_tokens:
-            remedy = "raise it or shorten the data"
-            raise ValueError(f"a sequence of {longest} tokens exceeds max_tokens_per_micro={max_tokens}; {remedy}")
-        lengths = self.lengths.tolist()
-        pieces = []
-        for start, stop in _units(lengths, self[keep] if keep else None):
-            size = sum(lengths[start:stop])
-            if whole and size > max_tokens:
-                raise ValueError(
-                    f"{stop - start} sequences that a loss compares have {size} tokens together, which exceeds "
-                    f"max_tokens_per_micro={max_tokens}; raise it or shorten the data"
-                )
-            pieces += [(start, stop)] if size <= max_tokens else _cut_to_fit(start, lengths[start:stop], max_tokens)
-        bins = pack_bins([sum(lengths[a:b]) for a, b in pieces], max_tokens)
-        return [self.select([row for piece in inside for row in range(*pieces[piece])]) for inside in bins]
+        rows = pack_rows(self.lengths, max_tokens, keep=self[keep] if keep else None, whole=whole)
+        return [self.select(inside) for inside in rows]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -310,6 +295,29 @@ def split_ranges(lengths: Tensor, n: int, *, keep: Column | None = None, by: str
         cuts.append(min(max(cut, cuts[-1] + least), len(units) - least * (n - part)))
     rows = [*(start for start, _ in units), len(sizes)]
     return [(rows[a], rows[b]) for a, b in pairwise([*cuts, len(units)])]
+
+
+def pack_rows(
+    lengths: Tensor, max_tokens: int | None, *, keep: Column | None = None, whole: bool = False
+) -> list[list[int]]:
+    """Compute the rows of each micro-batch of `Batch.micro`, from the lengths alone."""
+    if len(lengths) == 0 or max_tokens is None:
+        return [list(range(len(lengths)))] if len(lengths) else []
+    if (longest := int(lengths.max())) > max_tokens:
+        remedy = "raise it or shorten the data"
+        raise ValueError(f"a sequence of {longest} tokens exceeds max_tokens_per_micro={max_tokens}; {remedy}")
+    sizes = lengths.tolist()
+    pieces = []
+    for start, stop in _units(sizes, keep):
+        size = sum(sizes[start:stop])
+        if whole and size > max_tokens:
+            raise ValueError(
+                f"{stop - start} sequences that a loss compares have {size} tokens together, which exceeds "
+                f"max_tokens_per_micro={max_tokens}; raise it or shorten the data"
+            )
+        pieces += [(start, stop)] if size <= max_tokens else _cut_to_fit(start, sizes[start:stop], max_tokens)
+    bins = pack_bins([sum(sizes[a:b]) for a, b in pieces], max_tokens)
+    return [[row for piece in inside for row in range(*pieces[piece])] for inside in bins]
 
 
 def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:

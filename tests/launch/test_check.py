@@ -84,6 +84,19 @@ def refusals(config, model):
             "models.trainer.deepspeed.zero.reduce_bucket is no key of DeepSpeed's",
             marks=NEEDS_DEEPSPEED,
         ),
+        *(
+            ("trainer", {"reduction": "exact", **changes}, f"models.trainer.{message}")
+            for changes, message in [
+                ({"module": "megatron"}, "reduction is exact: module `megatron` adds gradients in an order that"),
+                ({"module": "deepspeed"}, "reduction is exact: module `deepspeed` adds gradients in an order that"),
+                ({"tensor_parallel": 2}, "tensor_parallel is 2: with `reduction: exact` it must be 1, since"),
+                ({"context_parallel": 2}, "context_parallel is 2: with `reduction: exact` it must be 1, since"),
+                ({"expert_parallel": 2}, "expert_parallel is 2: with `reduction: exact` it must be 1, since"),
+                ({"dp_replicate": 2}, "dp_replicate is 2: with `reduction: exact` it must be 1, since"),
+                ({"rows": "single"}, "rows is single: with `reduction: exact` it must be auto or packed or padded"),
+                ({"optimizer": {"name": "muon"}}, "optimizer.name is muon: with `reduction: exact` it must be adamw"),
+            ]
+        ),
         ("trainer", {"fp8": True, "compute_dtype": "bfloat16"}, "models.trainer.fp8 needs a GPU that multiplies 8-bit"),
         (
             "policy",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from coalign.backends import checkpoint, lora, optim, pretrained
 from coalign.backends.attention import check_kernel, choose_kernel
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.engines.native import kernels
+from coalign.backends.hf.exact import LeafReduction, check_exact
 from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
 from coalign.backends.hf.layers import (
     check_compile,
@@ -46,7 +47,7 @@ from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
 from coalign.config.errors import located_at
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.devices import keep_generator
+from coalign.devices import keep_generator, seed_generator
 from coalign.memory import get_storage, move_module
 from coalign.roles import Context
 from coalign.types import Stats
@@ -116,6 +117,7 @@ class HuggingFaceModule(TrainableModule):
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        super().check_settings(config, name, device)
         with located_at("models", name, "attention"):
             check_kernel(config.attention, getattr(torch, config.compute_dtype or config.dtype), device)
 
@@ -135,14 +137,19 @@ class HuggingFaceModule(TrainableModule):
         compute = getattr(torch, config.compute_dtype or config.dtype)
         self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
         self.routing = RouterTotals()
-        if config.deterministic:
+        if config.deterministic or config.reduction == "exact":
             enforce_determinism()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a library shards the model. One rank can be enough: what it computes is then what several do."""
+        return self.context.world_size > 1
 
     # ---- what a subclass may override
 
     def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
-        # Over several ranks, the library that shards the parameters also casts them.
-        dtype = self.compute_dtype if self.context.world_size == 1 else None
+        # The library that shards the parameters also casts them.
+        dtype = None if self.is_sharded else self.compute_dtype
         with torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext():
             return self.model(replace(layout.to(self.device), kernel=self.config.attention), needs=needs)
 
@@ -167,14 +174,19 @@ class HuggingFaceModule(TrainableModule):
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)
         add_router_loss = self._prepare_router_loss(micros, needs) if loss is not None else None
         results = []
-        for micro in micros:
-            with torch.set_grad_enabled(loss is not None):
+        for number, micro in enumerate(micros):
+            leaf = nullcontext() if loss is None else self._train_leaf(number, len(micros))
+            with torch.set_grad_enabled(loss is not None), leaf:
                 outputs = self._forward(self._pack(micro), needs)
                 if loss is not None and add_router_loss is not None:
                     self._backward(add_router_loss(loss(micro, outputs)))
             results.append({name: out.detach() for name, out in outputs.items()})
         routers.forget()
         return results
+
+    def _train_leaf(self, number: int, count: int) -> AbstractContextManager[None]:
+        """A context for forward and backward of the micro-batch ``number`` of this rank's ``count``."""
+        return nullcontext()
 
     def _pack(self, micro: Batch) -> Layout:
         layout = pack(micro, share_prefix=self.config.share_prefix and self.model.rows == "packed")
@@ -349,8 +361,9 @@ def check_rows(rows: str, config: ModelConfig, name: str) -> None:
     keys = ("tensor_parallel", "context_parallel", "expert_parallel")
     if key := next((key for key in keys if getattr(config, key) > 1), None):
         raise ValueError(f"models.{name}.{key} is {getattr(config, key)}, {why}: it needs packed rows")
-    if rows == "single" and config.processes > 1 and not config.frozen:
-        raise ValueError(f"models.{name} has {config.processes} processes, {why}: they need packed or padded rows")
+    if rows == "single" and (config.processes > 1 or config.reduction == "exact") and not config.frozen:
+        several = f"has {config.processes} processes" if config.processes > 1 else "adds up exactly (`reduction`)"
+        raise ValueError(f"models.{name} {several}, {why}: it needs packed or padded rows")
     if rows == "single" and (config.router_aux_loss_coef or config.router_z_loss_coef):
         raise ValueError(f"models.{name} has losses of routers, {why}: they need packed or padded rows")
 
@@ -383,13 +396,19 @@ class FSDPModule(HuggingFaceModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     parallel = ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")
+    exact = True
     optimizer: optim.Optimizer | optim.CombinedOptimizer | None = None
     rows: RowSharding | None = None  # set over several ranks
     _writer: checkpoint.BackgroundWriter | None = None  # once there was a checkpoint
+    _reduction: LeafReduction | None = None  # of `reduction: exact`
+    _passes = 0  # calls of `run` that trained since the last optimizer step
+    _owns_group = False  # it made the default process group
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         super().check_settings(config, name, device)
+        if config.reduction == "exact":
+            check_exact(config, name)
         if config.fp8:
             check_float8_device_type(device, f"models.{name}.fp8")
 
@@ -423,12 +442,14 @@ class FSDPModule(HuggingFaceModule):
     def setup(self) -> None:
         """Join the other ranks and load the model. Raises what the checks of Module and pretrained.load raise."""
         self.check_before_setup()
-        if self.context.world_size == 1:
+        if not self.is_sharded:
             self.model = self._read(self.device)
             if self.config.fp8:
                 convert_to_float8(decoder_layers(self.model.model))
         else:
-            join_process_group(self.context, host=self.config.cpu_offload)
+            if self.context.world_size > 1 or not dist.is_initialized():  # by another model of this process
+                join_process_group(self.context, host=self.config.cpu_offload)
+                self._owns_group = True
             ranks = RankMeshes(self.config, self.device)
             self.rows = RowSharding(*(RankAxis.of(ranks.rows.get_group(name)) for name in ("context", "tensor")))
             self.data = ranks.rows.get_group("data")
@@ -439,9 +460,17 @@ class FSDPModule(HuggingFaceModule):
         elif self._can_use_onednn() and kernels.is_onednn_faster():
             use_onednn(layers)
         if not self.config.frozen:
-            self.optimizer = optim.build_optimizer(self.model.parameters(), self.config.optimizer, layers=layers)
+            exact = self.config.reduction == "exact"
+            self.optimizer = optim.build_optimizer(
+                self.model.parameters(), self.config.optimizer, layers=layers, exact=exact
+            )
+            self._reduction = LeafReduction(self.model) if exact else None
             if self.config.ema:
                 self.average = WeightAverage(self.model, self.config.ema.decay)
+
+    @property
+    def is_sharded(self) -> bool:
+        return super().is_sharded or (self.config.reduction == "exact" and not self.config.frozen)
 
     def _can_use_onednn(self) -> bool:
         plain = self.compute_dtype is None and self.config.tensor_parallel == self.config.expert_parallel == 1
@@ -450,16 +479,27 @@ class FSDPModule(HuggingFaceModule):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        if self.context.world_size > 1:
+        if self._owns_group:
             dist.destroy_process_group()
 
     # ---- methods of TrainableModule
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
         results = super().run(micros, loss, needs=needs)
-        if loss is None and self.context.world_size > 1:
+        if loss is None and self.is_sharded:
             cast(Any, self.model).reshard()  # as a backward does: readers of the weights expect shards
+        self._passes += loss is not None
         return results
+
+    @contextmanager
+    def _train_leaf(self, number: int, count: int) -> Iterator[None]:
+        if self._reduction is None:
+            yield
+            return
+        self._reduction.is_last = number == count - 1
+        leaf = number * self.context.world_size + self.context.rank
+        with seed_generator(self.device, hash((self.context.seed, self.updates, self._passes, leaf))):
+            yield
 
     def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
         if self.rows is None or self.rows.parts == 1:
@@ -472,13 +512,16 @@ class FSDPModule(HuggingFaceModule):
 
     def optimizer_step(self) -> float:
         assert self.optimizer is not None  # train_step refuses frozen models
-        norm = optim.clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm)
+        norm = optim.clip_gradients(
+            self.model.parameters(), self.config.optimizer.clip_grad_norm, exact=self._reduction is not None
+        )
         if norm < float("inf"):
             self._set_learning_rate()
             self.optimizer.step()
             if self.average:
                 self.average.update()
         self.optimizer.zero_grad()
+        self._passes = 0
         self.arena.reserve(self.context.model, "gradients", 0)
         return norm
 

@@ -56,6 +56,7 @@ class MegatronModule(TrainableModule):
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        super().check_settings(config, name, device)
         for key, reason in _find_problems(config, device):
             raise ValueError(f"models.{name}.{key}{reason}")
         if config.fp8:

@@ -217,6 +217,9 @@ class ModelConfig(Section):
     `megatron` Transformer Engine's hybrid recipe."""
     deterministic: bool = False
     """Use only operations whose result does not depend on the order of threads; stop the run at any other."""
+    reduction: Literal["fast", "exact"] = "fast"
+    """How gradients are added. `exact`: in an order that does not depend on the number of processes, so trained weights
+    are the same bit for bit for any number of them (module `fsdp`, data-parallel processes only)."""
     cpu_offload: bool = False
     """Keep the shards of weights, gradients and optimizer in host memory and step there; layers are copied to the
     device one by one (several processes only). To offload only between calls: `offload`."""
