@@ -147,7 +147,8 @@ class RunHistory:
         self._end_step(step, line["at"])
 
     def _end_step(self, step: StepHistory, at: float | None) -> None:
-        for life in (self.groups[group] for group in (*step.groups, *step.replayed)):
+        for group in (*step.groups, *step.replayed):
+            life = self.groups[group]
             if life.taken_by == step.step and life.trained_by is None and not life.dropped:
                 life.trained_at, life.trained_by = at, step.step
 

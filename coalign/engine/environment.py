@@ -37,7 +37,7 @@ from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
-from coalign.engine.journal import Journal, describe_samples, list_groups
+from coalign.engine.journal import CollectedBundle, Journal, describe_samples, list_groups
 from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
@@ -160,11 +160,6 @@ class Bundle:
             return False
         calls = [batch for batch in self.batches.values() if isinstance(batch, Future)]
         return all(call.done() and call.ended.exception() is None for call in calls)
-
-    def find_end(self) -> float | None:
-        """Return when its samples were complete and scored, in seconds since the epoch; None if no call says so."""
-        calls = [batch for name, batch in self.batches.items() if name == "samples" and isinstance(batch, Future)]
-        return max((span.start + span.seconds for call in calls for span in call.spans), default=None)
 
     def list_groups(self) -> list[int]:
         """Return the numbers of its groups, as far as is known without waiting."""
@@ -334,6 +329,7 @@ class Environment:
 
     def _collect(self, done: Bundle, version: int) -> Stats:
         """Wait for a bundle and add its groups to the pool."""
+        described = done.batches.pop("samples", None)  # nothing but the journal needs it, so no step waits for it
         for batch in done.batches.values():
             if isinstance(batch, Future):
                 batch.wait(self.on_wait)
@@ -345,10 +341,10 @@ class Environment:
         if "groups" in batches and len(batches["groups"]):
             ages = batches["ages"].fetch()["oldest"] if "ages" in batches else done.version
             self.pool.add(batches["groups"], ages)
-        if self.journal and "samples" in batches:
-            complete = self.journal.note_done(batches["samples"], batches["groups"], done.find_end())
-            begun = done.prompts["group"].tolist() if done.prompts else []
-            self.journal.note_missing(begun, complete, self.unfinished.list_carried(), stats)
+        if self.journal and described is not None:
+            begun = list_groups(done.prompts["group"]) if done.prompts else []
+            kept, carried = list_groups(batches["groups"].group), self.unfinished.list_carried()
+            self.journal.note_collected(CollectedBundle(described, begun, kept, carried, stats))
         return stats
 
     def _update_kept_share(self, stats: Stats) -> None:

@@ -18,27 +18,30 @@ a worker. Events, each with ``at`` (seconds since the journal began):
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import logging
 import math
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from coalign.cluster.future import BatchRef, Future
 from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
-from coalign.files import RecordFile
+from coalign.files import RecordFile, describe_problem
 from coalign.types import Stats
 
-if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
-
+log = logging.getLogger(__name__)
 NAME = "journal.jsonl"
 # Counts of samples that never became a complete group -> why.
 CAUSES = {"rollout/cut": "cut", "rollout/given_up": "given up", "samples/dropped": "failed"}
@@ -48,7 +51,7 @@ _CHECKSUM_LENGTH = len(_CHECKSUM % 0)
 
 def encode_line(record: dict[str, Any]) -> bytes:
     """Return a record as a line with its checksum."""
-    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))[:-1].encode()
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)[:-1].encode()
     return text + (_CHECKSUM % zlib.crc32(text)).encode() + b"\n"
 
 
@@ -112,7 +115,8 @@ def _list_versions(versions: Tensor, row: Tensor, rows: int) -> list[Any]:
     """Return what wrote each row; ``versions`` and ``row`` are those of each generated token."""
     last = torch.ones(len(row), dtype=torch.bool)
     last[:-1] = (versions[1:] != versions[:-1]) | (row[1:] != row[:-1])
-    starts = torch.bincount(row, minlength=rows).cumsum(0) - torch.bincount(row, minlength=rows)
+    tokens = torch.bincount(row, minlength=rows)
+    starts = tokens.cumsum(0) - tokens
     ends = last.nonzero().flatten()
     found: list[Any] = [[] for _ in range(rows)]
     for number, end, version in zip(
@@ -127,11 +131,27 @@ def _round(reward: float) -> float | None:
     return float(f"{reward:.6g}") if math.isfinite(reward) else None
 
 
+@dataclass(frozen=True)
+class CollectedBundle:
+    """A bundle whose calls have ended.
+
+    ``samples`` is, or will be, the result of ``describe_samples``. ``begun`` are the groups of its prompts, ``kept``
+    those that the filter kept, and ``carried`` those that the next roll-out continues (None: not known yet). ``stats``
+    are its metrics.
+    """
+
+    samples: Future | BatchRef
+    begun: list[int]
+    kept: list[int]
+    carried: set[int] | None
+    stats: Stats
+
+
 class Journal:
     """Writes what becomes of the groups of a run into a file, which it continues.
 
     ``start`` is when the journal began, in seconds since the epoch. ``carried`` are groups that an earlier roll-out has
-    left unfinished.
+    left unfinished. A thread writes, in the order noted: the loop waits for no disk, and for no description of samples.
     """
 
     def __init__(self, path: Path, start: float, carried: Iterable[int] = ()) -> None:
@@ -139,14 +159,21 @@ class Journal:
         self._start = start
         self._carried = set(carried)
         self._sources: dict[str, int] = {}
+        self._writer = ThreadPoolExecutor(1, "coalign-journal")
         if path.exists() and not _ends_a_line(path):
             self._file.append(b"\n")  # a line that a kill has cut must not spoil the next one
 
-    def note(self, event: str, at: float | None = None, **fields: Any) -> None:
-        """Write one line; ``at`` is in seconds since the epoch (None: now). Fields that are None are left out."""
-        seconds = round((time.time() if at is None else at) - self._start, 3)
+    def note(self, event: str, **fields: Any) -> None:
+        """Add one line. Fields that are None are left out."""
         known = {name: value for name, value in fields.items() if value is not None}
-        self._file.append(encode_line({"event": event, "at": seconds, **known}))
+        self._submit(self._write, {"event": event, "at": self._since_start(time.time()), **known})
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._writer.submit(work, *arguments).add_done_callback(_report_problem)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._writer.shutdown()
 
     def note_drawn(self, step: int, version: int, bundles: Sequence[Batch]) -> None:
         """Note prompts that were drawn for ``step``, and that begin in these bundles."""
@@ -159,30 +186,35 @@ class Journal:
         """Note prompts that begin again after a restart."""
         self.note("begun", version=version, groups=format_groups(prompts["group"].tolist()))
 
-    def note_done(self, samples: BatchRef, kept: BatchRef, at: float | None) -> list[int]:
-        """Note groups that are complete and scored, and which of them the filter has kept; return all of them.
+    def note_collected(self, bundle: CollectedBundle) -> None:
+        """Note what came of a bundle, once its samples are described."""
+        self._submit(self._write_collected, bundle, time.time())
 
-        ``samples`` is the result of ``describe_samples``.
-        """
-        described = samples.fetch()
+    def _write_collected(self, bundle: CollectedBundle, collected: float) -> None:
+        samples, at = bundle.samples, collected
+        if isinstance(samples, Future):
+            if samples.ended.exception() is not None:  # waits; the run ends with this error
+                return
+            at = max((span.start + span.seconds for span in samples.spans), default=at)
+            samples = samples.result()
+        described: Any = samples.fetch()
         groups: list[int] = described["group"].tolist()
         if groups:
-            rest = set(list_groups(kept.group))
-            dropped = format_groups(group for group in groups if group not in rest)
-            lives: Any = described["described"]
-            self.note("done", at, groups=format_groups(groups), samples=lives, dropped=dropped or None)
-        return groups
+            kept = set(bundle.kept)
+            fields: dict[str, Any] = {"groups": format_groups(groups), "samples": described["described"]}
+            if dropped := format_groups(group for group in groups if group not in kept):
+                fields["dropped"] = dropped
+            self._write({"event": "done", "at": self._since_start(at), **fields})
+        left = (self._carried | set(bundle.begun)) - set(groups)
+        self._carried = left if bundle.carried is None else left & bundle.carried
+        if bundle.carried is not None and left > self._carried:
+            causes = [cause for name, cause in CAUSES.items() if name in bundle.stats and bundle.stats[name].value]
+            missing = format_groups(sorted(left - self._carried))
+            cause = " or ".join(causes) or "lost"
+            self._write({"event": "dropped", "at": self._since_start(collected), "cause": cause, "groups": missing})
 
-    def note_missing(self, begun: Iterable[int], done: Iterable[int], carried: set[int] | None, stats: Stats) -> None:
-        """Note groups that began, and are neither done nor ``carried`` over to the next roll-out (None: not known yet).
-
-        ``stats`` are the metrics of their roll-out.
-        """
-        left = (self._carried | set(begun)) - set(done)
-        self._carried = left if carried is None else left & carried
-        if carried is not None and left > self._carried:
-            causes = [cause for name, cause in CAUSES.items() if name in stats and stats[name].value]
-            self.note_dropped(" or ".join(causes) or "lost", sorted(left - self._carried))
+    def _since_start(self, at: float) -> float:
+        return round(at - self._start, 3)
 
     def note_dropped(self, cause: str, groups: Iterable[int]) -> None:
         """Note groups that are dropped for a cause other than the filter."""
@@ -200,8 +232,11 @@ class Journal:
 
     def note_rewound(self, step: int) -> None:
         """Note that the run goes on after ``step``, and that everything since is discarded."""
-        self._carried.clear()
+        self._submit(self._carried.clear)
         self.note("rewound", step=step)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.append(encode_line(record))
 
     def _number_source(self, row: dict[str, Any]) -> int:
         name = str(row.get(MARKS[0], "?"))
@@ -209,6 +244,11 @@ class Journal:
             self._sources[name] = len(self._sources)
             self.note("source", number=self._sources[name], name=name)
         return self._sources[name]
+
+
+def _report_problem(written: concurrent.futures.Future[None]) -> None:
+    if problem := written.exception():  # a run without its journal is better than none
+        log.error("the journal lacks an event: %s", describe_problem(problem))
 
 
 def _ends_a_line(path: Path) -> bool:

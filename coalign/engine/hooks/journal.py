@@ -62,6 +62,7 @@ class JournalHook(Hook):
     def end(self, engine: Engine) -> None:
         if self._journal is not None:
             self._journal.note("ended", step=engine.step, why=engine.stop)
+            self._journal.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"run": self.run}
