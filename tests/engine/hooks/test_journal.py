@@ -18,7 +18,12 @@ from coalign.engine.journal import (
     parse_groups,
     read_lines,
 )
-from tests.runs import metrics, run, run_in_two_parts, settings
+from tests.runs import metrics, run, run_in_two_parts
+from tests.runs import settings as run_settings
+
+
+def settings(directory, algorithm, **runtime):
+    return run_settings(directory, algorithm, **{"journal": True, "eval_at_start": False} | runtime)
 
 
 def path_of(config):
@@ -81,7 +86,7 @@ def test_a_line_that_was_cut_or_changed_is_found_and_left_out():
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_every_group_is_accounted_for_exactly_once(tmp_path, staleness, filtered):
-    config = settings(tmp_path, "grpo", eval_at_start=False, max_staleness=staleness)
+    config = settings(tmp_path, "grpo", max_staleness=staleness)
     if filtered:
         config["filter"] = {"fn": "varied"}
     run(config)
@@ -101,7 +106,7 @@ def test_every_group_is_accounted_for_exactly_once(tmp_path, staleness, filtered
 
 
 def test_unfinished_groups_are_trained_given_up_or_waiting(tmp_path):
-    config = settings(tmp_path, "grpo", eval_at_start=False)
+    config = settings(tmp_path, "grpo")
     config["rollout"] = {"round_tokens": 3, "oversample": 1.5}
     run(config)
     history = check_accounts(config)
@@ -112,7 +117,7 @@ def test_unfinished_groups_are_trained_given_up_or_waiting(tmp_path):
 
 
 def test_groups_that_oversampling_cuts_are_dropped(tmp_path):
-    config = settings(tmp_path, "grpo", eval_at_start=False)
+    config = settings(tmp_path, "grpo")
     config["rollout"] = {"oversample": 2.0}
     run(config)
     history = check_accounts(config)
@@ -122,7 +127,7 @@ def test_groups_that_oversampling_cuts_are_dropped(tmp_path):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_run_in_two_parts_has_one_journal(tmp_path, staleness):
-    config = run_in_two_parts(settings(tmp_path, "grpo", eval_at_start=False, max_staleness=staleness))
+    config = run_in_two_parts(settings(tmp_path, "grpo", max_staleness=staleness))
     history = check_accounts(config)
     lines = list(read_lines(path_of(config)))
     assert [line["step"] for line in lines if line and line["event"] == "resumed"] == [2]
@@ -132,7 +137,7 @@ def test_a_run_in_two_parts_has_one_journal(tmp_path, staleness):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_steps_after_the_checkpoint_are_shown_as_discarded(tmp_path, staleness):
-    config = settings(tmp_path, "grpo", eval_at_start=False, max_staleness=staleness, save_every=1, keep=9)
+    config = settings(tmp_path, "grpo", max_staleness=staleness, save_every=1, keep=9)
     run(config)
     for step in (3, 4):
         shutil.rmtree(Path(config["output"]) / "checkpoints" / f"step_{step}")
@@ -146,7 +151,7 @@ def test_steps_after_the_checkpoint_are_shown_as_discarded(tmp_path, staleness):
 
 
 def test_a_rollback_drops_what_was_trained_and_what_waits(tmp_path):
-    config = settings(tmp_path, "grpo", eval_at_start=False, save_every=1, guards={"action": "rollback"})
+    config = settings(tmp_path, "grpo", save_every=1, guards={"action": "rollback"})
     config["loss"] = {"fn": "tests.engine.hooks.test_guards:poisoned", "first": 8, "last": 11}
     run(config)
     history = read(config)
@@ -156,7 +161,7 @@ def test_a_rollback_drops_what_was_trained_and_what_waits(tmp_path):
 
 
 def test_a_journal_of_another_run_is_moved_aside(tmp_path, caplog):
-    config = settings(tmp_path, "grpo", eval_at_start=False, steps=1)
+    config = settings(tmp_path, "grpo", steps=1)
     run(config)
     foreign = encode_line({"event": "run", "at": 0.0, "run": "another", "started": 1.0})
     path_of(config).write_bytes(foreign)
@@ -171,9 +176,9 @@ def test_a_journal_of_another_run_is_moved_aside(tmp_path, caplog):
 
 
 def test_a_run_without_a_journal_or_without_roll_outs_writes_none(tmp_path):
-    off = settings(tmp_path, "grpo", eval_at_start=False, steps=1, journal=False)
+    off = settings(tmp_path, "grpo", steps=1, journal=False)
     run(off)
-    offline = settings(tmp_path, "sft", eval_at_start=False, steps=1) | {"output": str(tmp_path / "offline")}
+    offline = settings(tmp_path, "sft", steps=1) | {"output": str(tmp_path / "offline")}
     run(offline)
     assert not path_of(off).exists() and not path_of(offline).exists()
 
