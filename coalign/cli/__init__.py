@@ -1,7 +1,7 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` is fast.
 
-`train.py` has the commands on a run's YAML, `generate.py` those that compute with a model, `models.py` those on model
-directories, `indexed.py` those on tokenised datasets.
+`train.py` has the commands on a run or its YAML, `generate.py` those that compute with a model, `models.py` those on
+model directories, `indexed.py` those on tokenised datasets.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ COMMANDS = {
     "score": generate.score,
     "chat": generate.chat,
     "serve-reward": generate.serve_reward,
+    "explain": train.explain,
     "inspect-data": train.inspect_data,
     "init": train.init,
     "recipes": train.recipes,

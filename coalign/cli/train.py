@@ -1,4 +1,4 @@
-"""Commands on a YAML file (train, check, pipeline, eval, inspect-data) and commands that help to write one."""
+"""Commands on a YAML file (train, check, pipeline, eval, inspect-data), on a run (explain), and to write a YAML."""
 
 from __future__ import annotations
 
@@ -112,6 +112,18 @@ def inspect_data(
     from coalign.commands.evaluate import show_data
 
     show_data(loaded, rows, Display(), tokens=tokens)
+
+
+def explain(
+    run: Annotated[Path, typer.Argument(help="The folder of a run with roll-outs.")],
+    group: Annotated[int | None, typer.Option("--group", "-g", help="The life of this group of samples.")] = None,
+    step: Annotated[int | None, typer.Option("--step", "-s", help="The groups that this step trained on.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+):
+    """Say what became of a run's groups of samples: which were trained on, which were dropped, and why."""
+    from coalign.commands.explain import explain as describe
+
+    typer.echo(describe(run, group, step, as_json))
 
 
 def _complete_recipe(begun: str) -> list[str]:

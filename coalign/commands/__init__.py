@@ -1,4 +1,6 @@
-"""Commands beside training, one module each: generate, score, select, serve, chat, evaluate, check_sync, pipeline.
+"""Commands beside training, one module each: generate, score, select, serve, chat, evaluate, explain, check_sync,
+pipeline.
 
-Open generate.py first. judges.py scores responses, resumable.py keeps finished work across a kill.
+Open generate.py first. judges.py scores responses, resumable.py keeps finished work across a kill, run_history.py
+reads journals.
 """

@@ -37,6 +37,7 @@ from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
+from coalign.engine.journal import CollectedBundle, Journal, describe_samples, list_groups
 from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class GroupPool:
             if i + 1 == len(ends) or ages[i + 1] != ages[i]:
                 self._ready.append(ReadyGroups(batch.slice(start, end), ages[i]))
                 start = end
+
+    def find_expired(self, version: int) -> list[int]:
+        """Return the numbers of the groups that are too old to be trained on at this version."""
+        old = (ready for ready in self._ready if version - ready.version > self.max_age)
+        return [group for ready in old for group in list_groups(ready.batch.group)]
 
     def expire(self, version: int) -> int:
         """Drop the groups that are too old to be trained on at this version; return how many."""
@@ -132,7 +138,8 @@ class Bundle:
     """Groups that go through the flow together.
 
     ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (group_ages),
-    `shares` (curriculum.pass_rates), `lengths` (filters.response_lengths). It is empty if there was nothing to do.
+    `shares` (curriculum.pass_rates), `lengths` (filters.response_lengths), `samples` (journal.describe_samples). It is
+    empty if there was nothing to do.
     """
 
     version: int  # of the weights when it was drawn
@@ -153,6 +160,12 @@ class Bundle:
             return False
         calls = [batch for batch in self.batches.values() if isinstance(batch, Future)]
         return all(call.done() and call.ended.exception() is None for call in calls)
+
+    def list_groups(self) -> list[int]:
+        """Return the numbers of its groups, as far as is known without waiting."""
+        batches = [batch for batch in self.batches.values() if isinstance(batch, BatchRef)]
+        numbers = [batch.group for batch in batches] + ([self.prompts["group"]] if self.prompts else [])
+        return sorted({group for each in numbers for group in list_groups(each)})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: its groups, or the prompts to begin again if not all are complete."""
@@ -203,6 +216,7 @@ class Environment:
         self.pool = GroupPool(selection.max_age)
         self.on_wait = on_wait
         self.kept_share = 1.0  # of the groups of the step before: what the filter let through
+        self.journal: Journal | None = None  # of a run that keeps one (coalign.engine.hooks.journal)
 
     def next(self, version: int, served: int) -> tuple[BatchRef, Stats]:
         """Return the batch that the step at this weight version trains on, and its metrics (`time/rollout`: s waited).
@@ -211,6 +225,8 @@ class Environment:
         group is left to train on.
         """
         begun = time.perf_counter()
+        if self.journal:
+            self.journal.note_dropped("expired", self.pool.find_expired(version))
         expired = self.pool.expire(version)
         self.under_way = deque((step, self._begin_restored(served, bundle)) for step, bundle in self.under_way)
         while self.drawn < self.last and self.drawn - served <= self.max_staleness:
@@ -256,6 +272,8 @@ class Environment:
         self.unfinished.since = step - self.selection.max_age
         bundles = min(BUNDLES, max(1, len(prompts))) if self.max_staleness else 1
         parts = prompts.split(bundles, keep="group", by="sequences") if bundles > 1 else [prompts]
+        if self.journal:
+            self.journal.note_drawn(step + 1, version, parts)
         for number, part in enumerate(parts):
             own = target * (number + 1) // bundles - target * number // bundles
             self.under_way.append((step, self._begin(version, own, part, stats if number == 0 else {})))
@@ -266,7 +284,7 @@ class Environment:
         batches: dict[str, Future | BatchRef] = {}
         in_turn = nullcontext() if self.max_staleness == 0 else self.cluster.any_order()
         with in_turn, self.cluster.watch() as calls:
-            groups = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
+            groups = complete = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
             if curriculum := self.selection.curriculum:
                 batches["shares"] = self.cluster.transform(pass_rates, groups, solved=curriculum.config.solved)
             if self.selection.lengths:
@@ -277,6 +295,8 @@ class Environment:
                 )
             if self.unfinished.carries:
                 batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
+        if self.journal:  # outside of `watch`, which would add it to the metrics of the step
+            batches["samples"] = self.cluster.transform(describe_samples, complete)
         self.unfinished.check()
         return Bundle(version, target, prompts, {"groups": groups, **batches}, calls, stats)
 
@@ -309,6 +329,7 @@ class Environment:
 
     def _collect(self, done: Bundle, version: int) -> Stats:
         """Wait for a bundle and add its groups to the pool."""
+        described = done.batches.pop("samples", None)  # nothing but the journal needs it, so no step waits for it
         for batch in done.batches.values():
             if isinstance(batch, Future):
                 batch.wait(self.on_wait)
@@ -320,6 +341,10 @@ class Environment:
         if "groups" in batches and len(batches["groups"]):
             ages = batches["ages"].fetch()["oldest"] if "ages" in batches else done.version
             self.pool.add(batches["groups"], ages)
+        if self.journal and described is not None:
+            begun = list_groups(done.prompts["group"]) if done.prompts else []
+            kept, carried = list_groups(batches["groups"].group), self.unfinished.list_carried()
+            self.journal.note_collected(CollectedBundle(described, begun, kept, carried, stats))
         return stats
 
     def _update_kept_share(self, stats: Stats) -> None:
@@ -331,6 +356,8 @@ class Environment:
         """Begin a bundle whose samples were not complete at the checkpoint; return others unchanged."""
         if bundle.batches or bundle.prompts is None:
             return bundle
+        if self.journal:
+            self.journal.note_begun(bundle.prompts, version)
         return self._begin(version, bundle.target, bundle.prompts, bundle.before)
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -340,8 +367,8 @@ class Environment:
         if not len(self.pool):
             raise RuntimeError(self._explain_empty_pool(version, stats))
         with self.cluster.watch() as calls:
-            batch: BatchRef | Future = self.pool.take(self.selection.groups, version)
-            batch = self.selection.replay.mix(batch) if self.selection.replay else batch
+            waited = self.pool.take(self.selection.groups, version)
+            batch: BatchRef | Future = self.selection.replay.mix(waited) if self.selection.replay else waited
             batch = self.cluster.apply(describe, batch, version=version)
             if len(self.loader.sources) > 1:
                 batch = self.cluster.apply(describe_sources, batch)
@@ -355,6 +382,8 @@ class Environment:
                 f"step {version + 1}: none of {len(taken)} samples has a token that the policy chose and that is "
                 "trained on (loss_mask), so there is nothing to learn from"
             )
+        if self.journal:
+            self.journal.note_taken(version + 1, waited.group, taken.group)
         return taken, described
 
     def _explain_empty_pool(self, version: int, stats: Stats) -> str:
@@ -383,6 +412,15 @@ class Environment:
         self.unfinished.restore(None)
         if self.selection.replay:
             self.selection.replay.restore([])
+
+    def list_waiting_groups(self) -> list[int]:
+        """Return the numbers of the groups that no step has taken yet, those that were carried over included."""
+        found = set(self.unfinished.list_carried() or ())
+        for batch in (ready.batch for ready in self.pool.entries()):
+            found.update(list_groups(batch.group))
+        for _, bundle in self.under_way:
+            found.update(bundle.list_groups())
+        return sorted(found)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -461,6 +499,12 @@ class UnfinishedGroups:
             return 0
         ref: BatchRef = self.cluster.resolve(self._unfinished)
         return len(torch.unique(ref.group)) if len(ref) else 0
+
+    def list_carried(self) -> set[int] | None:
+        """Return the numbers of the groups that the next roll-out continues; None if that is not known yet."""
+        if isinstance(self._unfinished, Future) and not self._unfinished.done():
+            return None
+        return set() if self._unfinished is None else set(list_groups(self.cluster.resolve(self._unfinished).group))
 
     def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Generate for ``prompts`` and for the groups begun before; the result holds the complete groups."""

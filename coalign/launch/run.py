@@ -21,6 +21,7 @@ from coalign.engine.hooks.checkpoint_folder import Checkpoints, verify_checkpoin
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
+from coalign.engine.hooks.journal import JournalHook
 from coalign.engine.hooks.profiling import StepProfiler
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder
@@ -128,9 +129,10 @@ def _learn(
     guards = Guards(runtime.guards, folder, checkpoints, record.write)
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
+    journal = [JournalHook(folder.journal)] if runtime.journal else []
     engine.cluster.on_end = timeline.note
     engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks])
-    engine.hooks.extend([goodput, record, save, recovery, Scaling(folder.path, recovery)])
+    engine.hooks.extend([goodput, record, *journal, save, recovery, Scaling(folder.path, recovery)])
     _refuse_namesakes(engine.hooks)
     if checkpoint is None:
         folder.move_records_aside()  # of an earlier run

@@ -161,6 +161,8 @@ class RuntimeConfig(Section):
     eval_sampling: Continuable[EvalSamplingConfig] = EvalSamplingConfig()
     log_samples: ResultNeutral[NonNegativeInt] = 4
     """Samples per step to write to samples.jsonl: the first of a step, and some spread over the evaluation set."""
+    journal: ResultNeutral[bool] = False
+    """Write what became of each group of samples into journal.jsonl, for `coalign explain`; 3 ms of CPU a step."""
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
     trackers: ResultNeutral[Annotated[OneOrMore[TrackerConfig], Field(examples=[["tensorboard"]])]] = [

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from coalign.engine.journal import NAME as JOURNAL
 from coalign.files import RecordFile, move_aside, write_atomically, write_text_atomically
 from coalign.types import Metric
 
@@ -113,11 +114,15 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def journal(self) -> Path:
+        return self.path / JOURNAL
+
     def move_records_aside(self) -> None:
         """Rename the checkpoints and records of an earlier run, for a run that does not resume from them."""
         trackers = (self.path / "trackers.json", self.path / "tensorboard")
         records = [path for log in (self.metrics, self.samples) for path in (log.path, log.cut_path)]
-        for path in (self.checkpoints, *records, *trackers):
+        for path in (self.checkpoints, *records, self.journal, *trackers):
             if path.exists():
                 log.warning("%s is of an earlier run; it is now %s", path, move_aside(path))
 

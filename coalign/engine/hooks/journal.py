@@ -1,0 +1,81 @@
+"""Keeps a run's journal: opens it, connects it with the roll-out side, and notes steps, syncs and restarts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from coalign.engine.engine import Hook
+from coalign.engine.hooks.run_folder import replace_non_finite
+from coalign.engine.journal import Journal, format_groups, read_lines
+from coalign.files import move_aside
+from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.future import BatchRef
+    from coalign.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class JournalHook(Hook):
+    """Writes the journal of a run with roll-outs into ``path``; see coalign.engine.journal.
+
+    A checkpoint keeps the identity of its run, so a journal of another run is known, and moved aside.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run = uuid4().hex[:16]
+        self._engine: Engine | None = None
+        self._journal: Journal | None = None
+
+    def begin(self, engine: Engine) -> None:
+        if engine.source != "prompts":  # nothing else has roll-outs
+            return
+        start = self._find_start()
+        environment = engine.environment
+        self._journal = Journal(self.path, start or time.time(), environment.unfinished.list_carried() or ())
+        if start is None:
+            self._journal.note("run", run=self.run, started=round(time.time(), 3))
+        if start is not None or engine.step:
+            waiting = format_groups(environment.list_waiting_groups())
+            self._journal.note("resumed", step=engine.step, drawn=environment.loader.drawn, waiting=waiting)
+        self._engine, environment.journal = engine, self._journal
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        if self._journal is None:
+            return
+        loss = float(stats["loss/value"].value) if "loss/value" in stats else None
+        synced = engine.step if engine.served == engine.step or engine.complete else None
+        self._journal.note("trained", step=engine.step, loss=replace_non_finite(loss), synced=synced)
+        if restarts := stats.get("faults/restarts"):
+            self._journal.note("restarted", step=engine.step, processes=int(restarts.value))
+
+    def after_rewind(self, state: dict[str, Any]) -> None:
+        if self._engine is not None and self._journal is not None:
+            self._journal.note_rewound(self._engine.step)
+
+    def end(self, engine: Engine) -> None:
+        if self._journal is not None:
+            self._journal.note("ended", step=engine.step, why=engine.stop)
+            self._journal.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self.run}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run = state["run"]
+
+    def _find_start(self) -> float | None:
+        """Return when this run's journal began, None if there is none. That of another run is moved aside."""
+        if not self.path.exists():
+            return None
+        first = next(read_lines(self.path), None) or {}
+        if first.get("run") == self.run:
+            return first["started"]
+        log.warning("%s is of another run, or damaged; it is now %s", self.path, move_aside(self.path))
+        return None
