@@ -136,6 +136,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2  # between two queries of the free devices
 GCS_SECONDS = 60.0  # how long Ray's control store (GCS) may take to say which nodes there are
 STACKS_SECONDS = 30.0  # how long the nodes may take to send the stacks of their processes
+MEASURE_SECONDS = 2.0  # how long a worker waits to hear what its store has free
 STORE_SECONDS = 1800.0  # how long an object store may take to give or take a payload
 FULL_SECONDS = 120.0  # the same, while it can spill nothing more: Ray waits for ever for a payload that was not stored
 LOOK_SECONDS = 15.0  # between two looks at a store that has not answered
@@ -166,6 +167,7 @@ class Actor:
         os.environ.update(visible)  # not before: Ray hides all devices from an actor that asks it for none
         self._stacks = listen()
         self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None)
+        self._space: StoreSpace | None = None  # as it was measured first
 
     def stack_file(self) -> tuple[str, StackFile]:
         """The node of this process, and the file where it writes its stacks."""
@@ -185,16 +187,21 @@ class Actor:
             return Meta(failure=WorkerFailure("RayStoreError", problem, "", RayStoreError(problem))), None
         return meta, payload
 
-    @cached_property
-    def _space(self) -> StoreSpace:
-        return _measure_store(_find_own_node())
+    def _measure_space(self) -> StoreSpace | None:
+        """Measure this node's store; None if it takes long: the raylet asks all processes, and one may be stopped."""
+        asking = begin_in_thread(lambda: _measure_store(_find_own_node()), "coalign-ray-store")
+        try:
+            return asking.result(MEASURE_SECONDS)
+        except (grpc.RpcError, TimeoutError):
+            return None
 
     def _find_lack(self, payload: int) -> str | None:
         """Describe a store that cannot take ``payload`` bytes: Ray would lose a result, and say nothing."""
-        if self._space.count_spillable() > self._space.size + payload:
+        self._space = self._space or self._measure_space()
+        if self._space is None or self._space.count_spillable() > self._space.size + payload:
             return None  # it need not be asked
-        space = _measure_store(_find_own_node())
-        return space.describe() if space.lacks(payload) else None
+        space = self._measure_space()
+        return space.describe() if space is not None and space.lacks(payload) else None
 
 
 class RayWorker:

@@ -15,6 +15,7 @@ from coalign.engine.hooks import recovery
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import EvaluationHook
 from coalign.engine.hooks.recovery import find_newest, open_memory_folder
+from coalign.files import report_written
 from tests.runs import metrics, run, settings, weights_hash
 
 
@@ -192,6 +193,15 @@ def test_a_run_that_begins_anew_forgets_what_is_in_memory(tmp_path, memory):
     assert not left.exists() and steps(config) == [1, 2, 3, 4, 5]
 
 
+def test_a_new_folder_of_the_same_path_is_another_run(tmp_path, memory):
+    config = configure(tmp_path)
+    left = open_memory_folder(Path(config["output"])).directory
+    (left / "step_4").mkdir(parents=True)
+    (left / "step_4" / "manifest.json").write_text('{"files": {}}')
+    assert run(config) == 0
+    assert steps(config) == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("in_memory", "on_disk", "expected"),
     [
@@ -223,6 +233,34 @@ def test_a_damaged_checkpoint_in_memory_gives_way(tmp_path):
     with pytest.raises(OSError, match=r"no checkpoint in .* is intact"):
         find_newest(memory, Checkpoints(tmp_path / "none", 9))
     assert find_newest(memory, disk) == disk.path(3)
+
+
+class FilesOfALostProcess:
+    def __init__(self, *paths):
+        self.paths = list(paths)
+
+    def finish(self):
+        """The process that was started again has nothing to write."""
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_checkpoint_whose_writer_is_lost_is_given_up(tmp_path, written):
+    folder = Checkpoints(tmp_path / "folder", 9)
+    folder.directory.mkdir()
+
+    def write(path):
+        (path / "weights").mkdir()
+        if written:
+            report_written(path / "weights")
+        return FilesOfALostProcess(path / "weights")
+
+    folder.begin(3, write)
+    if written:
+        folder.settle()
+    else:
+        with pytest.raises(Exception, match="^$"):
+            folder.settle()
+    assert folder.steps() == ([3] if written else []) and not list(folder.directory.glob(".w*"))
 
 
 def test_the_memory_of_deleted_runs_is_freed(tmp_path, memory):

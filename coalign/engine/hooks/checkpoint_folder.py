@@ -61,6 +61,9 @@ class _Writing:
         self.cancelled = threading.Event()
         self.done: Future[None]  # of the thread that completes it
 
+    def has_all_reports(self) -> bool:
+        return all(read_report(path) is not None for path in (self.files.paths if self.files else ()))
+
     def wait_for_reports(self) -> None:
         """Wait until all files are written. OSError if one cannot be; _Cancelled."""
         waiting = list(self.files.paths) if self.files else []
@@ -152,6 +155,18 @@ class Checkpoints:
             delete_path(writing.aside)
             raise
         self.on_complete(writing.step)
+
+    def settle(self) -> None:
+        """Complete a checkpoint that is being written, or give it up if a process that was to write files is lost.
+
+        Raises what `finish` raises.
+        """
+        if self._writing is not None and self._writing.files is not None:
+            with suppress(Exception):
+                self._writing.files.finish()  # those that live
+            if not self._writing.reported.is_set() and not self._writing.has_all_reports():
+                self._writing.cancelled.set()
+        self.finish()
 
     def abandon(self) -> None:
         """Let nobody wait for a checkpoint that is being written; it will not be complete."""

@@ -36,11 +36,16 @@ LEFT_SECONDS = 24 * 3600.0
 
 
 def open_memory_folder(run: Path) -> Checkpoints:
-    """Return the checkpoints in memory of the run in this folder. Raises PermissionError if it is another user's."""
+    """Return the checkpoints in memory of the run in this folder, none of a deleted one that had the same path.
+
+    Raises PermissionError if they are another user's.
+    """
     digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()
     folder = MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
     if folder.exists() and folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} would hold checkpoints of {run}, and belongs to another user")
+    if not (run / "config.yaml").exists():  # nobody has trained here since the folder was made
+        delete_path(folder)
     for other in MEMORY.glob(f"coalign-{os.getuid()}-*"):
         if _is_left(other):
             delete_path(other)
@@ -108,7 +113,7 @@ class Recovery(Hook):
     def restore(self, engine: Engine) -> bool:
         for each in (self.memory, self.disk):
             with suppress(Exception):  # the lost process may have been writing
-                each.finish()
+                each.settle()
         newest = find_newest(self.memory, self.disk)
         if newest is None:
             return False
