@@ -496,6 +496,7 @@ class Engine:
         if self.rewards:
             self.rewards.load_state_dict(self.rewards.fetch_state(snapshot["rewards"]))
         self.load_state_dict(snapshot["recipe"])
+        self.environment.note_resumed(self.step)
 
 
 def compute_rates(stats: Stats, seconds: float) -> Stats:

@@ -37,7 +37,7 @@ from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
-from coalign.engine.journal import CollectedBundle, Journal, describe_samples, list_groups
+from coalign.engine.journal import CollectedBundle, Journal, describe_samples, format_groups, list_groups
 from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
@@ -412,6 +412,12 @@ class Environment:
         self.unfinished.restore(None)
         if self.selection.replay:
             self.selection.replay.restore([])
+
+    def note_resumed(self, step: int) -> None:
+        """Note in the journal, if there is one, that the run goes on after ``step`` with what was saved then."""
+        if self.journal:
+            waiting = format_groups(self.list_waiting_groups())
+            self.journal.note("resumed", step=step, drawn=self.loader.drawn, waiting=waiting)
 
     def list_waiting_groups(self) -> list[int]:
         """Return the numbers of the groups that no step has taken yet, those that were carried over included."""

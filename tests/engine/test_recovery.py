@@ -9,6 +9,7 @@ import pytest
 
 from coalign.cluster.base import Cluster
 from coalign.cluster.future import Call, WorkerFailure, WorkerLost
+from coalign.commands.explain import explain
 from coalign.engine.engine import Hook, Trainer
 from coalign.engine.environment import Environment
 from coalign.engine.hooks import recovery
@@ -258,7 +259,7 @@ def test_a_checkpoint_whose_writer_is_lost_is_given_up(tmp_path, written):
     if written:
         folder.settle()
     else:
-        with pytest.raises(Exception, match="^$"):
+        with pytest.raises(Exception, match=r"^$"):
             folder.settle()
     assert folder.steps() == ([3] if written else []) and not list(folder.directory.glob(".w*"))
 
@@ -273,3 +274,14 @@ def test_the_memory_of_deleted_runs_is_freed(tmp_path, memory):
     (memory / f"coalign-{os.getuid()}-other").mkdir()
     open_memory_folder(tmp_path / "run")
     assert sorted(folder.name.split("-")[2] for folder in memory.iterdir()) == ["new", "other", "there"]
+
+
+@pytest.mark.parametrize("model", ["policy", "trainer"])
+def test_the_journal_accounts_for_every_group_over_a_loss(tmp_path, monkeypatch, replaced, model):
+    config = configure(tmp_path, journal=True, save_in_memory_every=1)
+    owner, method = (Environment, "_take_batch") if model == "policy" else (Trainer, "step")
+    lose(monkeypatch, owner, method, model, lambda self, *arguments: len(metrics(config)) == 3)
+    assert run(config) == 0
+    told = json.loads(explain(Path(config["output"]), as_json=True))
+    assert (told["drawn"], told["trained"], told["waiting"], told["dropped"]) == (20, 20, 0, {})
+    assert told["steps"] == 5 and not told["damaged_lines"]

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.run_folder import replace_non_finite
-from coalign.engine.journal import Journal, format_groups, read_lines
+from coalign.engine.journal import Journal, read_lines
 from coalign.files import move_aside
 from coalign.types import Stats
 
@@ -41,10 +41,9 @@ class JournalHook(Hook):
         self._journal = Journal(self.path, start or time.time(), environment.unfinished.list_carried() or ())
         if start is None:
             self._journal.note("run", run=self.run, started=round(time.time(), 3))
-        if start is not None or engine.step:
-            waiting = format_groups(environment.list_waiting_groups())
-            self._journal.note("resumed", step=engine.step, drawn=environment.loader.drawn, waiting=waiting)
         self._engine, environment.journal = engine, self._journal
+        if start is not None or engine.step:
+            environment.note_resumed(engine.step)
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         if self._journal is None:
@@ -55,8 +54,12 @@ class JournalHook(Hook):
         if restarts := stats.get("faults/restarts"):
             self._journal.note("restarted", step=engine.step, processes=int(restarts.value))
 
-    def after_rewind(self, state: dict[str, Any]) -> None:
-        if self._engine is not None and self._journal is not None:
+    def after_rewind(self, state: dict[str, Any], *, repeat: bool) -> None:
+        if self._engine is None or self._journal is None:
+            return
+        if repeat:
+            self._engine.environment.note_resumed(self._engine.step)
+        else:
             self._journal.note_rewound(self._engine.step)
 
     def end(self, engine: Engine) -> None:
