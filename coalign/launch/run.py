@@ -55,7 +55,7 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
     Returns the exit code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did. ``hooks``
     see each step after evaluation and before it is recorded and saved.
     """
-    with StopSignals() as signals:
+    with StopSignals(config.runtime.preemption_notice) as signals:
         try:
             return _train(config, display, hooks, signals)
         except KeyboardInterrupt:
@@ -147,11 +147,16 @@ def _learn(
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
-    watching = (goodput, watchdog, display, timeline, *profile)
+    watching = (goodput, watchdog, display, timeline, signals, *profile)
     engine.phase_listeners.extend(each.phase for each in watching)
     signals.engine = engine
     try:
         engine.learn()
+    except Preempted as stop:
+        save.save_after_error(engine, stop)
+        record.close(failed=False)
+        display.note("\n".join(stop.__notes__))
+        return 128 + signal.SIGTERM
     except Exception as error:
         if engine.whole is not None and max(first, record.newest) < engine.step:
             record.write(engine.step, engine.late)
@@ -202,14 +207,21 @@ def _find_checkpoint(config: RunConfig, memory: Checkpoints, disk: Checkpoints) 
     return Path(resume)
 
 
+class Preempted(Exception):
+    """The machine will soon be taken away, and the loop was only waiting for samples."""
+
+
 class StopSignals:
     """Lets Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end a run, as a context manager.
 
     A run that trains ends after the step under way, with a checkpoint. A second signal, or one before training, ends it
-    at once, by a KeyboardInterrupt. ``first`` is the first signal's number.
+    at once, by a KeyboardInterrupt. ``first`` is the first signal's number. ``notice``: seconds between SIGTERM and the
+    end of the machine (None: no limit); a step that is still waiting for samples is then given up, by Preempted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: float | None) -> None:
+        self.notice = notice
+        self.waits = False  # for samples or an evaluation, of which nothing is lost
         self.first: int | None = None
         self.engine: Engine | None = None  # that trains
         self._before: dict[int, Any] = {}
@@ -226,12 +238,21 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def phase(self, name: str) -> None:
+        """The engine enters a phase."""
+        self.waits = name in ("rollout", "evaluate")
+
     def _handle(self, number: int, frame: Any) -> None:
         if self.first is not None or self.engine is None:
             self.first = self.first or number
             raise KeyboardInterrupt
         self.first = number
         self.engine.stop = signal.Signals(number).name
+        if self.notice is not None and number == signal.SIGTERM:
+            log.warning("SIGTERM: saving at once, within %g s (runtime.preemption_notice)", self.notice)
+            if self.waits:
+                raise Preempted
+            return
         log.warning("%s: finishing this step, then saving; once more to stop at once", self.engine.stop)
 
 

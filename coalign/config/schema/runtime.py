@@ -169,6 +169,9 @@ class RuntimeConfig(Section):
         TrackerConfig(name="tensorboard")
     ]
     """Where metrics and samples go besides the run folder: names, or {name, project, …}; `[]`: nowhere."""
+    preemption_notice: ResultNeutral[PositiveFloat | None] = None
+    """Seconds between SIGTERM and the end of a machine that can be taken away (a spot node). A step that waits for its
+    samples is then given up, and the last one saved; one that trains ends first. None: every step ends first."""
     restarts: ResultNeutral[NonNegativeInt] = 10
     """How many lost processes are started again in a run (on Ray); the next one ends it."""
     call_timeout: ResultNeutral[PositiveFloat | None] = None
