@@ -234,9 +234,11 @@ class RemoteCheckpoints:
         if (source / MANIFEST).read_bytes() != manifest:
             raise OSError(f"{source} was replaced while it was copied")
         _check_sizes(entries, self._list().get(step, {}), f"{self.url}/step_{step}")
-        # Some filesystems show a file that is half written. None shows half a rename.
-        files.pipe_file(f"{target}/.{MANIFEST}", manifest)
-        files.mv(f"{target}/.{MANIFEST}", f"{target}/{MANIFEST}")
+        if files.async_impl:  # object stores show nothing before it is whole
+            files.pipe_file(f"{target}/{MANIFEST}", manifest)
+        else:
+            files.pipe_file(f"{target}/.{MANIFEST}", manifest)
+            files.mv(f"{target}/.{MANIFEST}", f"{target}/{MANIFEST}")
         log.info(
             "step %d is copied to %s: %.1f of %.1f MiB sent in %.1f s",
             step,
@@ -300,8 +302,9 @@ class RemoteCheckpoints:
             return
         for step, names in self._list().items():
             if step > self._first and MANIFEST in names:
-                path = self._path(step)
-                self._place[0].mv(f"{path}/{MANIFEST}", f"{path}/{_FORMER}")
+                (files, _), path = self._place, self._path(step)
+                files.pipe_file(f"{path}/{_FORMER}", files.cat_file(f"{path}/{MANIFEST}"))
+                files.rm(f"{path}/{MANIFEST}")
                 log.warning(
                     "%s/step_%d comes after step %d; its manifest is %s now", self.url, step, self._first, _FORMER
                 )

@@ -320,10 +320,9 @@ def test_a_place_that_cannot_be(tmp_path, given, message):
 def test_a_protocol_without_its_package_is_refused_with_the_command(tmp_path, monkeypatch):
     from fsspec.registry import known_implementations
 
-    monkeypatch.setitem(known_implementations, "s3", {"class": "nos3fs.S3FileSystem", "err": "Install it"})
-    monkeypatch.setattr(fsspec.registry, "_registry", {})
-    with pytest.raises(ImportError, match=r"`s3://` is not installed: pip install nos3fs"):
-        prepare(load_config(settings(tmp_path, "sft", save_copies_to="s3://bucket/run")))
+    monkeypatch.setitem(known_implementations, "nos3", {"class": "nos3fs.S3FileSystem", "err": "Install it"})
+    with pytest.raises(ImportError, match=r"`nos3://` is not installed: pip install nos3fs"):
+        prepare(load_config(settings(tmp_path, "sft", save_copies_to="nos3://bucket/run")))
 
 
 def test_resuming_from_a_url_needs_a_checkpoint(tmp_path):
@@ -337,6 +336,7 @@ def test_resuming_from_a_url_needs_a_checkpoint(tmp_path):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """The URL of a bucket on a local server that speaks Google Cloud Storage's protocol."""
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # asks by gRPC what kind of bucket it is
     pytest.importorskip("gcsfs")
     from gcp_storage_emulator.server import create_server
 
