@@ -62,7 +62,9 @@ def check_url(url: str, output: str) -> None:
     except ImportError as error:
         package = known_implementations[protocol]["class"].partition(".")[0]
         advice = known_implementations[protocol]["err"] if package == "fsspec" else f"pip install {package}"
-        raise ImportError(f"{url}: the package for `{protocol}://` is not installed: {advice}") from error
+        raise ImportError(
+            f"runtime: {url} needs a package that cannot be imported ({error.__cause__ or error}): {advice}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{url}: fsspec knows no protocol `{protocol}`; for example s3, gs, abfs, file") from error
     if protocol in ("file", "local"):
@@ -189,6 +191,7 @@ class RemoteCheckpoints:
         while (job := self._take()) is not None:
             step, best = job
             self._newest, self._problem = step, ""
+            self._size = self._sent = 0
             with self._sink.survive(Exception):
                 try:
                     self._set_later_aside()
