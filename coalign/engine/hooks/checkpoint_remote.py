@@ -63,7 +63,7 @@ def check_url(url: str, output: str) -> None:
         package = known_implementations[protocol]["class"].partition(".")[0]
         advice = known_implementations[protocol]["err"] if package == "fsspec" else f"pip install {package}"
         raise ImportError(
-            f"runtime: {url} needs a package that cannot be imported ({error.__cause__ or error}): {advice}"
+            f"{url} needs a package that cannot be imported ({error.__cause__ or error}): {advice}"
         ) from error
     except ValueError as error:
         raise ValueError(f"{url}: fsspec knows no protocol `{protocol}`; for example s3, gs, abfs, file") from error
@@ -130,7 +130,7 @@ class RemoteCheckpoints:
         self._failures = 0  # that `take_failures` has not returned yet
         self._problem = ""  # of the newest job; empty: it succeeded
         self._newest = -1  # step of the newest job
-        self._first: int | None = None  # later copies are of steps that the run makes again
+        self._first: int | None = None  # where the run began, while copies of later steps still count
         self._best: int | None = None  # the newest best step that has a copy
         self._size = self._sent = 0  # bytes of the checkpoint being copied
         self._file = Callback()  # counts the bytes of the file being sent
@@ -147,7 +147,7 @@ class RemoteCheckpoints:
         """Take note that the run goes on from ``step`` (-1: begins anew): copies of later steps no longer count."""
         self._first = step
         with self._sink.survive(Exception):
-            self._set_later_aside()
+            self._set_later_aside(step)
 
     def begin(self, step: int, best: int | None) -> None:
         """Begin to copy the checkpoint of ``step``, and that of the ``best`` step if it has no copy yet."""
@@ -194,7 +194,7 @@ class RemoteCheckpoints:
             self._size = self._sent = 0
             with self._sink.survive(Exception):
                 try:
-                    self._set_later_aside()
+                    self._set_later_aside(step)
                     self._copy(step)
                     if best not in (None, step) and (self.disk.path(best) / MANIFEST).exists():
                         self._copy(best)
@@ -299,18 +299,17 @@ class RemoteCheckpoints:
         if names.keys() - {MANIFEST}:
             files.rm(self._path(step), recursive=True)
 
-    def _set_later_aside(self) -> None:
-        """Rename the manifests of copies after the step from which the run goes on; their files stay."""
-        if self._first is None:
-            return
-        for step, names in self._list().items():
-            if step > self._first and MANIFEST in names:
-                (files, _), path = self._place, self._path(step)
+    def _set_later_aside(self, step: int) -> None:
+        """Rename the manifests of copies after ``step``, from which the run goes on; their files stay."""
+        files, _ = self._place
+        if self._first is not None:  # the remote was away when the run began
+            step = min(step, self._first)
+        for later, names in self._list().items():
+            if later > step and MANIFEST in names:
+                path = self._path(later)
                 files.pipe_file(f"{path}/{_FORMER}", files.cat_file(f"{path}/{MANIFEST}"))
                 files.rm(f"{path}/{MANIFEST}")
-                log.warning(
-                    "%s/step_%d comes after step %d; its manifest is %s now", self.url, step, self._first, _FORMER
-                )
+                log.warning("%s/step_%d comes after step %d; its manifest is %s now", self.url, later, step, _FORMER)
         self._first = None
 
     # ---- reading

@@ -298,6 +298,12 @@ def test_copies_of_later_steps_do_not_count_for_a_run_that_begins_before_them(ur
     assert steps(url) == []
 
 
+def test_a_run_that_goes_back_leaves_no_later_copy(memory_url, disk):
+    copy(RemoteCheckpoints(memory_url, disk), disk, 1, 2)
+    copy(RemoteCheckpoints(memory_url, disk), disk, 1)
+    assert steps(memory_url) == [1]
+
+
 # ---- settings
 
 
