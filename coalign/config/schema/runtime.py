@@ -148,8 +148,8 @@ class RuntimeConfig(Section):
     driver, repeats at most one step. They take up to three times the memory of the training state."""
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
-    save_copies_to: ResultNeutral[Annotated[str | None, Field(examples=["s3://bucket/my_run"])]] = None
-    """Where a copy of each checkpoint goes while training goes on: `s3://…`, `gs://…`, `file://…`, any URL of fsspec. A
+    save_copies_to: ResultNeutral[str | None] = None
+    """Where a copy of each checkpoint goes while training goes on: `s3://bucket/my_run`, `gs://…`, any URL of fsspec. A
     place for this run alone. Its package (`pip install s3fs`) reads credentials from the environment. None: nowhere."""
     best: Continuable[str | None] = None
     """Metric whose best checkpoint is kept, e.g. `eval/mean`."""

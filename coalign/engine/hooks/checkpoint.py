@@ -282,7 +282,8 @@ class Save(Hook):
     def _finish_copies(self) -> None:
         if self.remote:
             self.remote.finish()
-            self._prune()  # what the copies have held
+            with suppress(OSError):
+                self._prune()  # what the copies have held
 
     def _complete(self, engine: Engine, *, wait: bool, fatal: bool = False) -> None:
         """Take note of a checkpoint that has become complete or has failed; with ``wait``, once it has."""

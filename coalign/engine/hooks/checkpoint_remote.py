@@ -170,7 +170,7 @@ class RemoteCheckpoints:
     def finish(self) -> None:
         """Wait until all copies are made, with progress in the log; say so if the last one failed."""
         reported = time.monotonic()
-        while (worker := self._worker) is not None:
+        while (worker := self._worker) is not None and not worker.done():
             with suppress(TimeoutError):
                 worker.exception(0.1)
             if time.monotonic() - reported >= _REPORT:
