@@ -54,7 +54,7 @@ OUTPUTS = {"generate": "responses.jsonl", "score": "scored.jsonl", "select": "se
 def complete_settings(settings: Section, before: Path | None, model: str | None) -> Section:
     """Complete a stage's settings by the output of the stage ``before`` and the current ``model``.
 
-    Raises Conflict for what is still missing.
+    Raises Conflict for what is still missing, and for copies of checkpoints.
     """
     if isinstance(settings, GenerateConfig):
         if not settings.data.train:
@@ -67,6 +67,11 @@ def complete_settings(settings: Section, before: Path | None, model: str | None)
         return settings.model_copy(update={"data": settings.data.model_copy(update={"train": [source]})})
     if isinstance(settings, SelectConfig) and not settings.data:
         return settings.model_copy(update={"data": [_path(before, ("data",))]})
+    if isinstance(settings, RunConfig) and settings.runtime.save_copies_to:
+        raise Conflict(
+            ("runtime", "save_copies_to"),
+            "is not for stages: one that runs again would continue from copies of what it replaces; leave it out",
+        )
     return settings
 
 

@@ -19,6 +19,9 @@ _SHORTEST = 6  # characters: a shorter value is a number or a switch, and stands
 _CLIENTS = (  # variables that clients read by themselves
     *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY", "MLFLOW_TRACKING_TOKEN"),
     *("MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN"),
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "FSSPEC_S3_KEY", "FSSPEC_S3_SECRET"),
+    *("FSSPEC_S3_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET"),
+    *("OSS_ACCESS_KEY_SECRET", "OSS_SECURITY_TOKEN"),
 )
 _references: dict[str, str] = {}  # by the texts that they replace
 

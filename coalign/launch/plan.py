@@ -32,6 +32,7 @@ from coalign.environments.loop import EnvironmentFunction
 from coalign.launch.devices import assign_devices, describe_devices
 from coalign.launch.validate import (
     check_adapters,
+    check_copies,
     check_environment,
     check_functions_are_imported,
     check_guards,
@@ -156,6 +157,7 @@ def prepare(config: RunConfig, *, join: bool = True) -> Plan:
         recipe.check(config, loss)
         check_sections(config, recipe)
         check_packages(config)
+        check_copies(config)
         check_resume(config)
         check_stream(config)
         with located_at("rollout", "fn"):

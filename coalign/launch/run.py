@@ -18,6 +18,12 @@ from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Engine, Hook, precompute
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints, verify_checkpoint
+from coalign.engine.hooks.checkpoint_remote import (
+    RemoteCheckpoints,
+    fetch_checkpoint,
+    find_newest_anywhere,
+    is_url,
+)
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
@@ -25,7 +31,7 @@ from coalign.engine.hooks.journal import JournalHook
 from coalign.engine.hooks.profiling import StepProfiler
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder
-from coalign.engine.hooks.recovery import Recovery, find_newest, open_memory_folder
+from coalign.engine.hooks.recovery import Recovery, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.scaling import Scaling
 from coalign.engine.hooks.timeline import Timeline
@@ -80,12 +86,18 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         provenance = Provenance(config, data.eval.state_dict() if data.eval else None)
         checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
         memory = open_memory_folder(folder.path)
-        checkpoint = _find_checkpoint(config, memory, checkpoints)
+        url = config.runtime.save_copies_to
+        remote = RemoteCheckpoints(url, checkpoints) if url else None
+        checkpoint = _find_checkpoint(config, memory, checkpoints, remote)
         if checkpoint is not None:
             state = read_state(checkpoint, config)
             provenance.compare(state["hooks"].get("Provenance"))
             if state["step"] >= data.steps:
                 log.warning(FINISHED, checkpoint, state["step"], data.steps)
+                if remote and checkpoint.parent == checkpoints.directory:  # it may have been away when the run ended
+                    best = state["hooks"].get("Save", {}).get("best")
+                    remote.begin(state["step"], best and best[1])
+                    remote.finish()
                 display.finish(folder.path)
                 return 0
         if plan.devices:
@@ -104,7 +116,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                 engine = plan.recipe(plan, cluster, data)
                 engine.hooks.append(provenance)
                 recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
-                return _learn(engine, recovery, checkpoint, display, watchdog, hooks, signals, goodput)
+                return _learn(engine, recovery, remote, checkpoint, display, watchdog, hooks, signals, goodput)
         finally:
             display.close()
             for each in (memory, checkpoints):
@@ -115,6 +127,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
 def _learn(
     engine: Engine,
     recovery: Recovery,
+    remote: RemoteCheckpoints | None,
     checkpoint: Path | None,
     display: Display,
     watchdog: Watchdog,
@@ -124,7 +137,7 @@ def _learn(
 ) -> int:
     config, runtime = engine.config, engine.config.runtime
     folder, checkpoints = recovery.folder, recovery.disk
-    save = Save(checkpoints, runtime.save_every, runtime.save_minutes, runtime.best, runtime.best_mode)
+    save = Save(checkpoints, runtime.save_every, runtime.save_minutes, runtime.best, runtime.best_mode, remote)
     record = MetricsRecorder(folder, display, config)
     guards = Guards(runtime.guards, folder, checkpoints, record.write)
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
@@ -141,6 +154,8 @@ def _learn(
         checkpoints.move_later_aside(engine.step)
         log.info("continuing from %s", checkpoint)
     recovery.forget_others(checkpoint)
+    if remote:
+        remote.begin_run(-1 if checkpoint is None else engine.step)
     first = engine.step
     folder.begin(dump(config), engine.step)
     record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
@@ -196,13 +211,17 @@ def _evaluation(engine: Engine, record: MetricsRecorder) -> list[Hook]:
     return [EvaluationHook(runtime.eval_every, runtime.eval_at_start, report), *stopping]
 
 
-def _find_checkpoint(config: RunConfig, memory: Checkpoints, disk: Checkpoints) -> Path | None:
+def _find_checkpoint(
+    config: RunConfig, memory: Checkpoints, disk: Checkpoints, remote: RemoteCheckpoints | None
+) -> Path | None:
     """Return the checkpoint that the run goes on from, None if it begins anew. CorruptCheckpoint for a damaged one."""
     resume = config.runtime.resume
     if resume == "never":
         return None
     if resume == "auto":
-        return find_newest(memory, disk)
+        return find_newest_anywhere(memory, disk, remote)
+    if is_url(resume):
+        return fetch_checkpoint(resume, disk)
     verify_checkpoint(Path(resume))
     return Path(resume)
 

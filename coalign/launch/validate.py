@@ -19,6 +19,8 @@ from coalign.config.errors import ConfigError, ConfigProblem, located_at, sugges
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.templates import read_arguments, read_template, reads_tools
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
+from coalign.engine.hooks.checkpoint_remote import check_url, is_url
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
 from coalign.files import read_model_config
 from coalign.hub import find_directory
@@ -61,13 +63,25 @@ def check_folders(config: RunConfig) -> None:
                 raise ValueError(f"nothing can be written in '{folder}': {error.strerror}") from error
 
 
+def check_copies(config: RunConfig) -> None:
+    """Refuse a URL that nothing can be copied to. ImportError if its package is missing."""
+    if url := config.runtime.save_copies_to:
+        with located_at("runtime", "save_copies_to"):
+            check_url(url, config.output)
+
+
 def check_resume(config: RunConfig) -> None:
-    """Refuse to resume from a directory that is not there."""
+    """Refuse to resume from a directory that is not there, or from a URL that is no checkpoint's."""
     resume = config.runtime.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if is_url(resume):
+        with located_at("runtime", "resume"):
+            check_url(resume, config.output)
+            if Checkpoints.find_step(Path(resume)) < 0:
+                raise ValueError("expected the URL of a checkpoint, such as s3://bucket/run/step_100")
+    elif resume not in ("auto", "never") and not Path(resume).is_dir():
         message = (
             f"is '{resume}', and there is no such directory; expected auto | never | a checkpoint, "
-            "such as RUN/checkpoints/step_100"
+            "such as RUN/checkpoints/step_100 or s3://bucket/run/step_100"
         )
         raise ConfigError([ConfigProblem(("runtime", "resume"), message)])
 

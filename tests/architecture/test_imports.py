@@ -81,6 +81,7 @@ HEAVY = {
     "gguf": "gguf.py",
     "httpx2": "rewards/http/client.py",
     "cloudpickle": "function_process.py",
+    "fsspec": "engine/hooks/checkpoint_remote.py",
     "uvicorn": "http_server.py",
     "starlette": "http_server.py",
     "h11": "http_server.py",

@@ -381,6 +381,8 @@ def test_more_bad_input(home):
         load_pipeline(home / "nothing.yaml")
     with pytest.raises(ConfigError, match=r"stages\[2\]\.select\.data.*: there is no file 'nothing.jsonl'"):
         pipeline.plan_stages(load_pipeline(path, ["stages.select.data=nothing.jsonl"]))
+    with pytest.raises(ConfigError, match=r"stages\[3\]\.train\.runtime\.save_copies_to.*is not for stages"):
+        pipeline.plan_stages(load_pipeline(path, ["stages.train.runtime.save_copies_to=s3://bucket/run"]))
 
 
 def test_check_knows_a_pipeline_from_a_run(home):

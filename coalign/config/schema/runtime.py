@@ -132,8 +132,9 @@ class RuntimeConfig(Section):
     threads: ResultNeutral[PositiveInt | None] = None
     """CPU threads of each process; None: all cores of its machine."""
     resume: ResultNeutral[str] = "auto"
-    """`auto`: the newest good checkpoint of the run folder; `never`: start at step 0 and move the checkpoints and
-    metrics of an earlier run aside; or a checkpoint directory."""
+    """`auto`: the newest good checkpoint of the run folder or of `save_copies_to`; `never`: start at step 0 and move
+    the checkpoints and metrics of an earlier run aside; or a checkpoint, as a directory or as a URL (it is downloaded
+    first), such as `s3://bucket/run/step_100`."""
     allow_changed: ResultNeutral[OneOrMore[Literal["settings", "models", "data"]]] = []
     """What may differ from what the checkpoint was made with; refused otherwise. `settings`: those that results depend
     on; without it a run goes on with other devices, evaluation and length (`steps`, `epochs`, `tokens`) only. `models`:
@@ -147,6 +148,9 @@ class RuntimeConfig(Section):
     driver, repeats at most one step. They take up to three times the memory of the training state."""
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
+    save_copies_to: ResultNeutral[str | None] = None
+    """Where a copy of each checkpoint goes while training goes on: `s3://bucket/my_run`, `gs://…`, any URL of fsspec. A
+    place for this run alone. Its package (`pip install s3fs`) reads credentials from the environment. None: nowhere."""
     best: Continuable[str | None] = None
     """Metric whose best checkpoint is kept, e.g. `eval/mean`."""
     best_mode: Continuable[Literal["max", "min"]] = "max"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
     from coalign.cluster.future import BatchRef
     from coalign.engine.engine import Engine
+    from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints
 
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,8 @@ class Save(Hook):
     It is written while training goes on. The next one, a rollback and the end of the run wait for it. An unhealthy step
     (coalign.engine.hooks.guards) is not saved unless the run ends there. A checkpoint that cannot be written, for
     whatever reason, does not end the run: a warning names the last good one. Only the first checkpoint (a run that
-    cannot save should not continue) and the last one must succeed.
+    cannot save should not continue) and the last one must succeed. Each one that is complete is also copied to
+    ``remote``; only the end of the run waits for that.
     """
 
     def __init__(
@@ -200,6 +202,7 @@ class Save(Hook):
         minutes: float = 0.0,
         best: str | None = None,
         mode: Literal["max", "min"] = "max",
+        remote: RemoteCheckpoints | None = None,
     ) -> None:
         """``every``, ``minutes``: 0 for none by steps, by time."""
         self.checkpoints = checkpoints
@@ -212,6 +215,7 @@ class Save(Hook):
         self._kept: int | None = None  # the best step that has a checkpoint
         self._step = 0  # of the newest checkpoint begun
         self._first = 0  # where this process began
+        self.remote = remote
         checkpoints.on_complete = self._tidy
 
     def begin(self, engine: Engine) -> None:
@@ -219,6 +223,8 @@ class Save(Hook):
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         last = engine.complete or engine.stop is not None
+        if self.remote and (failures := self.remote.take_failures()):
+            engine.late = engine.late | {"checkpoint/remote_failed": Total(failures)}
         if engine.healthy and self.metric in stats:
             value = stats[self.metric].value
             if is_improvement(value, self.best and self.best[0], self.mode):
@@ -247,6 +253,7 @@ class Save(Hook):
     def end(self, engine: Engine) -> None:
         engine.phase("save")
         self._complete(engine, wait=True)
+        self._finish_copies()
         engine.phase("hooks")
 
     def save_after_error(self, engine: Engine, error: Exception) -> None:
@@ -270,6 +277,13 @@ class Save(Hook):
                 error.add_note(f"step {engine.step} could not be saved: {_first_line(problem)}")
         if steps:
             error.add_note(f"saved up to step {max(steps)}: the same command continues there")
+        self._finish_copies()
+
+    def _finish_copies(self) -> None:
+        if self.remote:
+            self.remote.finish()
+            with suppress(OSError):
+                self._prune()  # what the copies have held
 
     def _complete(self, engine: Engine, *, wait: bool, fatal: bool = False) -> None:
         """Take note of a checkpoint that has become complete or has failed; with ``wait``, once it has."""
@@ -294,17 +308,22 @@ class Save(Hook):
             free,
             good[-1],
         )
-        engine.late = {"checkpoint/failed": Total(1.0)}
+        engine.late = engine.late | {"checkpoint/failed": Total(1.0)}
 
     def _tidy(self, step: int) -> None:
         """Point `model` to the best or newest checkpoint, and delete old ones."""
         if self.best is not None and self.best[1] in self.checkpoints.steps():
             self._kept = self.best[1]  # until then the best one before it stays
+        if self.remote:  # of a run that lost its folder the best one may be there only
+            self.remote.begin(step, self.best[1] if self._kept is None and self.best else self._kept)
         try:
             self.checkpoints.link_model(step if self._kept is None else self._kept)
-            self.checkpoints.prune(self._kept)
+            self._prune()
         except OSError as problem:
             log.warning("the checkpoint of step %d is complete, but: %s", step, problem)
+
+    def _prune(self) -> None:
+        self.checkpoints.prune(self._kept, self.remote.list_held() if self.remote else ())
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -209,10 +209,10 @@ class Checkpoints:
         with write_atomically(link) as aside:
             aside.symlink_to(os.path.relpath(self.path(step) / "hf", link.parent))
 
-    def prune(self, best: int | None) -> None:
-        """Delete all checkpoints but the newest ``keep`` and the ``best`` step."""
+    def prune(self, best: int | None, held: Collection[int] = ()) -> None:
+        """Delete all checkpoints but the newest ``keep``, the ``best`` step and those ``held`` for a reader."""
         for step in self.steps()[: -self.keep]:
-            if step != best:
+            if step != best and step not in held:
                 # The manifest goes first: a half-deleted directory must not look like a checkpoint.
                 (self.path(step) / MANIFEST).unlink()
                 shutil.rmtree(self.path(step))

@@ -1,0 +1,416 @@
+"""Copies of a run's checkpoints in an object store, or wherever else fsspec writes to (`runtime.save_copies_to`).
+
+A thread copies each checkpoint that is complete on the local disk, while training goes on. Its manifest is sent last:
+without it there is no checkpoint. A file that the newest copy has already (frozen weights, a tokenizer) is copied by
+the server and not sent again. So each copy is whole, and an old one is deleted without a look at the others.
+
+Each run needs a place of its own. Credentials are read from the environment by the packages behind fsspec.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.callbacks import Callback
+from fsspec.core import split_protocol, url_to_fs
+from fsspec.registry import known_implementations
+from fsspec.utils import get_protocol
+
+from coalign.config.secrets import hide_secrets
+from coalign.engine.hooks.checkpoint_folder import MANIFEST, Checkpoints, CorruptCheckpoint, verify_checkpoint
+from coalign.engine.hooks.recovery import find_newest
+from coalign.files import Sink, describe_problem, move_aside, write_atomically
+from coalign.threads import begin_in_thread
+
+log = logging.getLogger(__name__)
+_FORMER = "manifest.before.json"  # of a checkpoint from which the run does not go on
+_REPORT = 10.0  # seconds between two lines of progress at the end of a run
+
+
+class RemoteError(OSError):
+    """The place of the copies cannot be read."""
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def check_url(url: str, output: str) -> None:
+    """Refuse a URL that fsspec cannot open, that holds credentials, or that lies in the run's own folder.
+
+    Raises ValueError; ImportError with the command that installs the protocol's package.
+    """
+    protocol = get_protocol(url)
+    place = (split_protocol(url)[1] or "").partition("/")[0]
+    if "@" in place or "?" in url or "::" in url:  # the message leaves out what may be a password
+        raise ValueError(
+            "expected protocol://bucket/prefix, without `@`, `?` and `::`; credentials are read from the environment"
+        )
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        package = known_implementations[protocol]["class"].partition(".")[0]
+        advice = known_implementations[protocol]["err"] if package == "fsspec" else f"pip install {package}"
+        raise ImportError(
+            f"{url} needs a package that cannot be imported ({error.__cause__ or error}): {advice}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{url}: fsspec knows no protocol `{protocol}`; for example s3, gs, abfs, file") from error
+    if protocol in ("file", "local"):
+        _, path = url_to_fs(url)
+        run = Path(output).resolve()
+        if Path(path).resolve() in (run, *run.parents) or Path(path).resolve().is_relative_to(run):
+            raise ValueError(f"{url} is in the run's own folder or holds it ({output}); copies belong elsewhere")
+
+
+def find_newest_anywhere(memory: Checkpoints, disk: Checkpoints, remote: RemoteCheckpoints | None) -> Path | None:
+    """Return the newest intact checkpoint in memory, on disk or among the copies, which is then downloaded.
+
+    None without any. CorruptCheckpoint if there are some and all fail; RemoteError if there is none here and the copies
+    cannot be read.
+    """
+    if remote is None:
+        return find_newest(memory, disk)
+    found, problem = None, None
+    try:
+        found = find_newest(memory, disk)
+    except CorruptCheckpoint as error:
+        problem = error
+    try:
+        newer = remote.fetch_newer(-1 if found is None else disk.find_step(found))
+    except RemoteError as error:
+        if found is None:
+            raise RemoteError(
+                f"{problem or f'{disk.directory} has no checkpoint'}, and {error}. Once they can be read, the same "
+                "command continues; `runtime.resume=never` begins anew"
+            ) from error
+        log.warning("%s; continuing from %s", error, found)
+        return found
+    except CorruptCheckpoint as error:
+        if found is None:
+            raise problem or error from error
+        return found
+    if newer is None and problem is not None:
+        raise problem
+    return newer or found
+
+
+def fetch_checkpoint(url: str, disk: Checkpoints) -> Path:
+    """Download the checkpoint …/step_N. Raises CorruptCheckpoint, or RemoteError."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    return RemoteCheckpoints(parent, disk).fetch(disk.find_step(Path(name)))
+
+
+class RemoteCheckpoints:
+    """The copies of one run's checkpoints below ``url``: the newest ``disk.keep``, and the best one.
+
+    One checkpoint is copied at a time, and at most one waits: a newer one takes its place. A copy that fails is logged
+    once, counted, and tried again with the next checkpoint.
+    """
+
+    def __init__(self, url: str, disk: Checkpoints) -> None:
+        self.url = url.rstrip("/")
+        self.disk = disk
+        self._sink = Sink(f"{self.url} (runtime.save_copies_to)")
+        self._lock = threading.Lock()
+        self._worker: Future[None] | None = None
+        self._job: tuple[int, int | None] | None = None  # step and best step, being copied
+        self._queued: tuple[int, int | None] | None = None
+        self._failures = 0  # that `take_failures` has not returned yet
+        self._problem = ""  # of the newest job; empty: it succeeded
+        self._newest = -1  # step of the newest job
+        self._first: int | None = None  # where the run began, while copies of later steps still count
+        self._best: int | None = None  # the newest best step that has a copy
+        self._size = self._sent = 0  # bytes of the checkpoint being copied
+        self._file = Callback()  # counts the bytes of the file being sent
+
+    @cached_property
+    def _place(self) -> tuple[Any, str]:
+        """The filesystem, and the path in it. Not opened before it is used: it may be away."""
+        files, root = url_to_fs(self.url)
+        return files, root.rstrip("/")
+
+    # ---- copying
+
+    def begin_run(self, step: int) -> None:
+        """Take note that the run goes on from ``step`` (-1: begins anew): copies of later steps no longer count."""
+        self._first = step
+        with self._sink.survive(Exception):
+            self._set_later_aside(step)
+
+    def begin(self, step: int, best: int | None) -> None:
+        """Begin to copy the checkpoint of ``step``, and that of the ``best`` step if it has no copy yet."""
+        with self._lock:
+            self._queued = step, best
+            if self._worker is None:
+                self._worker = begin_in_thread(self._work, "coalign-copies")
+
+    def list_held(self) -> set[int]:
+        """Return the steps whose files on the disk are still needed."""
+        with self._lock:
+            return {step for job in (self._job, self._queued) for step in job or () if step is not None}
+
+    def take_failures(self) -> int:
+        """Return how many copies have failed since the last call."""
+        with self._lock:
+            failures, self._failures = self._failures, 0
+        return failures
+
+    def finish(self) -> None:
+        """Wait until all copies are made, with progress in the log; say so if the last one failed."""
+        reported = time.monotonic()
+        while (worker := self._worker) is not None and not worker.done():
+            with suppress(TimeoutError):
+                worker.exception(0.1)
+            if time.monotonic() - reported >= _REPORT:
+                reported = time.monotonic()
+                done, size = (number / 2**20 for number in (self._sent + self._file.value, self._size))
+                log.info("waiting for copies at %s: step %d, %.1f of %.1f MiB", self.url, self._newest, done, size)
+        if self._problem:
+            log.error(
+                "the last checkpoint (step %d) has NO copy at %s: %s. It is on the local disk, in %s; the same command "
+                "copies it",
+                self._newest,
+                self.url,
+                self._problem,
+                self.disk.path(self._newest),
+            )
+
+    def _work(self) -> None:
+        while (job := self._take()) is not None:
+            step, best = job
+            self._newest, self._problem = step, ""
+            self._size = self._sent = 0
+            with self._sink.survive(Exception):
+                try:
+                    self._set_later_aside(step)
+                    self._copy(step)
+                    if best not in (None, step) and (self.disk.path(best) / MANIFEST).exists():
+                        self._copy(best)
+                    self._prune(best)
+                except Exception as problem:
+                    self._problem = hide_secrets(describe_problem(problem))
+                    with self._lock:
+                        self._failures += 1
+                    raise OSError(self._problem) from problem
+
+    def _take(self) -> tuple[int, int | None] | None:
+        with self._lock:
+            self._job, self._queued = self._queued, None
+            if self._job is None:
+                self._worker = None
+            return self._job
+
+    def _copy(self, step: int) -> None:
+        """Copy a checkpoint; its manifest comes last, once the sizes of all files are right.
+
+        Files are not read back: that would take as long again. Their hashes are verified when a run resumes from them.
+        """
+        files, _ = self._place
+        source, target = self.disk.path(step), self._path(step)
+        manifest = (source / MANIFEST).read_bytes()
+        entries = json.loads(manifest)["files"]
+        there = self._list()
+        if step in there:
+            if MANIFEST in there[step] and files.cat_file(f"{target}/{MANIFEST}") == manifest:
+                return
+            self._delete(step, there[step])  # left by a run that was killed, or by this run before a rollback
+        begun, known = time.monotonic(), self._hashes_of_newest(there.keys() - {step}, there)
+        self._sent, self._size = 0, sum(entry["size"] for entry in entries.values())
+        uploaded = 0
+        for name, entry in entries.items():
+            if not self._copy_there(known.get((entry["sha256"], entry["size"])), f"{target}/{name}"):
+                self._send(source / name, f"{target}/{name}")
+                uploaded += entry["size"]
+            self._sent += entry["size"]
+        if (source / MANIFEST).read_bytes() != manifest:
+            raise OSError(f"{source} was replaced while it was copied")
+        _check_sizes(entries, self._list().get(step, {}), f"{self.url}/step_{step}")
+        if files.async_impl:  # object stores show nothing before it is whole
+            files.pipe_file(f"{target}/{MANIFEST}", manifest)
+        else:
+            files.pipe_file(f"{target}/.{MANIFEST}", manifest)
+            files.mv(f"{target}/.{MANIFEST}", f"{target}/{MANIFEST}")
+        log.info(
+            "step %d is copied to %s: %.1f of %.1f MiB sent in %.1f s",
+            step,
+            self.url,
+            uploaded / 2**20,
+            self._size / 2**20,
+            time.monotonic() - begun,
+        )
+
+    def _send(self, source: Path, target: str) -> None:
+        self._file = Callback()
+        self._make_parent(target)
+        self._place[0].put_file(str(source), target, callback=self._file)
+        self._file = Callback()
+
+    def _copy_there(self, source: str | None, target: str) -> bool:
+        """Let the server copy a file; whether it did."""
+        if source is None:
+            return False
+        self._make_parent(target)
+        try:
+            self._place[0].cp_file(source, target)
+        except (NotImplementedError, FileNotFoundError):
+            return False
+        return True
+
+    def _make_parent(self, path: str) -> None:
+        files, _ = self._place
+        if not files.async_impl:  # object stores, which are, have no directories
+            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def _hashes_of_newest(self, steps: set[int], there: dict[int, dict[str, int]]) -> dict[tuple[str, int], str]:
+        """Return the paths of the newest copy's files by hash and size."""
+        complete = [step for step in steps if MANIFEST in there[step]]
+        if not complete:
+            return {}
+        newest = max(complete)
+        entries = self._read_manifest(newest)[1]
+        return {(entry["sha256"], entry["size"]): f"{self._path(newest)}/{name}" for name, entry in entries.items()}
+
+    def _prune(self, best: int | None) -> None:
+        """Delete all copies but the newest and the best, manifest first, and what failed copies have left."""
+        there = self._list()
+        complete = sorted(step for step in there if MANIFEST in there[step])
+        if best in complete:
+            self._best = best
+        for step in there.keys() - {*complete[-self.disk.keep :], self._best}:
+            if _FORMER not in there[step]:
+                self._delete(step, there[step])
+
+    def _delete(self, step: int, names: dict[str, int]) -> None:
+        files, _ = self._place
+        if MANIFEST in names:
+            files.rm(f"{self._path(step)}/{MANIFEST}")
+        if names.keys() - {MANIFEST}:
+            files.rm(self._path(step), recursive=True)
+
+    def _set_later_aside(self, step: int) -> None:
+        """Rename the manifests of copies after ``step``, from which the run goes on; their files stay."""
+        files, _ = self._place
+        if self._first is not None:  # the remote was away when the run began
+            step = min(step, self._first)
+        for later, names in self._list().items():
+            if later > step and MANIFEST in names:
+                path = self._path(later)
+                files.pipe_file(f"{path}/{_FORMER}", files.cat_file(f"{path}/{MANIFEST}"))
+                files.rm(f"{path}/{MANIFEST}")
+                log.warning("%s/step_%d comes after step %d; its manifest is %s now", self.url, later, step, _FORMER)
+        self._first = None
+
+    # ---- reading
+
+    def fetch_newer(self, step: int) -> Path | None:
+        """Download the newest intact copy after ``step``; None without any. Those that fail are logged.
+
+        CorruptCheckpoint if there are some and all fail; RemoteError.
+        """
+        with _reading(self.url):
+            there = self._list()
+        problems = []
+        for later in sorted((each for each in there if each > step and MANIFEST in there[each]), reverse=True):
+            try:
+                return self.fetch(later)
+            except CorruptCheckpoint as problem:
+                log.warning("%s; trying the one before", problem)
+                problems.append(str(problem))
+        if problems:
+            raise CorruptCheckpoint(f"no copy after step {step} in {self.url} is intact ({'; '.join(problems)})")
+        return None
+
+    def fetch(self, step: int) -> Path:
+        """Return the checkpoint of ``step`` in the local folder, downloaded and verified unless it is there already."""
+        where, local = f"{self.url}/step_{step}", self.disk.path(step)
+        with _reading(self.url):
+            there = self._list().get(step, {})
+            if MANIFEST not in there:
+                raise CorruptCheckpoint(f"{where} has no {MANIFEST}")
+            manifest, entries = self._read_manifest(step)
+            _check_sizes(entries, there, where)
+        if (local / MANIFEST).exists() and (local / MANIFEST).read_bytes() == manifest:
+            try:
+                verify_checkpoint(local)
+                return local
+            except CorruptCheckpoint as problem:
+                log.warning("%s; taking its copy", problem)
+        log.info("downloading %s (%.1f MiB)", where, sum(entry["size"] for entry in entries.values()) / 2**20)
+        self.disk.directory.mkdir(parents=True, exist_ok=True)
+        with write_atomically(local, flush=True) as aside:
+            for name in entries:
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                with _reading(self.url):
+                    self._place[0].get_file(f"{self._path(step)}/{name}", str(aside / name))
+            (aside / MANIFEST).write_bytes(manifest)
+            try:
+                verify_checkpoint(aside)
+            except CorruptCheckpoint as problem:
+                raise CorruptCheckpoint(str(problem).replace(str(aside), where)) from None
+            if os.path.lexists(local):
+                log.warning("%s is replaced by its copy; it is now %s", local, move_aside(local))
+        self.disk.link_model(step)
+        return local
+
+    def _path(self, step: int) -> str:
+        return f"{self._place[1]}/step_{step}"
+
+    def _list(self) -> dict[int, dict[str, int]]:
+        """Return the sizes of all files there, by step and name."""
+        files, root = self._place
+        files.invalidate_cache()
+        found: dict[int, dict[str, int]] = {}
+        for path, info in files.find(root, detail=True).items():
+            folder, _, name = path.removeprefix(f"{root}/").partition("/")
+            if name and (step := Checkpoints.find_step(Path(folder))) >= 0:
+                found.setdefault(step, {})[name] = info["size"]
+        return found
+
+    def _read_manifest(self, step: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
+        """Return a copy's manifest, as bytes and as entries. Raises CorruptCheckpoint if it is none."""
+        content = self._place[0].cat_file(f"{self._path(step)}/{MANIFEST}")
+        try:
+            entries = {
+                name: {key: entry[key] for key in ("size", "sha256")}
+                for name, entry in json.loads(content)["files"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            where = f"{self.url}/step_{step}"
+            raise CorruptCheckpoint(f"{where} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
+        for name in entries:
+            if Path(name).is_absolute() or ".." in Path(name).parts:  # it would be written outside the folder
+                raise CorruptCheckpoint(f"{self.url}/step_{step}: {MANIFEST} names {name!r:.100}")
+        return content, entries
+
+
+@contextmanager
+def _reading(url: str) -> Iterator[None]:
+    """Turn an error of reading into RemoteError; CorruptCheckpoint passes."""
+    try:
+        yield
+    except CorruptCheckpoint:
+        raise
+    except Exception as problem:
+        text = hide_secrets(describe_problem(problem))
+        raise RemoteError(f"the copies at {url} cannot be read ({text})") from problem
+
+
+def _check_sizes(entries: dict[str, dict[str, Any]], sizes: dict[str, int], where: str) -> None:
+    """Compare the sizes of files with a manifest. Raises CorruptCheckpoint naming the first that differs."""
+    for name, entry in entries.items():
+        if name not in sizes:
+            raise CorruptCheckpoint(f"{where}: {name} is missing")
+        if sizes[name] != entry["size"]:
+            raise CorruptCheckpoint(f"{where}: {name} has {sizes[name]} bytes, {entry['size']!r:.30} were written")
