@@ -105,6 +105,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         with locate_problems(config):
             check_devices(plan.started, config)
             cluster = start_cluster(config, plan.started)
+            signals.install()
         try:
             if choose_cluster(config) == "ray":
                 log.info(
@@ -252,6 +253,11 @@ class StopSignals:
                 if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
                     self._before[number] = signal.signal(number, self._handle)
         return self
+
+    def install(self) -> None:
+        """Handle signals again: Ray, when it starts, puts handlers of its own in the place of ours."""
+        for number in self._before:
+            signal.signal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -58,7 +58,7 @@ class Faults(coalign.Hook):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 def find_process(name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -285,3 +286,26 @@ def test_the_journal_accounts_for_every_group_over_a_loss(tmp_path, monkeypatch,
     told = json.loads(explain(Path(config["output"]), as_json=True))
     assert (told["drawn"], told["trained"], told["waiting"], told["dropped"]) == (20, 20, 0, {})
     assert told["steps"] == 5 and not told["damaged_lines"]
+
+
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+def test_a_machine_that_is_taken_away_saves_at_once(tmp_path, monkeypatch, phase):
+    whole, config = configure(tmp_path, "whole"), configure(tmp_path, preemption_notice=30)
+    run(whole)
+    owner, method = (Environment, "next") if phase == "rollout" else (Trainer, "step")
+    real = getattr(owner, method)
+
+    def interrupted(self, *arguments):
+        if len(metrics(config)) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1 if phase == "train" else 20)
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, interrupted)
+        begun = time.monotonic()
+        assert run(config) == 128 + signal.SIGTERM
+        assert time.monotonic() - begun < 18
+    assert steps(config) == ([1, 2] if phase == "rollout" else [1, 2, 3])
+    assert run(config) == 0
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == weights_hash(whole, 5)
