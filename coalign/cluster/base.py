@@ -234,14 +234,14 @@ class Cluster(ABC):
             self.in_order = True
 
     @contextmanager
-    def defer_errors(self) -> Iterator[None]:
+    def defer_errors(self) -> Iterator[BaseException | None]:
         """Let the error of a call end the others only after this block, so that a training step ends whole.
 
-        Calls that need the result of the failed one still fail at once.
+        Calls that need the result of the failed one still fail at once. Yields the error that came before, if any.
         """
         self._defers_errors = True
         try:
-            yield
+            yield self.error
         finally:
             self._defers_errors = False
             if self.error:

@@ -315,7 +315,8 @@ class RayCluster(Cluster):
         def replace(worker: RayWorker) -> RayWorker:
             with self._starting:
                 ray.kill(worker.actor)
-                self._actors.remove(worker.actor)
+                with suppress(ValueError):  # an attempt before has failed
+                    self._actors.remove(worker.actor)
             return self._actor(where, name, placement, threads, arena)
 
         full = where + (f" on {self.nodes[placement.node].name}" if len(self.nodes) > 1 else "")

@@ -110,10 +110,9 @@ class Trainer:
     def step(self, batch: BatchRef) -> Stats:
         """Train on one batch, and wait until every model has taken its step."""
         begun = time.perf_counter()
-        with self.cluster.defer_errors():
-            with self.cluster.watch() as calls:
-                self.flow(batch)
-            stats = calls.stats(self.main)
+        with self.cluster.watch() as calls:
+            self.flow(batch)
+        stats = calls.stats(self.main)
         return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}])
 
     def sync(self, version: int) -> Stats:
@@ -257,7 +256,8 @@ class Engine:
         self.stop: str | None = None  # why the loop should end before its last step
         self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
         self.whole: dict[str, Any] | None = None  # the `snapshot` after the last step; None while one is trained
-        self.late: Stats = {}  # metrics that are in no record yet: of this step, or of an earlier one
+        self.stats: Stats = {}  # metrics of the last step
+        self.late: Stats = {}  # metrics that came after their step was recorded: the next one records them
         self.notices: deque[Callable[[], None]] = deque()  # what hooks have yet to hear of
         self._losses = Counter[int]()  # how often processes were lost, by the step under way
         self.hooks: list[Hook] = []
@@ -444,8 +444,11 @@ class Engine:
         for hook in self.hooks:
             hook.before_training(self)
         self.phase("train")
-        self.whole = None
-        trained = self.training.step(batch)
+        with self.cluster.defer_errors() as error:
+            if error is not None:  # of a roll-out; no weight has changed yet
+                raise error
+            self.whole = None
+            trained = self.training.step(batch)
         if self.ptx_loader is not None and not self.ptx_loader.drawn:
             raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
         self.step += 1
@@ -454,7 +457,7 @@ class Engine:
         if any(hook.refuses(self, stats, batch) for hook in self.hooks):
             return  # before anyone generates with such weights
         self.after_step(stats)
-        self.whole, self.late = self.snapshot(), stats
+        self.whole, self.stats, self.late = self.snapshot(), stats, {}
         self.notices.extend(partial(hook.after_step, self, stats, batch) for hook in self.hooks)
         self.phase("sync")
         try:
@@ -464,7 +467,6 @@ class Engine:
             if restarts := self.cluster.take_restarts():
                 stats["faults/restarts"] = Total(restarts)
             stats |= compute_rates(stats, time.perf_counter() - begun)
-        self.late = {}
 
     def _recover(self, lost: WorkerLost) -> None:
         """Start lost processes again, and go on from the last step or, if a trained model was lost, from a saved state.

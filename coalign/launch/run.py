@@ -168,17 +168,16 @@ def _learn(
     signals.engine = engine
     try:
         engine.learn()
-    except Preempted as stop:
-        save.save_after_error(engine, stop)
-        record.close(failed=False)
-        display.note("\n".join(stop.__notes__))
-        return 128 + signal.SIGTERM
     except Exception as error:
         if engine.whole is not None and max(first, record.newest) < engine.step:
-            record.write(engine.step, engine.late)
+            record.write(engine.step, engine.stats)
         save.save_after_error(engine, error)
-        record.close(failed=True)
-        raise
+        preempted = type(error) is Preempted
+        record.close(failed=not preempted)
+        if not preempted:
+            raise
+        display.note("\n".join(error.__notes__))
+        return 128 + signal.SIGTERM
     record.close(failed=False)
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
