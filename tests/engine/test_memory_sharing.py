@@ -130,7 +130,7 @@ class DiesLeaving(FSDPModule):
 @pytest.mark.timeout(1200)
 def test_a_process_killed_in_the_middle_of_a_swap(tmp_path):
     """The run ends and says who was lost; what was saved before is there."""
-    config = settings(tmp_path, "killed", offload=PARTS, steps=3, save_every=1, cluster="ray")
+    config = settings(tmp_path, "killed", offload=PARTS, steps=3, save_every=1, cluster="ray", restarts=0)
     config["models"]["trainer"]["module"] = f"{__name__}:DiesLeaving"
     with pytest.raises(WorkerError, match=r"failed in trainer, rank 0: worker lost"):
         runs.run(config)

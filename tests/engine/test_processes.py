@@ -99,7 +99,7 @@ def test_ray_gives_the_weights_of_one_process(tmp_path, monkeypatch, algorithm, 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
-    config = settings(tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray")
+    config = settings(tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray", restarts=0)
     process = command(config)
     wait_for_step(process, config, 2, seconds=150)
     next(p for p in processes_of(config) if any(":policy:" in part for part in p.cmdline())).kill()

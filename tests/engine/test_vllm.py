@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_ends_the_run_and_leaves_none_behind(tmp_path, 
     model_dir(tmp_path / "model", heads=4, kv_heads=2, hidden=128)
     policy = {"module": "vllm", "tensor_parallel": parts, "sampling": {"max_new_tokens": 400}}
     config = grpo(tmp_path, "run", policy, {"max_tokens_per_micro": 8192, "tensor_parallel": 1})
-    config["runtime"] |= {"steps": 500, "call_timeout": 300}
+    config["runtime"] |= {"steps": 500, "call_timeout": 300, "restarts": 0}
     config["models"]["reference"] = {"tensor_parallel": 1}  # the others take what the policy has
     process = command(config)
     wait_for_step(process, config, 1, seconds=600)
