@@ -176,8 +176,9 @@ def processes_of(config: dict[str, Any]) -> list[psutil.Process]:
 
 
 def metrics(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The complete lines of metrics.jsonl: a run may be writing the next one."""
     path = Path(config["output"]) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def weights_hash(config: dict[str, Any], step: int) -> str:
