@@ -68,10 +68,10 @@ class _Writing:
         """Wait until all files are written. OSError if one cannot be; _Cancelled."""
         waiting = list(self.files.paths) if self.files else []
         while waiting:
-            for path in waiting:
-                if problem := read_report(path):
-                    raise OSError(problem)
-            waiting = [path for path in waiting if read_report(path) is None]
+            reports = {path: read_report(path) for path in waiting}
+            for problem in filter(None, reports.values()):
+                raise OSError(problem)
+            waiting = [path for path, report in reports.items() if report is None]
             if self.cancelled.wait(_PAUSE if waiting else 0):
                 raise _Cancelled
         for path in self.files.paths if self.files else ():

@@ -148,6 +148,22 @@ def test_what_a_writer_reports_is_raised_and_nothing_is_left(checkpoints):
     assert checkpoints.steps() == [1, 2]
 
 
+def test_a_report_between_two_looks_counts(checkpoints, monkeypatch):
+    files, look = Files(), checkpoint_folder.read_report
+
+    def look_and_fail(path):
+        found = look(path)
+        if found is None:
+            files.fail()
+        return found
+
+    monkeypatch.setattr(checkpoint_folder, "read_report", look_and_fail)
+    checkpoints.begin(1, files.begin)
+    with pytest.raises(OSError, match="no space"):
+        checkpoints.finish()
+    assert checkpoints.steps() == []
+
+
 def test_a_writer_that_is_gone_does_not_hold_up_the_run(checkpoints):
     class Gone(Files):
         def finish(self):
