@@ -253,8 +253,7 @@ class DistModel(Generic[Role]):
             together = replace(self._contexts[0], world_size=size, rendezvous=address)
             contexts = [replace(together, rank=number) for number in fresh]
         ranks = [*kept, *added]
-        tasks = [ranks[number].execute("setup", config, contexts[number]) for number in fresh]
-        wait(Future(Call(self.name, "setup")), tasks, self.cluster.deadlines)
+        self._set_up(config, [(ranks[number], contexts[number]) for number in fresh])
 
         def change() -> None:
             self.config, self._ranks, self._contexts = config, ranks, contexts
@@ -299,13 +298,17 @@ class DistModel(Generic[Role]):
 
         return self.cluster.launch(Call(self.name, "setup"), work, self._queue)
 
+    def _set_up(self, config: ModelConfig, processes: Sequence[tuple[WorkerHandle, Context]]) -> None:
+        """Build and load the modules of processes that no call reaches yet. Raises WorkerError."""
+        tasks = [rank.execute("setup", config, context) for rank, context in processes]
+        wait(Future(Call(self.name, "setup")), tasks, self.cluster.deadlines)
+
     def _replace(self, former: WorkerHandle, lost: WorkerLost) -> WorkerHandle:
         """Start a lost process again, and load its model there. Raises ``lost`` if that is not allowed or possible."""
         self.cluster.count_restart(lost)
         number = self._ranks.index(former)
         rank = former.replace()
-        task = rank.execute("setup", self.config, self._contexts[number])
-        wait(Future(Call(self.name, "setup")), [task], self.cluster.deadlines)
+        self._set_up(self.config, [(rank, self._contexts[number])])
         self._ranks[number] = rank
         self.cluster.residency.replace(rank)
         return rank

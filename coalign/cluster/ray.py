@@ -264,13 +264,16 @@ class RayCluster(Cluster):
         device = find_accelerator(self._resource).device if slot.footprints[name].devices else "cpu"
         arena = device if slot.name in self.residency.slots and exclusive else None
         self._kinds[name] = kind, threads
-        ranks = [
-            self._actor(f"{name}, {kind} {number}", f"{name}:{kind}{number}", placement, threads, arena)
-            for number, placement in enumerate(self.placements[name])
-        ]
+        ranks = [self._start_process(name, number, p, arena) for number, p in enumerate(self.placements[name])]
         if not spmd:
             return [DistActor([rank], device) for rank in ranks]
         return [DistActor(ranks, device, self.find_rendezvous(ranks))]
+
+    def _start_process(
+        self, name: str, number: int, placement: ProcessPlacement, arena: str | None = None
+    ) -> RayWorker:
+        kind, threads = self._kinds[name]
+        return self._actor(f"{name}, {kind} {number}", f"{name}:{kind}{number}", placement, threads, arena)
 
     def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:
         if len(ranks) == 1:
@@ -328,12 +331,16 @@ class RayCluster(Cluster):
         slots = list_slots(self.slots)
         self._ids, self.nodes, where = self._assign(slots)
         self.own_node = self._ids.index(ray.get_runtime_context().get_node_id())
+        self.placements = self._reserve_places(slots, where)
+
+    def _reserve_places(self, slots: list[Slot], where: Mapping[str, Nodes]) -> dict[str, list[ProcessPlacement]]:
+        """Reserve the devices of slots on their nodes, and place each process, by model and rank."""
         used = Counter(where[slot.name][place] for slot in slots for place in range(slot.devices))
         devices: list[list[Domain]] = [[] for _ in self.nodes]
         if used:
             for node, domains in zip(used, self._reserve(used), strict=True):
                 devices[node] = domains or [[str(number) for number in range(used[node])]]
-        self.placements = place_processes(slots, where, devices)
+        return place_processes(slots, where, devices)
 
     def _assign(self, slots: list[Slot]) -> tuple[list[str], list[Node], dict[str, Nodes]]:
         """Ray's ids of the nodes, their devices, and the nodes of each slot. Waits for devices of other jobs."""
@@ -405,11 +412,7 @@ class RayCluster(Cluster):
         found = [*again, *(self._place_more(name, replace(needs, processes=new)) if new else [])]
         del spare[:count]
         self.placements[name] = [*placements, *found]
-        kind, threads = self._kinds[name]
-        return [
-            self._actor(f"{name}, {kind} {number}", f"{name}:{kind}{number}", placement, threads)
-            for number, placement in enumerate(found, first)
-        ]
+        return [self._start_process(name, number, placement) for number, placement in enumerate(found, first)]
 
     def _place_more(self, name: str, needs: Footprint) -> list[ProcessPlacement]:
         """Place processes beside those that run, also on nodes that are new. ValueError without enough devices."""
@@ -425,13 +428,7 @@ class RayCluster(Cluster):
             for number, (own, node) in enumerate(zip(self._ids, self.nodes, strict=True))
         ]
         slots = list_slots(pack_slots({name: needs}, []))
-        where = assign_nodes(slots, there)
-        devices: list[list[Domain]] = [[] for _ in there]
-        used = Counter(where[name][place] for place in range(slots[0].devices))
-        if used:
-            for node, domains in zip(used, self._reserve(used), strict=True):
-                devices[node] = domains or [[str(number) for number in range(used[node])]]
-        return place_processes(slots, where, devices)[name]
+        return self._reserve_places(slots, assign_nodes(slots, there))[name]
 
     def end_worker(self, rank: WorkerHandle) -> None:
         worker = cast(RayWorker, rank)

@@ -172,7 +172,7 @@ def _learn(
         if engine.whole is not None and max(first, record.newest) < engine.step:
             record.write(engine.step, engine.stats)
         save.save_after_error(engine, error)
-        preempted = type(error) is Preempted
+        preempted = isinstance(error, Preempted)
         record.close(failed=not preempted)
         if not preempted:
             raise
