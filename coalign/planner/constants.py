@@ -37,6 +37,8 @@ class Constants:
     host_gb_s: float = 20.0  # GB/s of one device to and from host memory
     host_adam_gb_s: float = 40.0  # GB/s at which a device's share of host cores steps the optimizer
     step: float = 1.0  # of a step's driver: data, advantages, logging
+
+
 """Sources: matmul, attention, memory, link, network: usual figures of NVIDIA's and AMD's public benchmarks, then fitted."""
 
 

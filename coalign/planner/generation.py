@@ -151,5 +151,7 @@ class EngineReplica:
             return 0.0
         if self._attends_in_parallel:
             copies = max(layer.active_experts for layer in size.layers)
-            return 2 * size.layer_count * self._network.exchange(device_tokens, copies, size.hidden * BF16, layout.tensor)
+            return (
+                2 * size.layer_count * self._network.exchange(device_tokens, copies, size.hidden * BF16, layout.tensor)
+            )
         return 2 * size.layer_count * self._network.reduce(tokens * size.hidden * BF16, layout.tensor)

@@ -101,7 +101,9 @@ class TrainingModel:
         own = batch.tokens / layout.data  # of the devices that hold one copy together
         shared = layout.context * layout.tensor
         micro_batches = max(1, math.ceil(own / (self.work.micro_batch_tokens * layout.context) - 1e-9))
-        tokens = own / micro_batches / layout.context  # of one device's micro-batch; split further by tensor parallelism
+        tokens = (
+            own / micro_batches / layout.context
+        )  # of one device's micro-batch; split further by tensor parallelism
         passes = _Passes.of(self.work, trains)
         matmul = self._matmul(tokens, batch, passes)
         attention = self._attention(tokens, batch, passes) / layout.tensor
@@ -152,7 +154,9 @@ class TrainingModel:
         seconds *= passes.matmul
         outputs = self.work.head_outputs
         head = size.head if outputs is None else outputs * size.hidden
-        seconds += self._product(tokens * batch.head_share * head, head, self._rate("bf16"), layout.tensor) * passes.head
+        seconds += (
+            self._product(tokens * batch.head_share * head, head, self._rate("bf16"), layout.tensor) * passes.head
+        )
         return seconds
 
     def _product(self, weight_tokens: float, weights: float, rate: float, parts: int) -> float:
@@ -167,7 +171,9 @@ class TrainingModel:
         each = assigned / local
         share = each / (each + self.constants.expert_tokens)
         tensor = self.work.layout.tensor if parallel == 1 else 1
-        computing = 2 * assigned * layer.expert / (rate * share) / (tensor if parallel == 1 else self.work.layout.tensor)
+        computing = (
+            2 * assigned * layer.expert / (rate * share) / (tensor if parallel == 1 else self.work.layout.tensor)
+        )
         return math.hypot(computing, local * layer.expert * BF16 / self._bandwidth / tensor)
 
     def _attention(self, tokens: float, batch: TokenBatch, passes: _Passes) -> float:
@@ -243,7 +249,9 @@ class TrainingModel:
             if layout.expert > 1:
                 share = work.size.expert_parameters / work.size.parameters
                 dense = local * (1 - share) + local * share / layout.expert * layout.tensor
-            collectives = network.gather(dense * 4, ranks, layout.tensor) + network.gather(dense * BF16, ranks, layout.tensor)
+            collectives = network.gather(dense * 4, ranks, layout.tensor) + network.gather(
+                dense * BF16, ranks, layout.tensor
+            )
             collectives *= 1 - self.constants.overlap
         transfer = 0.0
         if work.offload_optimizer:
