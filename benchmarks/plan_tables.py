@@ -38,7 +38,7 @@ FLASH2_TFLOPS = 330.0  # FlashAttention 2's best on any GPU: it does not use wha
 
 @dataclass(frozen=True)
 class PublishedFigure:
-    """One figure of a table: ``published``, in a unit where less is better, and the function that predicts it.
+    """One figure of a table: ``published`` (seconds, or GPU-seconds), and the function that predicts it.
 
     ``workload`` and ``layout`` tell which rows are of the same work done in different ways. ``is_counted`` is False
     for rows that lack what a prediction needs, and are right or wrong in their direction only.
@@ -136,7 +136,7 @@ def _cluster(row: dict, gpus: int) -> ClusterSpec:
 
 def _training_work(row: dict, size: ModelSize, gpus: int, recompute: str) -> ModelWork:
     tensor, pipeline, context = (_whole(row, key) for key in ("tp", "pp", "cp"))
-    expert = _whole(row, "ep")
+    expert = _whole(row, "ep", min(8, gpus))
     layout = Parallelism(
         tensor=tensor,
         pipeline=pipeline,
@@ -150,6 +150,7 @@ def _training_work(row: dict, size: ModelSize, gpus: int, recompute: str) -> Mod
     return ModelWork(
         "trainer", "trainer", size, layout, precision=row["precision"], micro_batch_tokens=micro,
         recompute=recompute if recompute in ("none", "selective", "full") else "none",
+        attention_tflops=FLASH2_TFLOPS if row.get("attention") == "flash_attention_2" else None,
     )  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def _read_mfu(table: str, row: dict) -> Iterator[PublishedFigure]:
     length, batch = _number(row, "seq_len"), _number(row, "gbs", 1152)
     tensor, pipeline = _usual_layout(size, gpus)
     expert = 8 if size.is_moe else 1
-    filled = {"tp": str(tensor), "pp": str(pipeline), "ep": str(expert), "mbs": "1"} | row
+    filled = {"tp": str(tensor), "pp": str(pipeline), "ep": str(expert), "mbs": "1", "vp": "4" if pipeline > 1 else "1"} | row
     work = _training_work(filled, size, gpus, "selective")
     cluster = _cluster(row, gpus)
     tokens = TokenBatch(batch * length, length, length)
@@ -193,11 +194,12 @@ def _read_mfu(table: str, row: dict) -> Iterator[PublishedFigure]:
 
 def _usual_layout(size: ModelSize, gpus: int) -> tuple[int, int]:
     """Return tensor and pipeline parallelism of a run that does not publish them: such that 18 bytes a number fit."""
-    tensor = pipeline = 1
     dense = size.parameters - size.expert_parameters * (7 / 8)
-    while dense * 8 / tensor / pipeline > 40e9 and tensor * pipeline < gpus:
-        tensor, pipeline = (tensor * 2, pipeline) if tensor < 8 else (tensor, pipeline * 2)
-    return tensor, pipeline
+    for pipeline in range(1, size.layer_count + 1):
+        for tensor in (1, 2, 4, 8) if pipeline == 1 else (8,):
+            if gpus % (tensor * pipeline) == 0 and dense * 8 / tensor / pipeline < 40e9:
+                return tensor, pipeline
+    return 8, size.layer_count
 
 
 def _read_trainer_step(table: str, row: dict) -> Iterator[PublishedFigure]:
@@ -255,15 +257,15 @@ def _read_generation(table: str, row: dict) -> Iterator[PublishedFigure]:
         replica.submit([SequenceGroup(requests, 0, prompt, answer)])
         while replica.has_work:
             replica.advance()
-        return replica.time
+        return replica.time * tensor * pipeline
 
     layout = f"tp{tensor} pp{pipeline}" + (f" ep{expert}" if expert > 1 else "")
     yield PublishedFigure(
         table,
         f"{row['model']} {row['gpu']} {layout} {precision} {prompt:.0f}/{answer:.0f}",
-        requests * answer / _number(row, "output_tokens_per_s"),
+        requests * answer / _number(row, "output_tokens_per_s") * tensor * pipeline,
         predict,
-        (row["model"], row["gpu"], precision, row["input_len"], row["output_len"], str(tensor * pipeline)),
+        (row["model"], row["gpu"], precision, row["input_len"], row["output_len"]),
         (layout,),
     )
 

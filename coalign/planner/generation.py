@@ -16,9 +16,10 @@ from coalign.planner.gpus import ClusterSpec
 from coalign.planner.job import ModelWork
 from coalign.planner.model_size import LayerSize
 from coalign.planner.network import ClusterNetwork
-from coalign.planner.training import BF16, NARROW
+from coalign.planner.training import BF16, fill_tiles
 
 GIB = 2**30
+PREFILL_TOKENS = 8192  # that an engine computes at once
 ACTIVATION_SHARE = 0.03  # of a device's memory that an engine needs beside weights and cache
 
 
@@ -92,18 +93,18 @@ class EngineReplica:
         device_batch = batch / layout.tensor if self._attends_in_parallel else batch
         bandwidth = self.cluster.gpu.memory_gb_s * 1e9 * constants.memory
         read = self._weights_read(batch) + batch * self.sequence_bytes(context) / layout.tensor
-        flops = batch * (self._matmul_flops + self._score_flops * context) / layout.tensor
+        flops = batch * (self._matmul_flops(batch) + self._score_flops * context) / layout.tensor
         seconds = math.hypot(read / bandwidth, flops / self._rate)
         seconds += self._collective_seconds(batch, device_batch)
         seconds += size.layer_count * (constants.eager_layer if self.work.is_eager else constants.layer)
-        return seconds + constants.decode_step + constants.sequence * sequences
+        return seconds + constants.decode_step * layout.pipeline + constants.sequence * sequences
 
     def prefill_seconds(self, tokens: float, length: float) -> float:
         """Return the seconds of computing ``tokens`` of prompts of ``length`` tokens each."""
         if tokens <= 0:
             return 0.0
         layout, size = self.work.layout, self.work.size
-        matmul = tokens * size.matmul_flops(head_share=0.0) / self._rate
+        matmul = tokens * (self._matmul_flops(min(tokens, PREFILL_TOKENS)) - 2.0 * size.head) / self._rate
         rate = self.cluster.gpu.bf16_tflops * 1e12 * self.constants.attention
         attention = tokens * size.attention_flops(length) / rate
         numbers = sum(layer.count * layer.matrix_numbers for layer in size.layers)
@@ -117,12 +118,19 @@ class EngineReplica:
     @cached_property
     def _rate(self) -> float:
         gpu, precision = self.cluster.gpu, self.work.precision
-        share = gpu.matmul_share * self.constants.matmul * (self.constants.narrow_matmul if precision in NARROW else 1)
-        return gpu.flops(precision) * share
+        return gpu.flops(precision) * gpu.matmul_share * self.constants.matmul
 
-    @cached_property
-    def _matmul_flops(self) -> float:
-        return self.work.size.matmul_flops()
+    def _matmul_flops(self, tokens: float) -> float:
+        """FLOPs per token of products with weights, and as much more as experts waste that have few tokens each."""
+        size, tile = self.work.size, self.constants.tile
+        flops = 2.0 * size.head
+        for layer in size.layers:
+            flops += 2.0 * layer.count * layer.dense
+            if layer.experts:
+                each, width = tokens * layer.active_experts / layer.experts, layer.expert / (3 * size.hidden)
+                share = fill_tiles(each, size.hidden, width, tile=tile)
+                flops += 2.0 * layer.count * layer.active_experts * layer.expert / share
+        return flops
 
     @cached_property
     def _score_flops(self) -> float:
