@@ -31,7 +31,7 @@ FITS = DATA / "fits.json"
 FITTED = {
     "matmul": 0.1, "narrow_matmul": 0.15, "attention": 0.2, "memory": 0.1, "traffic": 0.3, "link": 0.2, "network": 0.3,
     "overlap": 0.3, "tile": 0.4, "expert_launches": 0.4, "layer": 0.5, "eager_layer": 0.5, "sequence": 0.5, "decode_step": 0.7,
-    "sync_network": 0.5, "sync_tensor": 0.7,
+    "sync_tensor": 0.7, "sample": 0.7,
 }  # fmt: skip
 
 

@@ -243,7 +243,8 @@ class TrainingModel:
             groups = [(work.size.lora_parameters(work.lora_rank) / layout.tensor / layout.pipeline, ranks, layout.tensor)]
         else:
             groups = self._weight_groups(ranks)
-        owned = sum(weights / (1 if layout.sharding == "none" else size) for weights, size, _ in groups)
+        shards = layout.shard_group or ranks
+        owned = sum(weights / (1 if layout.sharding == "none" else min(size, shards)) for weights, size, _ in groups)
         collectives = 0.0
         if layout.sharding != "weights" or work.lora_rank:
             for weights, size, stride in groups:
@@ -277,7 +278,7 @@ class _Passes:
         if not trains:
             return cls(False, 1, 1, 1, 1, 1, 1, 1)
         again = 1.0 if work.recompute == "full" else 0.0
-        adapters = 2.0 if work.lora_rank else 1.0  # they read and write as much again, in kernels of their own
+        adapters = 2.0 if work.lora_rank else 0.0  # they read and write twice as much again, in kernels of their own
         scores = 1.0 if work.recompute != "none" else 0.0
         weights = 0.0 if work.lora_rank else 1.0  # gradients of frozen weights are not computed
         return cls(
@@ -285,8 +286,8 @@ class _Passes:
             matmul=2 + again + weights,
             attention=4 + scores,  # backward has 2.5 times the products (2307.08691), and is slower at them
             head=2 + weights,
-            traffic=(3 + again) * adapters,
-            launches=(2.5 + again) * adapters,
+            traffic=(3 + again) * (1 + adapters),
+            launches=(2.5 + again) * (1 + adapters),
             exchanges=2 + again,
             gathers=2,
         )
