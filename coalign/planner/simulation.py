@@ -211,11 +211,12 @@ def simulate_steps(
     is_memoryless = rules.staleness == 0 and (rules.oversample == 1 or not rules.carries)
     steps = 1 if is_memoryless else 2 * int(rules.staleness + 1) + 6
     admitted = trained = dropped = 0.0
-    trainer_free, last, ends, waits, begins = 0.0, 0.0, [], [], []
+    trainer_free, last, busy_before = 0.0, 0.0, 0.0
+    ends: list[float] = []
+    waits: list[float] = []
     ages: list[float] = []
-    drawn = 0
-    served = 0
-    busy_before = 0.0
+    versions: list[int] = []  # that served when each batch was drawn
+    drawn = served = 0
     for version in range(steps):
         allowed = (rules.staleness + served + 1) * rules.needed + (rules.oversample - 1) * rules.needed + dropped
         while admitted < allowed - EPSILON * offered:
@@ -225,7 +226,7 @@ def simulate_steps(
             replica.submit([SequenceGroup(share * n, drawn, prompt, length) for n, prompt, length in batch])
             admitted += share * offered
             drawn += 1
-        begins.append(replica.time)
+            versions.append(served)
         while not _is_ready(replica, rules, version, trained):
             if not replica.has_work:
                 raise RuntimeError("a roll-out ended without enough samples")  # admitted < needed
@@ -234,7 +235,7 @@ def simulate_steps(
         start = max(ready, trainer_free)
         waits.append(start - trainer_free)
         trained += rules.needed
-        ages.append(version - served)
+        ages.append(version - versions[min(version, drawn - 1)])
         end = start + rules.train_seconds
         if rules.staleness == 0:
             if not rules.carries:
