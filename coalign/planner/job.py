@@ -68,6 +68,7 @@ class ModelWork:
     offload_weights: bool = False
     offload_activations: bool = False
     attention_tflops: float | None = None  # the most that the attention kernel reaches on any device
+    recomputes_head: bool = False  # logits are not kept for the backward pass (fused losses)
     lora_rank: int | None = None
     is_moved: bool = False
     gathers_weights: bool = False  # an engine with the trainer's sharded weights, gathered for each decode step

@@ -285,7 +285,7 @@ class _Passes:
             True,
             matmul=2 + again + weights,
             attention=4 + scores,  # backward has 2.5 times the products (2307.08691), and is slower at them
-            head=2 + weights,
+            head=2 + weights + work.recomputes_head,
             traffic=(3 + again) * (1 + adapters),
             launches=(2.5 + again) * (1 + adapters),
             exchanges=2 + again,
