@@ -333,7 +333,8 @@ def _mlp_width(fields: ConfigFields, hidden: int) -> int:
     if fields.get("model_type") in ("gpt2", "gptj", "gpt_neo", "gpt_bigcode", "falcon", "bloom"):
         return fields.get("n_inner", "ffn_hidden_size", "intermediate_size", default=4 * hidden)
     if fields.get("block_auto_adjust_ff_dim"):  # LFM2
-        width = int(2 * fields.need("block_ff_dim", "intermediate_size") / 3 * fields.get("block_ffn_dim_multiplier", default=1))  # fmt: skip
+        scale = fields.get("block_ffn_dim_multiplier", default=1)
+        width = int(2 * fields.need("block_ff_dim", "intermediate_size") / 3 * scale)
         step = fields.get("block_multiple_of", default=256)
         return -(-width // step) * step
     return fields.get(

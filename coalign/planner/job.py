@@ -116,7 +116,7 @@ class ResponseLengths:
         return cls(mean, maximum)
 
     def shares(self, count: float) -> list[tuple[float, float]]:
-        """Return (share of all, tokens), shortest first: the distribution, its tail down to one of ``count`` samples."""
+        """Return (share of all, tokens), shortest first; the tail is resolved down to one of ``count`` samples."""
         points = _tail_points(max(2, round(count)))
         if self.values:
             last = len(self.values) - 1
@@ -161,8 +161,9 @@ class JobShape:
 
     ``max_staleness`` 0 takes turns; 1 and more generate beside training, at most that many weight versions ahead.
     ``partial_rollout`` continues unfinished samples with new weights; without it a weight sync waits for them.
-    ``in_order``: a step trains on the samples drawn for it; without it, on those complete first. ``oversample`` begins that many times the prompts and takes those that are complete first. A job without a model of
-    role "rollout" trains on data.
+    ``in_order``: a step trains on the samples drawn for it; without it, on those complete first. ``oversample`` begins
+    that many times the prompts and takes those that are complete first. A job without a model of role "rollout" trains
+    on data.
     """
 
     models: tuple[ModelWork, ...]

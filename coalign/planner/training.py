@@ -142,7 +142,7 @@ class TrainingModel:
 
     def _matmul(self, tokens: float, batch: TokenBatch, passes: _Passes) -> float:
         """Seconds of a micro-batch's products with all weights of a copy."""
-        layout, size = self.work.layout, self.work.size
+        size = self.work.size
         seconds = 0.0
         for layer in size.layers:
             once = self._product(tokens, layer.dense, size.hidden, size.hidden, self.work.precision)
@@ -240,7 +240,8 @@ class TrainingModel:
         work, layout, network = self.work, self.work.layout, self.network
         ranks = layout.data * layout.context
         if work.lora_rank:
-            groups = [(work.size.lora_parameters(work.lora_rank) / layout.tensor / layout.pipeline, ranks, layout.tensor)]
+            adapters = work.size.lora_parameters(work.lora_rank) / layout.tensor / layout.pipeline
+            groups = [(adapters, ranks, layout.tensor)]
         else:
             groups = self._weight_groups(ranks)
         shards = layout.shard_group or ranks
@@ -299,6 +300,6 @@ def fill_tiles(rows: float, inputs: float, outputs: float, *, tile: float) -> fl
 
 
 def _exposed(collective: float, busy: float, overlap: float) -> float:
-    """Return what a collective adds to computation that can hide the share ``overlap`` of it, and no more than itself."""
+    """Return what a collective adds to computation that can hide the share ``overlap`` of it, if it is long enough."""
     hidden = min(overlap * collective, busy)
     return collective - hidden

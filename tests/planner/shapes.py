@@ -22,7 +22,8 @@ def model(name: str) -> ModelSize:
 
 
 def trainer(name: str = "Qwen2.5-7B", data: int = 8, **settings) -> ModelWork:
-    layout = {key: settings.pop(key) for key in ("tensor", "pipeline", "context", "expert", "sharding") if key in settings}
+    keys = {"tensor", "pipeline", "context", "expert", "sharding"} & set(settings)
+    layout = {key: settings.pop(key) for key in keys}
     return ModelWork("trainer", "trainer", model(name), Parallelism(data=data, **layout), **settings)
 
 

@@ -78,7 +78,7 @@ def test_one_step_ahead_takes_the_longer_of_both():
 
 
 def test_more_batches_in_flight_hide_the_longest_response():
-    """One response in a hundred is twenty times as long. In turns each step waits for it; with carried ones, none does."""
+    """One response in a hundred is twenty times as long. In turns, each step waits for it; if it is carried, none."""
     batch = [(99, 10, 5), (1, 10, 100)]
     rules = StepRules(needed=100, train_seconds=10, carries=True)
     periods = [simulate(batch, replace(rules, staleness=staleness)).period for staleness in (0, 1, 2, 4, 8)]

@@ -309,12 +309,12 @@ def calibrate_decoding(
 def measure_collective(device: str) -> float:
     """Return the bytes per second of an all-reduce between two processes (each sends and receives its data once)."""
     import torch
-    import torch.multiprocessing as processes
+    from torch.multiprocessing.spawn import spawn
 
     if device != "cpu" and torch.accelerator.device_count() < 2:
         return GPUS["L40S"].link_gb_s * 1e9
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_reduce, (device, folder), nprocs=2)
+        spawn(_reduce, (device, folder), nprocs=2)
         return float(Path(folder, "rate").read_text(encoding="utf-8"))
 
 
