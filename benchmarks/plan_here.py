@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import grpo_vs_trl
@@ -38,7 +39,9 @@ GOAL = 0.2
 def describe_works(size: ModelSize, precision: str, names: tuple[str, ...]) -> tuple[ModelWork, ...]:
     """Return the models of a step; all are on the one device of this machine."""
     width = {"fp32": 4.0, "bf16": 2.0}[precision]
-    roles = {"policy": "rollout", "reference": "scorer", "trainer": "trainer"}
+    roles: dict[str, Literal["rollout", "scorer", "trainer"]] = {
+        "policy": "rollout", "reference": "scorer", "trainer": "trainer"
+    }  # fmt: skip
     return tuple(
         ModelWork(
             name, roles[name], size, Parallelism(), precision=precision, weight_bytes=width, kv_bytes=width,

@@ -125,8 +125,8 @@ class ResponseLengths:
             return [(1.0, self.maximum)]
         normal, sigma = NormalDist(), self.spread
         draws = [(share, math.exp(sigma * normal.inv_cdf(at))) for share, at in points]
-        low, high = 0.0, self.maximum  # of a scale such that, after the cut, the mean is the one asked for
-        for _ in range(30):
+        low, high = 0.0, 10 * self.maximum  # of a scale such that, after the cut, the mean is the one asked for
+        for _ in range(40):
             scale = (low + high) / 2
             if sum(share * min(self.maximum, scale * draw) for share, draw in draws) < self.mean:
                 low = scale
