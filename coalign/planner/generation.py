@@ -112,7 +112,7 @@ class EngineReplica:
         layout, size = self.work.layout, self.work.size
         head = 2.0 * size.head * layout.pipeline  # for the last token of a prompt only
         matmul = tokens * (self._matmul_flops(min(tokens, PREFILL_TOKENS)) - head) / self._rate
-        rate = self.cluster.gpu.bf16_tflops * 1e12 * self.constants.attention
+        rate = self.cluster.gpu.flops("fp32" if self.work.precision == "fp32" else "bf16") * self.constants.attention
         attention = tokens * size.attention_flops(length) / rate
         numbers = sum(layer.count * layer.matrix_numbers for layer in size.layers)
         traffic = tokens * numbers * BF16 / (self.cluster.gpu.memory_gb_s * 1e9 * self.constants.memory)
