@@ -28,7 +28,7 @@ from coalign.commands.plan.probe import FOLDER, measure_machine, name_machine
 from coalign.planner.constants import MeasuredMachine, load_machine
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
-from coalign.planner.job import JobShape, ModelWork, Parallelism, ResponseLengths
+from coalign.planner.job import JobShape, LengthDistribution, ModelWork, Parallelism
 from coalign.planner.model_size import ModelSize
 from coalign.planner.prediction import StepPrediction, predict_step
 
@@ -54,7 +54,7 @@ def describe_works(size: ModelSize, precision: str, names: tuple[str, ...]) -> t
 def describe_grpo(size: ModelSize, precision: str, prompt: float) -> JobShape:
     works = describe_works(size, precision, ("policy", "reference", "trainer"))
     return JobShape(
-        works, grpo_vs_trl.PROMPTS, grpo_vs_trl.SAMPLES, prompt, ResponseLengths(NEW, NEW), shares_prompts=True
+        works, grpo_vs_trl.PROMPTS, grpo_vs_trl.SAMPLES, prompt, LengthDistribution(NEW, NEW), shares_prompts=True
     )
 
 
@@ -64,7 +64,7 @@ def describe_offline(algorithm: str, size: ModelSize, precision: str, tokens: di
     works = describe_works(size, precision, ("trainer",) if algorithm == "sft" else ("reference", "trainer"))
     answer = tokens["trained"] / rows / samples
     prompt = (tokens["computed"] - tokens["trained"]) / rows
-    return JobShape(works, rows, samples, prompt, ResponseLengths(answer, 3 * answer), shares_prompts=True)
+    return JobShape(works, rows, samples, prompt, LengthDistribution(answer, 3 * answer), shares_prompts=True)
 
 
 def run_worker(script: str, algorithm: str | None, model: Path, precision: str, steps: int) -> dict:

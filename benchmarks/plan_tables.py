@@ -25,7 +25,7 @@ from coalign.planner.constants import Constants
 from coalign.planner.generation import EngineReplica
 from coalign.planner.gpus import ClusterSpec, find_gpu
 from coalign.planner.hf_config import read_model_size
-from coalign.planner.job import JobShape, ModelWork, Parallelism, ResponseLengths
+from coalign.planner.job import JobShape, LengthDistribution, ModelWork, Parallelism
 from coalign.planner.model_size import ModelSize
 from coalign.planner.prediction import StepPrediction, predict_step
 from coalign.planner.simulation import ReplicaSimulation, SequenceGroup
@@ -375,7 +375,7 @@ def _rl_job(row: dict) -> tuple[JobShape, ClusterSpec, int]:
         max(1, prompts // parts),
         samples,
         _number(row, "prompt_len", 200),
-        ResponseLengths(mean, longest),
+        LengthDistribution(mean, longest),
         max_staleness=staleness,
         partial_rollout=mode == "async",
         in_order=mode != "async",

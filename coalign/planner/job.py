@@ -80,7 +80,7 @@ class ModelWork:
 
 
 @dataclass(frozen=True)
-class ResponseLengths:
+class LengthDistribution:
     """A distribution of response lengths in tokens: lognormal with this mean, cut at ``maximum``; or ``values``."""
 
     mean: float
@@ -89,7 +89,7 @@ class ResponseLengths:
     values: tuple[float, ...] = ()
 
     @classmethod
-    def from_file(cls, path: Path) -> ResponseLengths:
+    def from_file(cls, path: Path) -> LengthDistribution:
         """Read one length a line. Raises ValueError for a line that is not a positive number."""
         values = []
         for number, line in enumerate(path.read_text(encoding="utf-8").split(), 1):
@@ -102,7 +102,7 @@ class ResponseLengths:
         return cls(sum(values) / len(values), max(values), values=tuple(sorted(values)))
 
     @classmethod
-    def parse(cls, text: str) -> ResponseLengths:
+    def parse(cls, text: str) -> LengthDistribution:
         """Read `mean,max`, such as `2000,8192`, or the path of a file of lengths. Raises ValueError."""
         parts = text.split(",")
         try:
@@ -170,7 +170,7 @@ class JobShape:
     prompts: int
     samples: int = 1
     prompt_tokens: float = 256.0
-    responses: ResponseLengths = field(default_factory=lambda: ResponseLengths(1024, 4096))
+    responses: LengthDistribution = field(default_factory=lambda: LengthDistribution(1024, 4096))
     max_staleness: float = 0  # a fraction of a batch is possible in other systems
     partial_rollout: bool = True
     in_order: bool = True

@@ -10,7 +10,7 @@ import pytest
 
 from coalign.planner.constants import Constants, MeasuredMachine, load_machine
 from coalign.planner.gpus import ClusterSpec, find_gpu
-from coalign.planner.job import ResponseLengths
+from coalign.planner.job import LengthDistribution
 from coalign.planner.prediction import predict_step
 from tests.planner.shapes import CLUSTER, engine, job, trainer
 
@@ -51,7 +51,7 @@ def test_staleness_and_longer_responses():
     works = engine(data=16, group="rollout"), trainer(data=16, group="trainer")
     seconds = [predict(job(*works, max_staleness=staleness)).seconds for staleness in (0, 1, 2, 4)]
     assert all(later <= earlier * 1.02 for earlier, later in pairwise(seconds))
-    longer = [predict(job(responses=ResponseLengths(mean, 16000))).seconds for mean in (500, 1000, 2000, 4000)]
+    longer = [predict(job(responses=LengthDistribution(mean, 16000))).seconds for mean in (500, 1000, 2000, 4000)]
     assert longer == sorted(longer)
 
 
