@@ -1,0 +1,74 @@
+"""Reads class attributes from the sources of Coalign's recipes and backends, without importing them.
+
+A launcher has to know the defaults of a recipe and whether a backend forms groups. Importing either imports torch,
+which takes longer than everything else that rendering a job does.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import coalign
+from coalign.config.functions import list_classes, resolve_class
+
+PACKAGE = Path(coalign.__file__).parent
+READ = ("defaults", "spmd")  # assigned literals, or what literals and other classes' attributes make
+
+
+def read_defaults(algorithm: str) -> Mapping[str, Any]:
+    """Return the defaults of a recipe; one of somebody's own (`my.pkg:Recipe`) is imported.
+
+    ValueError, as `coalign train` has it, for a recipe that does not exist.
+    """
+    return _read_attribute(algorithm, "coalign.recipes", "defaults") or {}
+
+
+def forms_group(module: str) -> bool:
+    """Return whether the processes of a model with this backend form one group (`Module.spmd`)."""
+    return bool(_read_attribute(module, "coalign.backends", "spmd"))
+
+
+def _read_attribute(name: str, home: str, attribute: str) -> Any:
+    classes = list_classes(home)
+    if name not in classes:
+        return getattr(resolve_class(name, home), attribute, None)
+    module, _, cls = classes[name].partition(":")
+    return getattr(_read_class(module, cls), attribute, None)
+
+
+@cache
+def _read_class(module: str, name: str) -> SimpleNamespace:
+    """Read the attributes ``READ`` of a class, its bases' included; they may refer to those of other classes."""
+    file = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    imported = {
+        each.asname or each.name: (str(node.module), each.name)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    }
+    own = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if name not in own:
+        return SimpleNamespace()
+
+    def find(used: ast.AST) -> dict[str, SimpleNamespace]:
+        names = [each.id for each in ast.walk(used) if isinstance(each, ast.Name)]
+        places = {each: imported.get(each, (module, each)) for each in names if each in own or each in imported}
+        return {each: _read_class(*place) for each, place in places.items() if place[0].startswith("coalign.")}
+
+    values: dict[str, Any] = {}
+    for base in reversed(own[name].bases):
+        for found in find(base).values():
+            values |= vars(found)
+    for line in own[name].body:
+        target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
+        value = getattr(line, "value", None)
+        if isinstance(target, ast.Name) and target.id in READ and isinstance(value, ast.expr):
+            code = compile(ast.Expression(value), str(file), "eval")
+            values[target.id] = eval(code, {"__builtins__": {}}, find(value))
+    return SimpleNamespace(**values)
