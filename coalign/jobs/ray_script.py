@@ -30,17 +30,19 @@ own_address() {{  # of this node, on the network between the nodes
 
 start_ray() {{  # as `head` or `worker`: Ray on this node, until it is ended
   if [ "$1" = head ]; then
-    set -- --head --port="$RAY_PORT" --ray-client-server-port="$((RAY_PORT + 1))" --temp-dir="$RAY_FILES"
+    set -- --head --port="$RAY_PORT" --ray-client-server-port="$((RAY_PORT + 1))" --temp-dir="$RAY_FILES" \\
+      --include-dashboard=false
   else
-    until (exec 3<>"/dev/tcp/$RAY_HEAD/$RAY_PORT") 2>/dev/null; do sleep 1; done
+    for _ in $(seq {seconds}); do (exec 3<>"/dev/tcp/$RAY_HEAD/$RAY_PORT") 2>/dev/null && break; sleep 1; done
     set -- --address="$RAY_HEAD:$RAY_PORT"
   fi
   exec {ray} start "$@" --node-ip-address="$(own_address)" {resources} \\
-    --include-dashboard=false --min-worker-port=0 --max-worker-port=0 --block
+    --min-worker-port=0 --max-worker-port=0 --block
 }}
 
-wait_for_nodes() {{  # until all have joined
+wait_for_nodes() {{  # until all have joined the head, which is the process $head
   for _ in $(seq {tries}); do
+    kill -0 "$head" 2>/dev/null || {{ echo "coalign: Ray has not started, see above" >&2; return 1; }}
     [ "$({ray} status --address="$RAY_HEAD:$RAY_PORT" 2>/dev/null | grep -c ' node_')" -ge {nodes} ] && return 0
     sleep 2
   done

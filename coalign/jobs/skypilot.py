@@ -32,11 +32,10 @@ if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
   exit 0  # it ends with the head, whose exit code counts
 fi
 (start_ray head) &
-ray=$!
-wait_for_nodes || {{ kill "$ray"; exit 1; }}
-{command}
+head=$!
+wait_for_nodes && {command}
 code=$?
-kill "$ray"
+kill "$head" 2>/dev/null
 exit "$code"
 """
 

@@ -32,8 +32,9 @@ cd {directory} || exit 1
 export PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}"
 
 driver= preempted= interrupted=
-# USR1 comes {notice} s before the time limit, and with preemption (PreemptParameters=send_user_signal): coalign saves,
-# and the job goes back into the queue. TERM is the end that somebody wants (scancel): coalign saves, and that is all.
+# USR1 comes {notice} s before the time limit, and with preemption where Slurm is configured to send it
+# (SlurmctldParameters=preempt_send_user_signal): coalign saves, and the job goes back into the queue.
+# TERM is the end that somebody wants (scancel): coalign saves, and that is all.
 end_run() {{
   preempted=$1 interrupted=yes
   if [ -n "$driver" ]; then kill -TERM "$driver" 2>/dev/null; fi
@@ -43,7 +44,7 @@ trap 'end_run ""' TERM
 
 train() {{
   code=143
-  [ -z "$interrupted" ] || return  # told to end before it began
+  [ -z "$interrupted" ] || return 0  # told to end before it began
   {command} &
   driver=$!
   while :; do
@@ -52,6 +53,7 @@ train() {{
     code=$?
     [ -n "$interrupted" ] || break  # else a signal was handled, and the run goes on
   done
+  return 0
 }}
 """
 ONE_NODE = """\
@@ -67,13 +69,13 @@ export RAY_PORT=$((20000 + SLURM_JOB_ID % 20000))  # another job on this machine
 export RAY_FILES="/tmp/ray_${{SLURM_JOB_ID}}_${{SLURM_RESTART_COUNT:-0}}"
 export RAY_ADDRESS=$RAY_HEAD:$RAY_PORT
 export -f own_address start_ray
-srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=0 \\
-  bash -c 'if [ "$SLURM_PROCID" = 0 ]; then start_ray head; else start_ray worker; fi' &
-ray=$!
-wait_for_nodes || {{ kill "$ray"; exit 1; }}
-train
-kill "$ray" 2>/dev/null
-wait "$ray" 2>/dev/null
+(start_ray head) &
+head=$!
+srun --nodes={others} --ntasks={others} --ntasks-per-node=1 --exclude="$SLURMD_NODENAME" bash -c 'start_ray worker' &
+workers=$!
+wait_for_nodes && train || code=1
+kill "$workers" "$head" 2>/dev/null
+wait "$workers" "$head" 2>/dev/null
 """
 END = """\
 if [ -n "$preempted" ] && [ "$code" -eq 143 ]; then  # saved, and not at its last step
@@ -119,7 +121,7 @@ def render_sbatch(job: TrainingJob, options: SlurmOptions) -> str:
         command=job.command(python, *settings),
     )
     ray = shlex.quote(str(Path(python).with_name("ray")))
-    several_nodes = SEVERAL_NODES.format(python=shlex.quote(python), nodes=size.nodes, functions=raise_ray(size, ray))
+    several_nodes = SEVERAL_NODES.format(python=shlex.quote(python), others=size.nodes - 1, functions=raise_ray(size, ray))
     return text + "\n" + (several_nodes if several else ONE_NODE) + END
 
 

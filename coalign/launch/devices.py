@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
-from coalign.cluster.base import plan_slots
+from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.cluster.placement.nodes import ACCELERATORS, Node, assign_nodes, find_accelerator
 from coalign.cluster.placement.slots import list_slots
 from coalign.cluster.ray_space import check_ray
@@ -79,6 +79,8 @@ def check_devices(models: Mapping[str, ModelConfig], config: RunConfig) -> None:
     asking = [name for name, model in models.items() if model.devices]
     if not asking or config.runtime.ray_address or resource not in ACCELERATORS:
         return
+    if choose_cluster(config) == "torchrun":
+        return  # its processes may be on several machines
     if not (there := count_devices(find_accelerator(resource).device)):
         message = (
             f"is {models[asking[0]].devices}, and torch finds no {resource} on this machine; 0 computes on the CPU, "
