@@ -131,3 +131,25 @@ def launch_skypilot(
     if dry_run:
         return typer.echo(task, nl=False)
     raise typer.Exit(launch_task(job, task))
+
+
+@app.command(name="torchrun")
+def launch_torchrun(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Nodes = None,
+    gpus_per_node: Devices = None,
+    node_rank: Annotated[int, typer.Option(min=0, help="The number of this machine, from 0.")] = 0,
+    address: Annotated[str | None, typer.Option(help="HOST or HOST:PORT of the first machine.")] = None,
+    interface: Interface = None,
+    dry_run: DryRun = False,
+):
+    """Train on data without Ray (sft, dpo, reward_model, …): torchrun's processes are the ranks of the model."""
+    from coalign.jobs.job import plan_job
+    from coalign.jobs.torchrun import TorchrunOptions, render_torchrun, run_torchrun
+
+    job = plan_job(config, overrides or [], nodes=nodes or 1, devices=gpus_per_node, stacked=True, ships=False)
+    options = TorchrunOptions(node_rank, address, interface)
+    if dry_run:
+        return typer.echo(render_torchrun(job, options), nl=False)
+    raise typer.Exit(run_torchrun(job, options))

@@ -17,7 +17,7 @@ import coalign
 from coalign.config.functions import list_classes, resolve_class
 
 PACKAGE = Path(coalign.__file__).parent
-READ = ("defaults", "spmd")  # assigned literals, or what literals and other classes' attributes make
+READ = ("defaults", "spmd", "sync")  # assigned literals, or what literals and other classes' attributes make
 
 
 def read_defaults(algorithm: str) -> Mapping[str, Any]:
@@ -26,6 +26,11 @@ def read_defaults(algorithm: str) -> Mapping[str, Any]:
     ValueError, as `coalign train` has it, for a recipe that does not exist.
     """
     return _read_attribute(algorithm, "coalign.recipes", "defaults") or {}
+
+
+def syncs_weights(algorithm: str) -> bool:
+    """Return whether a recipe sends the weights that it trains to a model that samples (`Engine.sync`)."""
+    return bool(_read_attribute(algorithm, "coalign.recipes", "sync"))
 
 
 def forms_group(module: str) -> bool:

@@ -52,14 +52,15 @@ def plan_job(
     nodes: int | None = None,
     devices: int | None = None,
     sized: bool = True,
+    stacked: bool = False,
     ships: bool,
 ) -> TrainingJob:
     """Plan the job of a configuration in the current directory.
 
-    ``nodes`` and ``devices`` of each: see `size_cluster`; not ``sized``: the cluster is there already. ``ships``: the
-    job has a file system of its own, so the code of the run travels, and absolute paths are those of that machine.
-    Raises ConfigError or ValueError for a configuration that is wrong, too large for the nodes, or whose code does not
-    travel.
+    ``nodes`` and ``devices`` of each: see `size_cluster`; not ``sized``: the cluster is there already. ``stacked``: all
+    models lie on the same devices. ``ships``: the job has a file system of its own, so the code of the run travels, and
+    absolute paths are those of that machine. Raises ConfigError or ValueError for a configuration that is wrong, too
+    large for the nodes, or whose code does not travel.
     """
     directory = Path.cwd()
     config = load(file, overrides, read_defaults, planned=True, elsewhere=ships)
@@ -73,7 +74,9 @@ def plan_job(
                 raise ValueError(f"{each} is in a folder that does not travel with the job; move it out of there")
         check_code(config, shipment)
         file = file.resolve().relative_to(directory)
-    size = size_cluster(config, nodes, devices) if sized else ClusterSize(1, 0, config.runtime.accelerator)
+    groups = [[*config.models]] if stacked else config.runtime.colocation
+    placed = config.model_copy(update={"runtime": config.runtime.model_copy(update={"colocation": groups})})
+    size = size_cluster(placed, nodes, devices) if sized else ClusterSize(1, 0, config.runtime.accelerator)
     references = list_references(written, overrides)
     return TrainingJob(_name(config), config, str(file), overrides, directory, size, references, shipment)
 

@@ -121,7 +121,9 @@ def render_sbatch(job: TrainingJob, options: SlurmOptions) -> str:
         command=job.command(python, *settings),
     )
     ray = shlex.quote(str(Path(python).with_name("ray")))
-    several_nodes = SEVERAL_NODES.format(python=shlex.quote(python), others=size.nodes - 1, functions=raise_ray(size, ray))
+    several_nodes = SEVERAL_NODES.format(
+        python=shlex.quote(python), others=size.nodes - 1, functions=raise_ray(size, ray)
+    )
     return text + "\n" + (several_nodes if several else ONE_NODE) + END
 
 

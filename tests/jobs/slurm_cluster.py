@@ -42,6 +42,7 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 SwitchType=switch/none
+KillWait=5
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cores}
 PreemptType=preempt/partition_prio
@@ -67,7 +68,11 @@ def start_slurm(folder: Path) -> Iterator[dict[str, str]]:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    names: dict[str, object] = {"host": socket.gethostname().partition(".")[0], "folder": folder, "cores": os.cpu_count()}
+    names: dict[str, object] = {
+        "host": socket.gethostname().partition(".")[0],
+        "folder": folder,
+        "cores": os.cpu_count(),
+    }
     names["first"] = random.randrange(1000, 20000)  # a job's number becomes its Ray's port
     configuration = folder / "slurm.conf"
     configuration.write_text(CONFIGURATION.format(ports=_find_ports(3), **names))
