@@ -152,4 +152,4 @@ def launch_torchrun(
     options = TorchrunOptions(node_rank, address, interface)
     if dry_run:
         return typer.echo(render_torchrun(job, options), nl=False)
-    raise typer.Exit(run_torchrun(job, options))
+    run_torchrun(job, options)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
+from typing import NoReturn
 
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.jobs.class_source import syncs_weights
@@ -35,20 +35,16 @@ def render_torchrun(job: TrainingJob, options: TorchrunOptions) -> str:
     return _write_script(job, _build_command(job, options), list_variables("/tmp/coalign", options.interface))
 
 
-def run_torchrun(job: TrainingJob, options: TorchrunOptions) -> int:
-    """Run this machine's processes to their end; returns torchrun's exit code."""
+def run_torchrun(job: TrainingJob, options: TorchrunOptions) -> NoReturn:
+    """Become torchrun, which starts this machine's processes: signals reach it, and its exit code is that of all."""
     if job.size.nodes > 1 and not os.environ.get(TOKEN):
         raise ValueError(
             f"{TOKEN} is not set: the processes of several machines know each other by it, so it is the same secret "
             f"on all: export {TOKEN}=$(openssl rand -hex 32)"
         )
+    command = _build_command(job, options)
     variables = {each.name: each.value for each in list_variables("/tmp/coalign", options.interface)}
-    process = subprocess.Popen(_build_command(job, options), env={**os.environ, **variables})
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the processes have got it, too: the first of them saves and ends the others
-            continue
+    os.execve(command[0], command, {**os.environ, **variables})
 
 
 def _build_command(job: TrainingJob, options: TorchrunOptions) -> list[str]:

@@ -18,6 +18,7 @@ from coalign.config import load
 from coalign.jobs.class_source import read_defaults
 from coalign.jobs.job import plan_job
 from coalign.jobs.ray import RayOptions, render_submission, submit_job
+from coalign.jobs.shipment import list_shipment
 from tests.jobs.conftest import write
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 
@@ -164,27 +165,30 @@ def test_a_wrong_token_is_one_line_and_starts_nothing(cluster, tmp_path):
     assert "refuses the token of" in job.stderr and str(wrong) in job.stderr and len(job.stderr.splitlines()) == 1
 
 
+SUBMIT_WITH_A_FILE = """
+import sys
+from coalign.cluster.ray_jobs import RayJobClient
+address, archive = sys.argv[1:]
+client = RayJobClient(address)
+ask = "ray.get(ray.remote(lambda: __import__('mine').value).remote())"
+command = f'python -c "import mine, ray; ray.init(\\'auto\\'); print(mine.value, {ask})"'
+number = client._client.submit_job(entrypoint=command, runtime_env={"working_dir": f"file://{archive}"})
+client.follow(number, sys.stdout.write)
+sys.exit(client.wait(number))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ray_unpacks_the_archive_that_a_rayjob_names(cluster, tmp_path, monkeypatch):
+def test_ray_unpacks_the_archive_that_a_rayjob_names(cluster, tmp_path):
     """KubeRay's pods have the code as a zip file of each node (`file://`): the head's and the workers' see it."""
-    from coalign.cluster.ray_jobs import RayJobClient
-
-    (tmp_path / "mine.py").write_text("value = 41\n")
-    monkeypatch.chdir(tmp_path)
-    from coalign.jobs.shipment import list_shipment
-
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "mine.py").write_text("value = 41\n")
     archive = tmp_path / "code.zip"
-    archive.write_bytes(list_shipment(tmp_path).pack(2**20))
+    archive.write_bytes(list_shipment(project).pack(2**20))
     address, token = cluster
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    client = RayJobClient(address)
-    ask = "ray.get(ray.remote(lambda: __import__('mine').value).remote())"
-    program = f"import mine, ray; ray.init('auto'); print(mine.value, {ask})"
-    number = client._client.submit_job(
-        entrypoint=f'python -c "{program}"', runtime_env={"working_dir": f"file://{archive}"}
-    )
-    lines = []
-    client.follow(number, lines.append)
-    assert client.wait(number) == 0 and "41 41" in "".join(lines), lines
+    command = [sys.executable, "-c", SUBMIT_WITH_A_FILE, address, str(archive)]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "PYTHONPATH": str(ROOT)}
+    job = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert job.returncode == 0 and "41 41" in job.stdout, job.stdout + job.stderr
