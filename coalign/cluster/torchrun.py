@@ -285,5 +285,9 @@ def _reach_driver(own: TorchrunRank) -> Connection:
     while True:
         try:
             return cast(Connection, Client(own.driver, authkey=token))
-        except (FileNotFoundError, ConnectionError):
+        except AuthenticationError:
+            raise ValueError(
+                f"{TOKEN}: the driver at {own.address} has another secret; it is the same on all"
+            ) from None
+        except (FileNotFoundError, ConnectionError, EOFError):
             time.sleep(LOOK_SECONDS)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -92,11 +93,11 @@ def test_the_directory_of_the_socket_keeps_others_out(tmp_path, monkeypatch):
 # ---- with torchrun
 
 
-def begin(config, *options):
+def begin(config, *options, **variables):
     path = Path(config["output"]).parent / "run.yaml"
     path.write_text(json.dumps(config))
     command = [sys.executable, "-m", "coalign.cli", "launch", "torchrun", str(path), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     return subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -115,6 +116,24 @@ def test_two_processes_end_with_the_weights_of_two_on_ray(tmp_path, algorithm):
     assert run(config) == 0
     assert [line["step"] for line in metrics(own)] == [line["step"] for line in metrics(config)]
     assert weights_hash(own, 3) == weights_hash(config, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_processes_of_several_machines_meet_at_a_port_with_a_secret(tmp_path):
+    """Two torchruns of one process each, which know of each other only what two machines would."""
+    config = settings(tmp_path, "sft", steps=3, cluster="auto")
+    config["models"]["trainer"] |= {"num_process": 2, "num_gpu": 0}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    where = ["--nodes", "2", "--address", f"127.0.0.1:{port}", "--node-rank"]
+    started = [begin(config, *where, str(rank), **{TOKEN: "secret"}) for rank in (0, 1)]
+    said = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    together = config | {"output": str(tmp_path / "together")}
+    process = begin(together)
+    assert process.communicate() and process.returncode == 0
+    assert weights_hash(config, 3) == weights_hash(together, 3)
 
 
 @pytest.mark.slow
