@@ -60,7 +60,7 @@ def launch_kuberay(
     secret: Annotated[list[str] | None, typer.Option(help="A secret whose keys become variables; repeatable.")] = None,
     namespace: Annotated[str | None, typer.Option(help="The namespace; without it kubectl's.")] = None,
     interface: Annotated[str, typer.Option(help="The network of the pods.")] = "eth0",
-    retries: Annotated[int, typer.Option(min=0, help="New clusters after one has failed.")] = 3,
+    retries: Annotated[int, typer.Option(min=0, help="How often a job that failed starts again.")] = 3,
     dry_run: DryRun = False,
 ):
     """Apply a RayJob: KubeRay raises a Ray cluster of pods, trains, and removes it."""

@@ -1,8 +1,8 @@
 """Finds how many nodes a run needs, or checks that those which somebody asks for can hold it.
 
-Nothing is imported for it that computes: the settings of the models, and which of them share devices, say enough. Only
-where it depends on the loss how many devices are needed (a reference with devices of its own, which not every loss
-reads), the recipe is asked, which imports torch.
+Nothing is imported for it that computes: the settings of the models, and which of them share devices, say enough. The
+recipe is asked, which imports torch, only where the number of devices depends on what it alone knows: recipes and
+losses of somebody's own, and adapters, whose base may stand in for a reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coalign.cluster.placement.nodes import Node, assign_nodes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import RunConfig
-from coalign.jobs.class_source import forms_group
+from coalign.jobs.declarations import forms_group, reads_reference
 
 USUAL_DEVICES = 8  # of a node, if nobody says how many it has
 OPTIONAL = "reference"  # the model that a recipe leaves out if no loss reads its log-probs
@@ -62,12 +62,22 @@ def size_cluster(config: RunConfig, nodes: int | None = None, devices: int | Non
 
 def _find_slots(config: RunConfig) -> list[Slot]:
     """Find the slots of the models that run."""
-    everything = _pack(config, config.models)
-    if ":" not in config.algorithm:
-        others = _pack(config, [name for name in config.models if name != OPTIONAL])
-        if sorted(map(_device_units, everything)) == sorted(map(_device_units, others)):
-            return everything
-    return _pack(config, _list_started(config))
+    everything, others = config.models, [name for name in config.models if name != OPTIONAL]
+    if ":" in config.algorithm:
+        return _pack(config, _list_started(config))
+    with_all, without = _pack(config, everything), _pack(config, others)
+    if sorted(map(_device_units, with_all)) == sorted(map(_device_units, without)):
+        return with_all
+    runs = _runs_reference(config)
+    return _pack(config, _list_started(config)) if runs is None else with_all if runs else without
+
+
+def _runs_reference(config: RunConfig) -> bool | None:
+    """Whether a recipe of Coalign starts the reference: something charges for the divergence from it. None: ask it."""
+    if config.loss is None or any(model.lora for model in config.models.values()):
+        return None
+    charged = config.kl is not None and config.kl.arguments.get("coef") != 0
+    return charged or reads_reference(config.loss.fn, config.loss.arguments)
 
 
 def _pack(config: RunConfig, names: Iterable[str]) -> list[Slot]:

@@ -17,8 +17,8 @@ from coalign.config.errors import ConfigError, ConfigProblem, Key, format_key
 from coalign.config.introspect import find_input
 from coalign.config.layers import walk
 from coalign.config.schema import RunConfig
-from coalign.jobs.class_source import read_defaults
 from coalign.jobs.cluster_size import ClusterSize, size_cluster
+from coalign.jobs.declarations import read_defaults
 from coalign.jobs.environment import list_references
 from coalign.jobs.shipment import Shipment, check_code, list_shipment
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from coalign.config.errors import ConfigError, ConfigProblem
-from coalign.jobs.class_source import syncs_weights
+from coalign.jobs.declarations import syncs_weights
 from coalign.jobs.environment import JobVariable, list_variables
 from coalign.jobs.job import TrainingJob
 

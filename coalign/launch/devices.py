@@ -79,14 +79,14 @@ def check_devices(models: Mapping[str, ModelConfig], config: RunConfig) -> None:
     asking = [name for name, model in models.items() if model.devices]
     if not asking or config.runtime.ray_address or resource not in ACCELERATORS:
         return
-    if choose_cluster(config) == "torchrun":
-        return  # its processes may be on several machines
     if not (there := count_devices(find_accelerator(resource).device)):
         message = (
             f"is {models[asking[0]].devices}, and torch finds no {resource} on this machine; 0 computes on the CPU, "
             "and runtime.ray_address names a Ray cluster that has them"
         )
         raise ConfigError([ConfigProblem(("models", asking[0], "num_gpu"), message)])
+    if choose_cluster(config) == "torchrun":
+        return  # its processes may be on several machines; models of one share its device
     with located_at("models", asking[0], "num_gpu"):
         slots = list_slots(plan_slots(models, config.runtime.colocation))
         assign_nodes(slots, [Node("this machine", there, there)])

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from coalign.config import load
-from coalign.jobs.class_source import read_defaults
 from coalign.jobs.cluster_size import ClusterSize, size_cluster
+from coalign.jobs.declarations import read_defaults
 from tests.jobs.conftest import write
 from tests.runs import ROOT
 
@@ -104,8 +104,8 @@ def test_it_counts_the_models_that_the_plan_starts(here, algorithm, kl):
 def test_rendering_imports_no_torch():
     code = (
         "import sys; from pathlib import Path; from coalign.jobs.job import plan_job\n"
-        "job = plan_job(Path('examples/gpu/two_nodes.yaml'), ['data.train=README.md', 'data.eval=README.md'],"
-        " ships=False)\n"
+        "settings = ['data.train=README.md', 'data.eval=README.md', 'runtime.colocation=[]', 'loss.kl_coef=0']\n"
+        "job = plan_job(Path('examples/gpu/two_nodes.yaml'), settings, ships=False)\n"
         "print(job.size.nodes, job.size.devices, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

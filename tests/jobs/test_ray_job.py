@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from coalign.config import load
-from coalign.jobs.class_source import read_defaults
+from coalign.jobs.declarations import read_defaults
 from coalign.jobs.job import plan_job
 from coalign.jobs.ray import RayOptions, render_submission, submit_job
 from coalign.jobs.shipment import list_shipment

@@ -80,6 +80,32 @@ def test_a_process_that_torchrun_has_not_started_is_told_so(tmp_path, monkeypatc
         run(settings(tmp_path, "sft", cluster="torchrun"))
 
 
+@pytest.fixture
+def as_rank_0(monkeypatch):
+    """This process as the first of two that torchrun has started."""
+    names = {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": 1,
+        "MASTER_ADDR": "host",
+    }
+    for name, value in (names | {"TORCHELASTIC_RUN_ID": "none"}).items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_run_that_torchrun_started_refuses_what_its_processes_cannot_be(as_rank_0, tmp_path):
+    config = settings(tmp_path, "sft", cluster="auto")
+    config["models"]["trainer"] |= {"num_process": 3, "num_gpu": 0}
+    with pytest.raises(
+        ValueError, match=r"models\.trainer asks for 3 processes with 1 device\(s\), and torchrun started 2"
+    ):
+        run(config)
+    with pytest.raises(ValueError, match="`grpo` samples from a model while another learns"):
+        run(settings(tmp_path, "grpo", cluster="auto"))
+
+
 def test_the_directory_of_the_socket_keeps_others_out(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     own = TorchrunRank(0, 2, 0, 2, "127.0.0.1", 1)

@@ -1,7 +1,7 @@
-"""Reads class attributes from the sources of Coalign's recipes and backends, without importing them.
+"""Reads what recipes, backends and losses declare, from their sources and without importing them.
 
-A launcher has to know the defaults of a recipe and whether a backend forms groups. Importing either imports torch,
-which takes longer than everything else that rendering a job does.
+A launcher has to know the defaults of a recipe, whether a backend forms groups, and whether a loss reads a reference.
+Importing any of them imports torch, which takes longer than everything else that rendering a job does.
 """
 
 from __future__ import annotations
@@ -38,6 +38,43 @@ def forms_group(module: str) -> bool:
     return bool(_read_attribute(module, "coalign.backends", "spmd"))
 
 
+def reads_reference(loss: str, arguments: Mapping[str, Any]) -> bool | None:
+    """Return whether a loss reads the reference's log-probs with these arguments; None for one that is not here."""
+    if loss not in _list_losses():
+        return None
+    if loss in _list_policy_losses():
+        return bool(arguments.get("kl_coef"))
+    return loss in _list_losses_with_reference()
+
+
+@cache
+def _list_losses() -> set[str]:
+    """List the functions of the modules of losses."""
+    modules = [_parse(f"coalign.algorithms.losses.{name}") for name in ("policy", "preference", "supervised")]
+    return {node.name for module in modules for node in module.body if isinstance(node, ast.FunctionDef)}
+
+
+@cache
+def _list_policy_losses() -> set[str]:
+    """The losses that are policy losses: with a KL term that is left out at `kl_coef: 0`, the default."""
+    functions = [node for node in _parse("coalign.algorithms.losses.policy").body if isinstance(node, ast.FunctionDef)]
+    marked = {node.name: [ast.unparse(each) for each in node.decorator_list] for node in functions}
+    return {name for name, decorators in marked.items() if "policy_loss" in decorators}
+
+
+@cache
+def _list_losses_with_reference() -> set[str]:
+    """The losses of preferences that compare with the reference: named in a loop that says so for each."""
+    loops = [node for node in _parse("coalign.algorithms.losses.preference").body if isinstance(node, ast.For)]
+    found = [loop.iter for loop in loops if any("'ref'" in ast.unparse(line) for line in loop.body)]
+    return {each.id for names in found for each in ast.walk(names) if isinstance(each, ast.Name)}
+
+
+def _parse(module: str) -> ast.Module:
+    file = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
 def _read_attribute(name: str, home: str, attribute: str) -> Any:
     classes = list_classes(home)
     if name not in classes:
@@ -49,8 +86,7 @@ def _read_attribute(name: str, home: str, attribute: str) -> Any:
 @cache
 def _read_class(module: str, name: str) -> SimpleNamespace:
     """Read the attributes ``READ`` of a class, its bases' included; they may refer to those of other classes."""
-    file = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = _parse(module)
     imported = {
         each.asname or each.name: (str(node.module), each.name)
         for node in tree.body
@@ -74,6 +110,6 @@ def _read_class(module: str, name: str) -> SimpleNamespace:
         target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
         value = getattr(line, "value", None)
         if isinstance(target, ast.Name) and target.id in READ and isinstance(value, ast.expr):
-            code = compile(ast.Expression(value), str(file), "eval")
+            code = compile(ast.Expression(value), module, "eval")
             values[target.id] = eval(code, {"__builtins__": {}}, find(value))
     return SimpleNamespace(**values)
