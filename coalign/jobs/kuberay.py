@@ -105,7 +105,6 @@ def _pod(job: TrainingJob, options: KubeRayOptions, variables: Sequence[JobVaria
         "name": "ray",
         "image": options.image,
         "env": [{"name": variable.name, "value": variable.value} for variable in variables],
-        "envFrom": [{"secretRef": {"name": name}} for name in options.secrets],
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [
             {"name": "code", "mountPath": CODE, "readOnly": True},
@@ -113,15 +112,15 @@ def _pod(job: TrainingJob, options: KubeRayOptions, variables: Sequence[JobVaria
             {"name": "runs", "mountPath": mount},
         ],
     }
+    if options.secrets:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in options.secrets]
     return {
-        "containers": [container if options.secrets else {k: v for k, v in container.items() if k != "envFrom"}],
+        "containers": [container],
         "volumes": [
             {"name": "code", "configMap": {"name": code}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
             {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
         ],
-        # Seconds for the checkpoint that SIGTERM asks for, before the pod is killed.
-        "terminationGracePeriodSeconds": int(job.config.runtime.preemption_notice or 120),
     }
 
 

@@ -31,13 +31,16 @@ cd {directory} || exit 1
 # People's own modules are found here, on every node.
 export PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}"
 
-driver= preempted= interrupted=
+driver= preempted= interrupted= told=
 # USR1 comes {notice} s before the time limit, and with preemption where Slurm is configured to send it
 # (SlurmctldParameters=preempt_send_user_signal): coalign saves, and the job goes back into the queue.
 # TERM is the end that somebody wants (scancel): coalign saves, and that is all.
 end_run() {{
   preempted=$1 interrupted=yes
-  if [ -n "$driver" ]; then kill -TERM "$driver" 2>/dev/null; fi
+  if [ -n "$driver" ] && [ -z "$told" ]; then  # once: the second signal ends a run without a checkpoint
+    told=yes
+    kill -TERM "$driver" 2>/dev/null
+  fi
 }}
 trap 'end_run yes' USR1
 trap 'end_run ""' TERM

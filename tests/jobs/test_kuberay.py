@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from coalign.jobs.job import plan_job
-from coalign.jobs.kuberay import KubeRayOptions, apply_rayjob, render_rayjob
+from coalign.jobs.kuberay import RAY_VERSION, KubeRayOptions, apply_rayjob, render_rayjob
 from tests.jobs.conftest import write
 from tests.jobs.rayjob_schema import RAYJOB
+from tests.runs import ROOT
 
 SETTINGS = {"runtime": {"steps": 3}, "data": {"train": "/runs/rows.jsonl", "chat_template": "none"}}
 OPTIONS = KubeRayOptions("registry/coalign:1", ("claim", "/runs"))
@@ -121,6 +122,12 @@ def test_code_that_is_too_large_is_refused_with_its_largest_files(here):
     (here / "table.py").write_bytes(random.Random(0).randbytes(2**20))
     with pytest.raises(ValueError, match=r"1\.0 MiB when packed, and 0\.7 MiB can travel.*table\.py 1\.0 MiB"):
         render(here)
+
+
+def test_the_images_have_the_ray_that_kuberay_is_told(here):
+    for lock in (ROOT / "docker").glob("pylock.*.toml"):
+        assert f'name = "ray"\nversion = "{RAY_VERSION}"' in lock.read_text()
+    assert f"ray=={RAY_VERSION}" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def test_a_missing_kubectl_is_one_line(here, monkeypatch):
