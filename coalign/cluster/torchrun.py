@@ -75,7 +75,8 @@ class TorchrunRank:
             return self.address, self.port + 1
         folder = Path(tempfile.gettempdir(), f"coalign-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+        own = folder.lstat()  # a link, which somebody else may have put there, is open to all
+        if own.st_uid != os.getuid() or own.st_mode & 0o077:
             raise ValueError(f"{folder} belongs to others, or is open to them: it has to be your own (chmod 700)")
         return str(folder / f"{self.port}.sock")
 

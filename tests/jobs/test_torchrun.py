@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from coalign.cluster import torchrun
 from coalign.cluster.torchrun import TorchrunRank
 from coalign.jobs.job import plan_job
 from coalign.jobs.torchrun import TOKEN, TorchrunOptions, render_torchrun, run_torchrun
@@ -69,6 +70,7 @@ def test_what_torchrun_cannot_run_is_one_line(here, keywords, said):
 
 
 def test_several_machines_need_a_secret(here, monkeypatch):
+    assert torchrun.TOKEN == TOKEN  # named twice: the launcher does not import torch
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(ValueError, match=f"{TOKEN} is not set"):
         run_torchrun(plan(here, nodes=2), TorchrunOptions(0, "first"))
