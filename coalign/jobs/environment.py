@@ -26,20 +26,26 @@ class JobVariable:
     reason: str
 
 
-def list_variables(caches: str, interface: str | None = None, hub: str | None = None) -> list[JobVariable]:
+def list_variables(
+    caches: str, interface: str | None = None, hub: str | None = None, *, starts_ray: bool = False
+) -> list[JobVariable]:
     """List what every process of a job has in its environment.
 
     ``caches``: a directory on each node's own disk. ``hub``: the directory of models and data of the hub (None: each
-    node has its own). ``interface``: the network between the nodes (None: each library chooses).
+    node has its own). ``interface``: the network between the nodes (None: each library chooses). ``starts_ray``: the
+    job has a Ray cluster of its own.
     """
     variables = [
         JobVariable("PYTHONUNBUFFERED", "1", "log lines appear when they are written"),
-        JobVariable("RAY_USAGE_STATS_ENABLED", "0", "Ray reports nothing to its makers"),
-        JobVariable("RAY_worker_niceness", "0", "Ray would lower the priority of the processes that compute"),
         JobVariable("TORCHINDUCTOR_CACHE_DIR", f"{caches}/inductor", "compiled kernels, on the node's own disk"),
         JobVariable("TRITON_CACHE_DIR", f"{caches}/triton", "the same for Triton: a network disk would be locked"),
         JobVariable("NCCL_DEBUG", os.environ.get("NCCL_DEBUG", "WARN"), "NCCL says what failed, and nothing else"),
     ]
+    if starts_ray:
+        variables += [
+            JobVariable("RAY_USAGE_STATS_ENABLED", "0", "Ray reports nothing to its makers"),
+            JobVariable("RAY_worker_niceness", "0", "Ray would lower the priority of the processes that compute"),
+        ]
     if hub:
         variables.append(JobVariable("HF_HOME", hub, "models and data of the hub, fetched once for all nodes"))
     if interface:

@@ -60,7 +60,7 @@ def render_rayjob(job: TrainingJob, options: KubeRayOptions) -> str:
             "it (`kubectl create secret generic NAME --from-literal=KEY=VALUE`) with --secret NAME"
         )
     variables = [
-        *list_variables("/tmp/coalign", options.interface, hub=f"{mount}/huggingface"),
+        *list_variables("/tmp/coalign", options.interface, hub=f"{mount}/huggingface", starts_ray=True),
         *name_references(values),
     ]
     code = f"{job.name}-code"

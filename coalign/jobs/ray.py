@@ -90,10 +90,9 @@ def _build_entrypoint(job: TrainingJob) -> str:
 
 
 def _list_variables(job: TrainingJob, options: RayOptions) -> tuple[Sequence[JobVariable], Sequence[str]]:
-    """The variables of a job, and the names of secrets. Those of Ray itself are its nodes' own."""
+    """The variables of a job, and the names of secrets."""
     values, secrets = split_secrets(job.references)
-    variables = [*list_variables("/tmp/coalign", options.interface), *name_references(values)]
-    return [variable for variable in variables if not variable.name.startswith("RAY_")], secrets
+    return [*list_variables("/tmp/coalign", options.interface), *name_references(values)], secrets
 
 
 def _write(lines: str) -> None:

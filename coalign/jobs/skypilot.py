@@ -77,7 +77,7 @@ def render_task(job: TrainingJob, options: SkyPilotOptions) -> str:
         settings.append("runtime.ray_address=auto")
     if options.spot and job.config.runtime.preemption_notice is None:
         settings.append("runtime.preemption_notice=25")  # clouds warn 30 s before, AWS 120 s
-    variables = [*list_variables("/tmp/coalign", options.interface), *name_references(values)]
+    variables = [*list_variables("/tmp/coalign", options.interface, starts_ray=several), *name_references(values)]
     command = job.command("python", *settings)
     if several:
         command = f"RAY_ADDRESS=$RAY_HEAD:$RAY_PORT {command}"

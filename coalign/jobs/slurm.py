@@ -114,7 +114,9 @@ def render_sbatch(job: TrainingJob, options: SlurmOptions) -> str:
     python = os.path.normpath(sys.executable)
     settings = [f"runtime.preemption_notice={notice:g}", *(["runtime.ray_address=auto"] if several else [])]
     user = re.sub(r"\W", "", os.environ.get("USER", "user"))
-    variables = list_variables(f"/tmp/coalign_{user}", options.interface, hub=os.environ.get("HF_HOME"))
+    variables = list_variables(
+        f"/tmp/coalign_{user}", options.interface, hub=os.environ.get("HF_HOME"), starts_ray=several
+    )
     text = STEM.format(
         title=f"coalign launch slurm {job.file}: {_describe(job)}",
         directives="\n".join(f"#SBATCH {line}" for line in _list_directives(job, options)),
