@@ -1,7 +1,7 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` is fast.
 
-`train.py` has the commands on a run or its YAML, `generate.py` those that compute with a model, `models.py` those on
-model directories, `indexed.py` those on tokenised datasets.
+`train.py` has the commands on a run or its YAML, `launch.py` those that start one as a job elsewhere, `generate.py`
+those that compute with a model, `models.py` those on model directories, `indexed.py` those on tokenised datasets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import coalign
-from coalign.cli import generate, indexed, models, train
+from coalign.cli import generate, indexed, launch, models, train
 from coalign.cli.problems import describe_briefly
 
 app = typer.Typer(
@@ -69,6 +69,7 @@ COMMANDS = {
 TAKE_SETTINGS = ("train", "check", "pipeline", "eval", "inspect-data")
 for name, command in COMMANDS.items():
     app.command(name=name, context_settings={"ignore_unknown_options": name in TAKE_SETTINGS})(command)
+app.add_typer(launch.app, name="launch")
 app.add_typer(indexed.app, name="indexed")
 
 

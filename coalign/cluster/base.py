@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -536,10 +537,14 @@ class LocalCluster(Cluster):
         self._arenas: dict[str, Arena] = {}  # by device: models on one device share one
         self._threads = config.runtime.threads
         self._device = find_accelerator(config.runtime.accelerator).device
+        self.nodes, self.placements = self._place()
+
+    def _place(self) -> tuple[list[Node], dict[str, list[ProcessPlacement]]]:
+        """The nodes, and the placement of each model's processes. ValueError if there are not enough devices."""
         count = count_devices(self._device)
-        self.nodes = [Node("this process", count, count)]
-        where = assign_nodes(list_slots(self.slots), self.nodes)
-        self.placements = place_processes(list_slots(self.slots), where, [[[str(number) for number in range(count)]]])
+        nodes, slots = [Node("this process", count, count)], list_slots(self.slots)
+        devices = [[[str(number) for number in range(count)]]]
+        return nodes, place_processes(slots, assign_nodes(slots, nodes), devices)
 
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
         processes = slot.footprints[name].processes
@@ -579,8 +584,13 @@ def start_cluster(config: RunConfig, models: Mapping[str, ModelConfig] | None = 
 
     Use it as a context manager. ValueError if the models do not fit on the cluster.
     """
-    if choose_cluster(config) == "local":
+    kind = choose_cluster(config)
+    if kind == "local":
         return LocalCluster(config, models)
+    if kind == "torchrun":
+        from coalign.cluster.torchrun import TorchrunCluster  # a subclass of what is above
+
+        return TorchrunCluster(config, models)
     check_ray()
     from coalign.cluster.ray import RayCluster  # the extra [ray] is needed only here
 
@@ -588,9 +598,12 @@ def start_cluster(config: RunConfig, models: Mapping[str, ModelConfig] | None = 
 
 
 def choose_cluster(config: RunConfig) -> str:
-    """`local` or `ray`; `auto` is Ray if it has an address or some model needs more than one process."""
+    """`local`, `ray` or `torchrun`; `auto` is torchrun in a process that it started, and Ray if it has an address or
+    some model needs more than one process."""
     if config.runtime.cluster != "auto":
         return config.runtime.cluster
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
     models = config.models.values()
     several = any(model.processes > 1 for model in models)
     return "ray" if config.runtime.ray_address or several else "local"

@@ -143,6 +143,11 @@ class KeyLocations:
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (the way to declare a class unhashable)
 
+    @property
+    def sources(self) -> list[str]:
+        """The files, overrides and defaults in which keys were written, each once."""
+        return list(dict.fromkeys(place.source for place in self._known.values()))
+
     def put(self, key: Key, place: ConfigLocation) -> None:
         """Record that ``key`` was written at ``place``."""
         self._known[key] = place

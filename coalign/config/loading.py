@@ -66,6 +66,7 @@ def load(
     defaults: Defaults = MappingProxyType({}),
     *,
     planned: bool = False,
+    elsewhere: bool = False,
 ) -> RunConfig:
     """Read, merge, resolve and validate the configuration of a run.
 
@@ -79,13 +80,13 @@ def load(
     null means "not given" where it is not a value of the key, so ``models.reference=null`` removes the model. If a file
     names another ``fn`` than the defaults, the defaults' arguments are dropped. Data and model paths must exist; they
     are relative to the current directory, or else to that of the YAML file. With ``planned``, a model that another run
-    will make (`OUTPUT/model`) need not exist yet.
+    will make (`OUTPUT/model`) need not exist yet. With ``elsewhere``, absolute paths are those of other machines.
 
     ConfigError has one line per problem: file and line (or override), key, and the expected value.
     """
     layer, folder = read_layer(source, overrides)
     _refuse_other_files(layer, source)
-    return load_run(layer, LoadContext(folder, allow_planned=planned), defaults)
+    return load_run(layer, LoadContext(folder, allow_planned=planned, elsewhere=elsewhere), defaults)
 
 
 def _refuse_other_files(layer: ConfigLayer, source: object) -> None:
@@ -117,6 +118,7 @@ class LoadContext:
     names: Mapping[str, Any] = field(default_factory=dict)  # for references, besides the section's own keys
     planned: Collection[str] = ()  # input files that need not exist yet
     allow_planned: bool = False  # nor need any model that a run will make
+    elsewhere: bool = False  # absolute paths are those of other machines
 
 
 def load_run(layer: ConfigLayer, context: LoadContext, defaults: Defaults) -> RunConfig:
@@ -377,6 +379,8 @@ def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadConte
     for key, text in list(walk(data)):
         required = find_input(key, schema) if isinstance(text, str) else None
         if required is None or _exists(Path(text)) or text in context.planned:
+            continue
+        if context.elsewhere and os.path.isabs(text):
             continue
         if _exists(context.folder / text):
             _follow(data, key[:-1])[key[-1]] = str(context.folder / text)

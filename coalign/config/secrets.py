@@ -26,9 +26,14 @@ _CLIENTS = (  # variables that clients read by themselves
 _references: dict[str, str] = {}  # by the texts that they replace
 
 
+def is_secret(name: str) -> bool:
+    """Return whether an environment variable of this name holds a secret."""
+    return bool(_NAME.search(name))
+
+
 def remember_secret(name: str, text: str, value: Any) -> None:
     """Remember the environment variable's ``text`` and the ``value`` that is used, if its name is a secret's."""
-    if _NAME.search(name):
+    if is_secret(name):
         for spelled in (text, str(value)):
             # As `repr` and a URL write it in messages, and as a dumped configuration writes what could be a reference.
             for known in (spelled, repr(spelled)[1:-1], quote(spelled, safe=""), spelled.replace("${", "\\${")):

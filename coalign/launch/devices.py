@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
-from coalign.cluster.base import plan_slots
+from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.cluster.placement.nodes import ACCELERATORS, Node, assign_nodes, find_accelerator
 from coalign.cluster.placement.slots import list_slots
 from coalign.cluster.ray_space import check_ray
@@ -85,6 +85,8 @@ def check_devices(models: Mapping[str, ModelConfig], config: RunConfig) -> None:
             "and runtime.ray_address names a Ray cluster that has them"
         )
         raise ConfigError([ConfigProblem(("models", asking[0], "num_gpu"), message)])
+    if choose_cluster(config) == "torchrun":
+        return  # its processes may be on several machines; models of one share its device
     with located_at("models", asking[0], "num_gpu"):
         slots = list_slots(plan_slots(models, config.runtime.colocation))
         assign_nodes(slots, [Node("this machine", there, there)])

@@ -48,6 +48,7 @@ from coalign.launch.validate import (
     check_stream,
     check_template,
     check_token_limits,
+    check_torchrun,
     check_transport,
     find_token_limit,
 )
@@ -184,6 +185,7 @@ def prepare(config: RunConfig, *, join: bool = True) -> Plan:
         check_adapters(syncs, models, config)
         check_repetition_penalty(syncs, models)
         check_routing_replay(syncs, config)
+        check_torchrun(syncs, config)
         check_transport(syncs, configs, config)
         check_staleness(syncs, models, config)
         main = next((model for model in models.values() if model.role is Trainable), None)

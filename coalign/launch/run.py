@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.cluster.base import choose_cluster, start_cluster
+from coalign.cluster.torchrun import TorchrunRank, serve_rank
 from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
@@ -59,8 +60,11 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
     """Train as the configuration says, once a look at its flow on stand-ins has found nothing wrong.
 
     Returns the exit code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did. ``hooks``
-    see each step after evaluation and before it is recorded and saved.
+    see each step after evaluation and before it is recorded and saved. Of the processes of torchrun the first trains;
+    the others serve its calls.
     """
+    if choose_cluster(config) == "torchrun" and TorchrunRank.read().rank > 0:
+        return serve_rank(config.runtime.accelerator)
     with StopSignals(config.runtime.preemption_notice) as signals:
         try:
             return _train(config, display, hooks, signals)
@@ -107,7 +111,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
             cluster = start_cluster(config, plan.started)
             signals.install()
         try:
-            if choose_cluster(config) == "ray":
+            if choose_cluster(config) != "local":
                 log.info(
                     "placement:\n%s",
                     "\n".join(describe_assigned_layout(cluster.slots, cluster.placements, cluster.nodes)),

@@ -188,14 +188,23 @@ def check_sections(config: RunConfig, recipe: type[Engine]) -> None:
             raise ValueError(f"{name}: `{config.algorithm}` {why}; leave it out")
 
 
+def check_torchrun(syncs: Sequence[tuple[str, str]], config: RunConfig) -> None:
+    """Refuse a recipe with roll-outs in the processes of torchrun: none of them could sample while the others train."""
+    if syncs and choose_cluster(config) == "torchrun":
+        raise ValueError(
+            f"runtime.cluster: `{config.algorithm}` samples from a model while another learns; torchrun's processes "
+            "train one model on data (sft, dpo, reward_model, …), so start it with `coalign train`, on Ray"
+        )
+
+
 def check_functions_are_imported(config: RunConfig) -> None:
     """Refuse functions and classes that other processes would call and cannot import."""
-    if choose_cluster(config) == "ray":
+    if choose_cluster(config) != "local":
         bound = [(key, text) for key, text in _texts(config.model_dump(), "") if is_bound_to_process(text)]
         if bound:
             key, name = bound[0]
             raise ValueError(
-                f"{key}: '{name}' is known to this process alone, and on Ray other processes call it; define it in a "
+                f"{key}: '{name}' is known to this process alone, and other processes call it; define it in a "
                 "module that they can import, or set `runtime.cluster` to local"
             )
 

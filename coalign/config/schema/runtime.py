@@ -101,8 +101,9 @@ class TrackerConfig(Section):
 
 
 class RuntimeConfig(Section):
-    cluster: ResultNeutral[Literal["local", "ray", "auto"]] = "auto"
-    """`auto`: Ray if an address is given or a model needs several processes; otherwise this process."""
+    cluster: ResultNeutral[Literal["local", "ray", "torchrun", "auto"]] = "auto"
+    """`auto`: the processes of torchrun, if it started this one; Ray if an address is given or a model needs several
+    processes; otherwise this process."""
     ray_address: ResultNeutral[str | None] = None
     """None: start Ray locally if needed."""
     accelerator: Continuable[str] = "GPU"

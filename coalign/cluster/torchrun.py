@@ -1,0 +1,294 @@
+"""The cluster of a run that torchrun started: rank 0 drives, the other processes serve its calls. No Ray.
+
+Every process holds one rank of the model that is trained by several, and a replica of each frozen model that has as
+many. The driver keeps all batches, and sends each process its rows with a call. Processes of one machine meet at a
+Unix socket in a directory of the user's own; those of several at a port of the driver, which asks for a secret (TOKEN).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from coalign.cluster.base import LocalCluster, LocalReference, LocalStore, LocalWorker
+from coalign.cluster.dist import DistActor
+from coalign.cluster.future import WorkerHandle, WorkerRows, WorkerTask
+from coalign.cluster.placement.nodes import Node, ProcessPlacement, find_accelerator
+from coalign.cluster.placement.slots import Slot
+from coalign.cluster.worker import Worker
+from coalign.config.schema import ModelConfig, RunConfig
+from coalign.threads import CallQueue, begin_in_thread, start_thread
+
+TOKEN = "COALIGN_JOB_TOKEN"  # a secret that all processes of several machines have in their environment
+JOIN_SECONDS = 300.0  # how long the driver waits for the other processes: each imports torch first
+LOOK_SECONDS = 0.1  # between two attempts of a process to reach the driver
+
+
+@dataclass(frozen=True)
+class TorchrunRank:
+    """What torchrun tells each process in its environment."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+
+    @staticmethod
+    def read() -> TorchrunRank:
+        """Read the environment. ValueError in a process that torchrun has not started."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        if missing := [name for name in (*names, "MASTER_ADDR") if name not in os.environ]:
+            raise ValueError(
+                f"runtime.cluster: `torchrun` is for processes that torchrun has started ({missing[0]} is not set): "
+                "coalign launch torchrun CONFIG"
+            )
+        rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
+        return TorchrunRank(rank, size, local_rank, local_size, os.environ["MASTER_ADDR"], port)
+
+    @property
+    def on_one_machine(self) -> bool:
+        return self.local_size == self.size
+
+    @property
+    def driver(self) -> str | tuple[str, int]:
+        """Where the driver listens: a Unix socket, or on several machines the port after torchrun's own."""
+        if not self.on_one_machine:
+            return self.address, self.port + 1
+        folder = Path(tempfile.gettempdir(), f"coalign-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        own = folder.lstat()  # a link, which somebody else may have put there, is open to all
+        if own.st_uid != os.getuid() or own.st_mode & 0o077:
+            raise ValueError(f"{folder} belongs to others, or is open to them: it has to be your own (chmod 700)")
+        return str(folder / f"{self.port}.sock")
+
+    def read_token(self) -> bytes | None:
+        """Read the secret of the job; None on one machine, where the directory of the socket keeps others out."""
+        if self.on_one_machine:
+            return None
+        if not (token := os.environ.get(TOKEN)):
+            raise ValueError(
+                f"{TOKEN} is not set: the processes of several machines know each other by a secret in their "
+                f"environment, the same on all: export {TOKEN}=$(openssl rand -hex 32)"
+            )
+        return token.encode()
+
+    def choose_device(self, accelerator: str) -> None:
+        """Let this process see the one device that is its own, before a library counts them."""
+        kind = find_accelerator(accelerator)
+        seen = os.environ.get(kind.visible, "")
+        names = seen.split(",") if seen else [str(number) for number in range(self.local_size)]
+        if kind.device != "cpu" and self.local_rank < len(names):
+            os.environ[kind.visible] = names[self.local_rank]
+
+
+class RankConnection:
+    """The driver's connection to another process: calls are sent at once, and answered in their order."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self._rank, self._connection = rank, connection
+        self._waiting: deque[WorkerTask] = deque()  # for answers, oldest first
+        self._sending = threading.Lock()
+        self._lost = False
+        start_thread(self._receive, f"coalign-rank-{rank}")
+
+    def send(self, where: str, message: tuple[Any, ...]) -> WorkerTask:
+        task = WorkerTask(where, concurrent.futures.Future(), LocalReference())
+        with self._sending:
+            self._waiting.append(task)
+            try:
+                if self._lost:
+                    raise EOFError
+                self._connection.send_bytes(pickle.dumps(message))
+            except (OSError, EOFError):
+                self._fail()
+        return task
+
+    def close(self) -> None:
+        """Tell the process that the run has ended."""
+        with self._sending, suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(None))
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                meta, payload = pickle.loads(self._connection.recv_bytes())
+            except (OSError, EOFError):
+                self._lost = True
+                return self._fail()
+            task = self._waiting.popleft()
+            task.payload.value = payload
+            task.meta.set_result(meta)
+
+    def _fail(self) -> None:
+        """Fail what waits for answers: the process has ended."""
+        while self._waiting:
+            with suppress(IndexError, concurrent.futures.InvalidStateError):
+                self._waiting.popleft().meta.set_exception(RuntimeError(f"the process of rank {self._rank} has ended"))
+
+
+class RankWorker:
+    """A handle to the worker of one model in another process."""
+
+    def __init__(self, where: str, model: str, threads: int | None, connection: RankConnection) -> None:
+        self.where, self._model, self._threads, self._connection = where, model, threads, connection
+
+    def execute(self, verb: str, *arguments: Any) -> WorkerTask:
+        return self._connection.send(self.where, (self._model, self._threads, verb, _collect_rows(arguments)))
+
+    def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
+        return [self.execute(*verb) for verb in verbs]  # a model's calls come from one thread
+
+    def replace(self) -> RankWorker:
+        raise RuntimeError(f"{self.where} is a process that torchrun started, and torchrun alone can start it again")
+
+
+def _collect_rows(value: Any) -> Any:
+    """Replace references to rows by the rows themselves, which only this process has."""
+    if isinstance(value, WorkerRows):
+        batch = value.gather(LocalStore())
+        return WorkerRows((LocalReference(batch),), np.zeros(len(batch), np.int64), np.arange(len(batch)))
+    if isinstance(value, tuple | list):
+        return type(value)(map(_collect_rows, value))
+    return {name: _collect_rows(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+class TorchrunCluster(LocalCluster):
+    """Runs each model on as many processes as it has, the first of them being this one, which is rank 0 of torchrun.
+
+    A process computes one call at a time, and models stay on its device: `runtime.colocation` moves none away.
+    """
+
+    def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
+        self._own = TorchrunRank.read()
+        self._own.choose_device(config.runtime.accelerator)
+        runtime = config.runtime.model_copy(update={"colocation": []})
+        super().__init__(config.model_copy(update={"runtime": runtime}), models)
+        self._connections = _accept_ranks(self._own)
+
+    def _place(self) -> tuple[list[Node], dict[str, list[ProcessPlacement]]]:
+        """Place rank r of each model on process r. ValueError for a model with another number of processes."""
+        placements = {}
+        for name, slot in self.slots.items():
+            needs = slot.footprints[name]
+            if needs.processes not in (1, self._own.size) or needs.devices > 1:
+                raise ValueError(
+                    f"models.{name} asks for {needs.processes} processes with {max(needs.devices, 1)} device(s), and "
+                    f"torchrun started {self._own.size}, with one each: num_process, or num_gpu, has to be that number"
+                )
+            device = (str(self._own.local_rank),) if needs.devices else ()
+            placements[name] = [ProcessPlacement(rank, device) for rank in range(needs.processes)]
+        return [Node(f"rank {rank}", 1, 1) for rank in range(self._own.size)], placements
+
+    def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
+        count, kind = len(self.placements[name]), "rank" if spmd else "replica"
+        first = LocalWorker(f"{name}, {kind} 0", Worker(self.store, threads), self._cpu)
+        others = [
+            RankWorker(f"{name}, {kind} {rank}", name, threads, self._connections[rank]) for rank in range(1, count)
+        ]
+        ranks: list[WorkerHandle] = [first, *others]
+        device = f"{self._device}:0" if slot.devices else "cpu"  # each process sees its own alone
+        if not spmd:
+            return [DistActor([rank], device) for rank in ranks]
+        return [DistActor(ranks, device, self.find_rendezvous(ranks))]
+
+    def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:
+        if len(ranks) == 1:
+            return None
+        host = "127.0.0.1" if self._own.on_one_machine else self._own.address
+        with socket.create_server((host, 0)) as probe:
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def _kill(self) -> None:
+        """End the other processes, once they have done what they were asked."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _accept_ranks(own: TorchrunRank) -> dict[int, RankConnection]:
+    """Wait for the other processes. ValueError if they do not come in time."""
+    found: dict[int, RankConnection] = {}
+    if own.size == 1:
+        return found
+    if isinstance(own.driver, str):
+        Path(own.driver).unlink(missing_ok=True)  # of a run that was killed
+    with Listener(own.driver, backlog=own.size, authkey=own.read_token()) as listener:
+        accepting = begin_in_thread(partial(_accept, listener, own.size - 1, found), "coalign-accept")
+        if not concurrent.futures.wait([accepting], JOIN_SECONDS).done:
+            missing = sorted({*range(1, own.size)} - {*found})
+            raise ValueError(f"of {own.size} processes of torchrun these did not come: ranks {missing}")
+        accepting.result()
+    return found
+
+
+def _accept(listener: Listener, count: int, found: dict[int, RankConnection]) -> None:
+    while len(found) < count:
+        try:
+            connection = listener.accept()
+        except (AuthenticationError, EOFError, ConnectionError):
+            continue  # somebody else, or somebody who has left
+        rank = pickle.loads(connection.recv_bytes())
+        found[rank] = RankConnection(rank, cast(Connection, connection))
+
+
+def serve_rank(accelerator: str) -> int:
+    """Serve the driver's calls in this process, which is not rank 0, until the run ends; returns the exit code.
+
+    Signals are the driver's business: it saves, and then ends this process.
+    """
+    own = TorchrunRank.read()
+    own.choose_device(accelerator)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    connection = _reach_driver(own)
+    connection.send_bytes(pickle.dumps(own.rank))
+    workers: dict[str, Worker] = {}
+    calls = CallQueue("rank")
+
+    def answer(result: tuple[Any, Any]) -> None:
+        with suppress(OSError):  # the driver has ended, as the loop below sees
+            connection.send_bytes(pickle.dumps(result))
+
+    while True:
+        try:
+            message = pickle.loads(connection.recv_bytes())
+        except (OSError, EOFError):
+            return 1
+        if message is None:
+            return 0
+        model, threads, verb, arguments = message
+        if model not in workers:
+            workers[model] = Worker(LocalStore(), threads)
+        calls.submit(partial(workers[model].execute, verb, *arguments), answer)
+
+
+def _reach_driver(own: TorchrunRank) -> Connection:
+    """Connect to the driver, which first loads data. If it ends before, torchrun ends this process."""
+    token = own.read_token()
+    while True:
+        try:
+            return cast(Connection, Client(own.driver, authkey=token))
+        except AuthenticationError:
+            raise ValueError(
+                f"{TOKEN}: the driver at {own.address} has another secret; it is the same on all"
+            ) from None
+        except (FileNotFoundError, ConnectionError, EOFError):
+            time.sleep(LOOK_SECONDS)

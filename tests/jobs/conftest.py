@@ -1,0 +1,31 @@
+"""A directory with a configuration and people's own code, as the current one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty directory with data and a model's name, the current one while a test runs."""
+    directory = tmp_path / "project"
+    directory.mkdir()
+    (directory / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def write(directory: Path, algorithm: str = "sft", **sections) -> str:
+    """Write run.yaml, and return its name: a trainer with ``num_gpu`` 0 unless the sections say otherwise."""
+    config = {
+        "algorithm": algorithm,
+        "output": "runs/first",
+        "data": {"train": "rows.jsonl", "chat_template": "none"},
+        "models": {"trainer": {"load": "own/model", "num_gpu": 0}},
+    }
+    if algorithm == "grpo":
+        config["models"] = {"policy": {"load": "own/model", "num_gpu": 0}}
+        config["reward"] = {"fn": "math"}
+    (directory / "run.yaml").write_text(json.dumps(config | sections))
+    return "run.yaml"
