@@ -56,6 +56,7 @@ COMMANDS = {
     "generate": generate.generate,
     "score": generate.score,
     "chat": generate.chat,
+    "serve": generate.serve,
     "serve-reward": generate.serve_reward,
     "explain": train.explain,
     "inspect-data": train.inspect_data,
