@@ -114,6 +114,24 @@ def inspect_data(
     show_data(loaded, rows, Display(), tokens=tokens)
 
 
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="The YAML file of the run to come.")] = None,
+    overrides: Overrides = None,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster whose nodes to check: HOST:6379, or `auto`. Default: the run's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+):
+    """Check this machine, or every node of a cluster, before a run: a table, and exit code 1 if anything failed."""
+    from coalign.api import load_config
+    from coalign.report.display import Display
+
+    loaded = None if config is None else load_config(config, overrides, planned=True)
+    from coalign.commands.doctor.doctor import diagnose
+
+    raise typer.Exit(diagnose(loaded, address, Display(), as_json=as_json))
+
+
 def explain(
     run: Annotated[Path, typer.Argument(help="The folder of a run with roll-outs.")],
     group: Annotated[int | None, typer.Option("--group", "-g", help="The life of this group of samples.")] = None,

@@ -23,10 +23,10 @@ from coalign.commands.serving.completion_request import (
 )
 from coalign.commands.serving.engine_loop import (
     ChosenToken,
+    CompletionEngine,
     GenerationJob,
     JobEvent,
     JobFailure,
-    TokenSource,
 )
 from coalign.commands.serving.engine_process import build_model_config, start_engine, start_replicas
 from coalign.commands.serving.listener import ApiKey, open_listener, read_key
@@ -60,7 +60,7 @@ def serve(config: CompletionServerConfig, display: Display) -> None:
     text = load_text_tools(config)
     display.note(f"loading {config.model}")
     if config.replicas > 1:
-        source: TokenSource = start_replicas(model, config)
+        source: CompletionEngine = start_replicas(model, config)
     else:
         source = start_engine(model, config.device, config.seed)
     listener.listen()
@@ -110,7 +110,7 @@ def load_text_tools(config: CompletionServerConfig) -> TextTools:
 
 
 def build_completion_server(
-    source: TokenSource, text: TextTools, config: CompletionServerConfig, name: str, key: str | None = None
+    source: CompletionEngine, text: TextTools, config: CompletionServerConfig, name: str, key: str | None = None
 ) -> Server:
     """Return the server of /v1/chat/completions, /v1/completions, /v1/models and /health. It closes the source."""
     endpoint = CompletionEndpoint(source, text, config, name, key)
@@ -134,7 +134,7 @@ class CompletionEndpoint:
     """Answers requests with the tokens of a source. ``name`` is that of its model, as clients must call it."""
 
     def __init__(
-        self, source: TokenSource, text: TextTools, config: CompletionServerConfig, name: str, key: str | None
+        self, source: CompletionEngine, text: TextTools, config: CompletionServerConfig, name: str, key: str | None
     ) -> None:
         self._source, self._text, self._config, self._name = source, text, config, name
         self._key = ApiKey(key)

@@ -71,7 +71,7 @@ JobEvent = ChosenToken | AnswerEnd | JobFailure
 OnEvent = Callable[[JobEvent], object]
 
 
-class TokenSource(ABC):
+class CompletionEngine(ABC):
     """Computes jobs. Any thread may call its methods."""
 
     @abstractmethod
@@ -132,7 +132,7 @@ class _SamplingSession:
             running.on_event(ChosenToken(index, token, logprob))
 
 
-class EngineLoop(TokenSource):
+class EngineLoop(CompletionEngine):
     """Computes jobs with a policy's module in this process, on a thread of its own. The module has its weights."""
 
     def __init__(self, module: RolloutModule) -> None:

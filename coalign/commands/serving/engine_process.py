@@ -21,12 +21,12 @@ from coalign.commands.judges import choose_device
 from coalign.commands.serving.engine_loop import (
     ENDED,
     AnswerEnd,
+    CompletionEngine,
     EngineLoop,
     GenerationJob,
     JobEvent,
     JobFailure,
     OnEvent,
-    TokenSource,
 )
 from coalign.config.functions import resolve_class
 from coalign.config.schema import CompletionServerConfig, ModelConfig
@@ -102,7 +102,7 @@ def _as_sendable(error: Exception) -> Exception:
     return error
 
 
-class EngineProcess(TokenSource):
+class EngineProcess(CompletionEngine):
     """An engine in another process. ``wait`` until it has loaded its model."""
 
     def __init__(self, engine: _Engine, number: int) -> None:
@@ -197,7 +197,7 @@ class EngineProcess(TokenSource):
         return f"the process of engine {self._number} has ended (exit code {self._process.exitcode})"
 
 
-class EngineReplicas(TokenSource):
+class EngineReplicas(CompletionEngine):
     """Gives each job to the replica with the least to do, of those that live."""
 
     def __init__(self, replicas: Sequence[EngineProcess]) -> None:
