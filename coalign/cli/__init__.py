@@ -53,6 +53,7 @@ COMMANDS = {
     "check-sync": models.check_sync,
     "convert": models.convert,
     "pipeline": train.pipeline,
+    "sweep": train.sweep,
     "eval": train.evaluate,
     "generate": generate.generate,
     "score": generate.score,
@@ -68,7 +69,7 @@ COMMANDS = {
     "schema": train.schema,
 }
 # Their settings may be written with dashes by mistake: these reach the configuration, which says what is right.
-TAKE_SETTINGS = ("train", "check", "doctor", "pipeline", "eval", "inspect-data")
+TAKE_SETTINGS = ("train", "check", "doctor", "pipeline", "sweep", "eval", "inspect-data")
 for name, command in COMMANDS.items():
     app.command(name=name, context_settings={"ignore_unknown_options": name in TAKE_SETTINGS})(command)
 app.add_typer(indexed.app, name="indexed")

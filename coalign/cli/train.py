@@ -82,6 +82,25 @@ def pipeline(
     raise typer.Exit(run_pipeline(load_pipeline(config, overrides or []), Display(quiet=quiet)))
 
 
+def sweep(
+    file: Annotated[Path, typer.Argument(help="The sweep's YAML file: a base, a space, a metric.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings that replace those of the file: `concurrent=2 seed=1`.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a sweep that was interrupted.")] = False,
+    quiet: Annotated[bool, typer.Option(help="The table and the best trial only.")] = False,
+):
+    """Run a configuration with other settings, trial by trial, and name the best. Ctrl-C stops with checkpoints."""
+    from coalign.config import load_section
+    from coalign.config.schema import SweepConfig
+    from coalign.report.display import Display
+
+    config = load_section(SweepConfig, file, overrides or ())
+    from coalign.commands.sweep.sweep import run_sweep
+
+    raise typer.Exit(run_sweep(config, Display(quiet=quiet), resume=resume))
+
+
 def evaluate(
     config: Config,
     overrides: Overrides = None,

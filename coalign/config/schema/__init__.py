@@ -46,6 +46,7 @@ from coalign.config.schema.runtime import (
     TrackerConfig,
 )
 from coalign.config.schema.serving import CompletionServerConfig, ServeConfig, ServerConfig
+from coalign.config.schema.sweep import SweepConfig
 
 __all__ = [
     "FUNCTIONS",
@@ -87,6 +88,7 @@ __all__ = [
     "ServerConfig",
     "SourceConfig",
     "StageConfig",
+    "SweepConfig",
     "SyncConfig",
     "TrackerConfig",
     "TransformersConfig",
