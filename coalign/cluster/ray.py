@@ -1,4 +1,4 @@
-"""The cluster over Ray: one actor process for each rank, payloads in the object store. The only file that imports ray.
+"""The cluster over Ray: one actor process for each rank, payloads in the object store.
 
 Batches are stored as numpy arrays. A worker maps a payload instead of unpickling it, and copies its own rows out, since
 stored objects are shared by all readers and must not be written to.

@@ -141,6 +141,7 @@ class SweepRunner:
         self._config, self._state, self._scheduler, self._display = config, state, scheduler, display
         self._places = dict(enumerate(places))  # those that are free
         self._running: list[RunningTrial] = []
+        self._is_ending = False
         self._reports = state.reports
         if scheduler is not None:
             for trial, step, value in state.list_reports():
@@ -182,7 +183,8 @@ class SweepRunner:
         trial.step, running.names = message.step, running.names | message.names
         goes_on = True
         if message.value is None:
-            self._check_reported(running)
+            if not self._is_ending:
+                self._check_reported(running)
         else:
             trial.value = message.value
             self._reports.append({"step": message.step, "trial": trial.number, "value": message.value})
@@ -216,7 +218,7 @@ class SweepRunner:
         else:
             trial.status = "stopped" if running.is_stopped else "finished"
         self._state.save()
-        if trial.status == "finished" and trial.value is None and running.names:
+        if trial.status == "finished" and trial.value is None and running.names and not self._is_ending:
             self._refuse_metric(running.names)
         value = "" if trial.value is None else f", {self._config.metric} {format_number(trial.value)}"
         self._display.note(
@@ -225,8 +227,10 @@ class SweepRunner:
 
     def _end_all(self) -> None:
         """Let all running trials end after their step, with a checkpoint; once more interrupted, at once."""
+        self._is_ending = True
         for running in self._running:
             running.process.terminate()
+            running.send(False)  # it may be waiting for an answer that an error has kept from it
         try:
             while self._running:
                 for running in self._wait():
