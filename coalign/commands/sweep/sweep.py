@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from coalign.cluster.ray_tune import EarlyStopping
 
 log = logging.getLogger(__name__)
-NO_METRIC = "time/"  # metrics that are no suggestion
+SECONDS = "time/"  # how names of metrics begin that nobody means
 
 
 def run_sweep(config: SweepConfig, display: Display, *, resume: bool = False) -> int:
@@ -198,7 +198,7 @@ class SweepRunner:
             self._refuse_metric(running.names)
 
     def _refuse_metric(self, names: set[str]) -> None:
-        known = sorted(name for name in names if not name.startswith(NO_METRIC))
+        known = sorted(name for name in names if not name.startswith(SECONDS))
         near = suggest(self._config.metric, known)
         raise ValueError(f"metric: no trial reports '{self._config.metric}'{near}; they report {', '.join(known)}")
 
