@@ -46,7 +46,7 @@ class HeavyTailed(NativeModule):
         grown = (begun.lengths - begun["prompt_length"]).tolist()
         left = {pair: limits[pair] - have for pair, have in zip(limits, grown, strict=True)}
 
-        def on_token(group: int, index: int, token: int) -> None:
+        def on_token(group: int, index: int, token: int, logprob: float) -> None:
             left[group, index] -= 1
             if not left[group, index]:
                 ENDED.append((time.perf_counter(), CLOCK["decoded"]))

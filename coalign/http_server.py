@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import h11
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -86,13 +87,29 @@ class HttpRefusal(Exception):
         self.status, self.headers = status, headers
 
 
-Handler = Callable[[Request], Awaitable[dict[str, Any]]]
+@dataclass(frozen=True)
+class EventStream:
+    """An answer in pieces: each record is sent as a server-sent event as it comes, and `[DONE]` after the last.
+
+    A client that leaves cancels the generator that makes them.
+    """
+
+    records: AsyncGenerator[dict[str, Any], None]
+
+    async def write(self) -> AsyncIterator[bytes]:
+        async with contextlib.aclosing(self.records) as records:
+            async for record in records:
+                yield b"data: " + _write_json(record) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+
+
+Handler = Callable[[Request], Awaitable[dict[str, Any] | EventStream]]
 
 
 def build_application(
     handlers: Mapping[tuple[str, str], Handler], describe_error: Callable[[int, str], dict[str, Any]], **options: Any
 ) -> Starlette:
-    """Return the application that answers by the JSON of the handler for (method, path), or that of an error.
+    """Return the application that answers by what the handler for (method, path) returns, or by the JSON of an error.
 
     ``options``: Starlette's.
     """
@@ -109,7 +126,10 @@ def build_application(
 
     def make_route(method: str, path: str, handler: Handler) -> Route:
         async def answer(request: Request) -> Response:
-            return _respond(await handler(request))
+            content = await handler(request)
+            if isinstance(content, EventStream):
+                return StreamingResponse(content.write(), media_type="text/event-stream")
+            return _respond(content)
 
         return Route(path, answer, methods=[method])
 
@@ -121,8 +141,18 @@ def build_application(
 
 
 def _respond(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_write_json(content), status, headers, "application/json")
+
+
+def _write_json(content: dict[str, Any]) -> bytes:
     # In ASCII, unlike starlette's: UTF-8 cannot write half a surrogate pair, which requests may hold.
-    return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
+    return json.dumps(content, allow_nan=False).encode()
+
+
+async def wait_for_disconnect(request: Request) -> None:
+    """Wait until the client, whose body has been read, has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(request: Request, limit: int) -> bytes:

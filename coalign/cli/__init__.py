@@ -49,13 +49,16 @@ COMMANDS = {
     "train": train.train,
     "check": train.check,
     "scale": train.scale,
+    "doctor": train.doctor,
     "check-sync": models.check_sync,
     "convert": models.convert,
     "pipeline": train.pipeline,
+    "sweep": train.sweep,
     "eval": train.evaluate,
     "generate": generate.generate,
     "score": generate.score,
     "chat": generate.chat,
+    "serve": generate.serve,
     "serve-reward": generate.serve_reward,
     "explain": train.explain,
     "inspect-data": train.inspect_data,
@@ -66,7 +69,7 @@ COMMANDS = {
     "schema": train.schema,
 }
 # Their settings may be written with dashes by mistake: these reach the configuration, which says what is right.
-TAKE_SETTINGS = ("train", "check", "pipeline", "eval", "inspect-data")
+TAKE_SETTINGS = ("train", "check", "doctor", "pipeline", "sweep", "eval", "inspect-data")
 for name, command in COMMANDS.items():
     app.command(name=name, context_settings={"ignore_unknown_options": name in TAKE_SETTINGS})(command)
 app.add_typer(launch.app, name="launch")

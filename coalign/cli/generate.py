@@ -1,4 +1,4 @@
-"""Commands that compute with a model: generate, score, chat, serve-reward."""
+"""Commands that compute with a model: generate, score, chat, serve, serve-reward."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def serve_reward(
     device: Annotated[str | None, typer.Option(help="auto (default; see `coalign generate`), cpu, cuda.")] = None,
 ):
     """Serve a reward model or functions over HTTP, as OpenRLHF's `/get_reward`. SIGTERM finishes current requests."""
-    from coalign.commands.serve import serve
+    from coalign.commands.serving.reward_server import serve
     from coalign.config import load_section
     from coalign.config.schema import ServeConfig
     from coalign.report.display import Display
@@ -217,6 +217,47 @@ def serve_reward(
     }
     options = [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None]
     serve(load_section(ServeConfig, config or {}, options), Display())
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A model directory, a run folder, a name of the hub, or a GGUF file.")],
+    engine: Annotated[Literal["native", "vllm", "transformers"], typer.Option(help="What computes tokens.")] = "native",
+    replicas: Annotated[int, typer.Option(min=1, help="Engines, each in a process with a device of its own.")] = 1,
+    host: Annotated[str, typer.Option(help="0.0.0.0 accepts requests from other machines, with a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
+    chat_template: Template = "auto",
+    chat_template_kwargs: TemplateArguments = None,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="Format of tool calls: `hermes`, `llama`, a function.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit of answers whose request has none.")] = 512,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Answers that an engine computes at once.")] = 64,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+):
+    """Serve a model over HTTP, as OpenAI's /v1/chat/completions and /v1/completions. SIGTERM finishes requests."""
+    from coalign.commands.serving.completion_server import serve as run
+    from coalign.config import load_section
+    from coalign.config.schema import CompletionServerConfig
+    from coalign.report.display import Display
+
+    settings = {
+        "model": model,
+        "engine": engine,
+        "replicas": replicas,
+        "host": host,
+        "port": port,
+        "api_key_env": api_key_env,
+        "chat_template": chat_template,
+        "chat_template_kwargs": _read_template_arguments(chat_template_kwargs),
+        "tool_parser": tool_parser,
+        "max_new_tokens": max_new_tokens,
+        "max_sequences": max_sequences,
+        "dtype": dtype,
+        "device": device,
+    }
+    run(load_section(CompletionServerConfig, settings), Display())
 
 
 def _read_template_arguments(text: str | None):

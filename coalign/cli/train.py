@@ -82,6 +82,25 @@ def pipeline(
     raise typer.Exit(run_pipeline(load_pipeline(config, overrides or []), Display(quiet=quiet)))
 
 
+def sweep(
+    file: Annotated[Path, typer.Argument(help="The sweep's YAML file: a base, a space, a metric.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings that replace those of the file: `concurrent=2 seed=1`.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a sweep that was interrupted.")] = False,
+    quiet: Annotated[bool, typer.Option(help="The table and the best trial only.")] = False,
+):
+    """Run a configuration with other settings, trial by trial, and name the best. Ctrl-C stops with checkpoints."""
+    from coalign.config import load_section
+    from coalign.config.schema import SweepConfig
+    from coalign.report.display import Display
+
+    config = load_section(SweepConfig, file, overrides or ())
+    from coalign.commands.sweep.sweep import run_sweep
+
+    raise typer.Exit(run_sweep(config, Display(quiet=quiet), resume=resume))
+
+
 def evaluate(
     config: Config,
     overrides: Overrides = None,
@@ -112,6 +131,24 @@ def inspect_data(
     from coalign.commands.evaluate import show_data
 
     show_data(loaded, rows, Display(), tokens=tokens)
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="The YAML file of the run to come.")] = None,
+    overrides: Overrides = None,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster whose nodes to check: HOST:6379, or `auto`. Default: the run's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+):
+    """Check this machine, or every node of a cluster, before a run: a table, and exit code 1 if anything failed."""
+    from coalign.api import load_config
+    from coalign.report.display import Display
+
+    loaded = None if config is None else load_config(config, overrides, planned=True)
+    from coalign.commands.doctor.doctor import diagnose
+
+    raise typer.Exit(diagnose(loaded, address, Display(), as_json=as_json))
 
 
 def explain(

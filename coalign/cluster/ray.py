@@ -1,4 +1,4 @@
-"""The cluster over Ray: one actor process for each rank, payloads in the object store. The only file that imports ray.
+"""The cluster over Ray: one actor process for each rank, payloads in the object store.
 
 Batches are stored as numpy arrays. A worker maps a payload instead of unpickling it, and copies its own rows out, since
 stored objects are shared by all readers and must not be written to.
@@ -250,7 +250,7 @@ class RayCluster(Cluster):
         self._replacing = threading.Lock()
         self._owner = not ray.is_initialized()
         if self._owner:
-            _connect(config.runtime.ray_address)
+            connect(config.runtime.ray_address)
         self._ended = threading.Event()
         try:
             self._place()
@@ -507,7 +507,7 @@ def count_cluster_devices(address: str, resource: str) -> int:
     """Count the devices of the Ray cluster at ``address``, in use or not. ValueError if nothing answers there."""
     joined = ray.is_initialized()
     if not joined:
-        _connect(address)
+        connect(address)
     try:
         return int(ray.cluster_resources().get(resource, 0))
     finally:
@@ -515,7 +515,7 @@ def count_cluster_devices(address: str, resource: str) -> int:
             ray.shutdown()
 
 
-def _connect(address: str | None) -> None:
+def connect(address: str | None) -> None:
     """Join the Ray cluster at ``address``; None: start one here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray lowers its workers' priority by default: beside other processes of the machine they would hardly compute.
@@ -527,11 +527,19 @@ def _connect(address: str | None) -> None:
     try:
         ray.init(address=address or "local", include_dashboard=False, namespace="coalign")
     except ConnectionError as error:
-        raise ValueError(
-            f"runtime.ray_address: no Ray cluster answers at {address}: {error.__cause__ or error}"
-        ) from error
+        raise ValueError(f"runtime.ray_address: {_describe_refusal(address, error)}") from error
     if not _asks_for_token(_find_own_node()):
         log.warning("%s", describe_open_cluster(address))
+
+
+def _describe_refusal(address: str | None, error: ConnectionError) -> str:
+    reason = str(error.__cause__ or error).strip()
+    if "InvalidAuthToken" in reason:
+        return (
+            f"the Ray cluster at {address} asks for another token than the one here (RAY_AUTH_TOKEN, or "
+            "~/.ray/auth_token, with RAY_AUTH_MODE=token); copy the file from its head node (docs/ports.md)"
+        )
+    return f"no Ray cluster answers at {address}: {reason.splitlines()[-1] if reason else error}"
 
 
 def _wait_for_answer(address: str) -> None:

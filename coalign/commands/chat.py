@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.commands.judges import choose_device
+from coalign.commands.text_stream import TextStream, decode_answer
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.messages import Message
@@ -22,7 +24,6 @@ from coalign.report.display import Display
 from coalign.roles import Context
 
 HELP = "/reset: start over   /save FILE: append it as JSONL   /quit (or Ctrl-D): leave   Ctrl-C: stop the answer"
-UNFINISHED = "\ufffd"  # what a tokenizer decodes from an incomplete character
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ class Conversation:
         Raises ValueError, and leaves the conversation as it was, if it is too long or the template refuses it.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        stream = TextStream(self._decode, write)
+        stream = TextStream(partial(decode_answer, self._module.tokenizer), write)
         prompt = self._prompt(messages)
         with suppress(KeyboardInterrupt):
-            self._module.generate(prompt, samples=1, on_token=lambda group, index, token: stream.push(token))
+            self._module.generate(prompt, samples=1, on_token=lambda group, index, token, logprob: stream.push(token))
         answer = stream.end()
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
@@ -113,34 +114,6 @@ class Conversation:
         tokens = torch.tensor(self._template.prompt(messages), dtype=torch.int32)
         self._turns += 1  # gives each turn its own random numbers
         return Batch(torch.tensor([len(tokens)]), {"tokens": tokens}, {"group": torch.tensor([self._turns])})
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self._module.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)  # a list only comes from a batch
-        return text
-
-
-class TextStream:
-    """Turns tokens into pieces of text; a character is held back until its last byte is there."""
-
-    def __init__(self, decode: Callable[[list[int]], str], write: Callable[[str], Any]) -> None:
-        self._decode, self._write = decode, write
-        self._tokens: list[int] = []
-        self._written = ""
-
-    def push(self, token: int) -> None:
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if not text.endswith(UNFINISHED):
-            self._write(text[len(self._written) :])
-            self._written = text
-
-    def end(self) -> str:
-        """Write what was held back; return the whole text."""
-        text = self._decode(self._tokens)
-        self._write(text[len(self._written) :])
-        self._written = text
-        return text
 
 
 def read_typed_lines(prompt: str) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 The client holds the episode, not the messages. Only the new messages of a request are rendered and appended; the
 policy's earlier turns keep the tokens that were sampled. The same interface is served over HTTP on this machine, for
-one episode. The answer's classes are our own, because importing `openai.types.chat` takes 2 s and 500 modules.
+one episode.
 """
 
 from __future__ import annotations
@@ -12,69 +12,31 @@ import contextlib
 import inspect
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
 from coalign.config.functions import bind, resolve
-from coalign.data.messages import get_text
+from coalign.environments.completion_records import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    Parser,
+    TokenUsage,
+    describe_error,
+    find_finish_reason,
+    parse_arguments,
+    read_answer,
+    read_message,
+    with_objects,
+)
 from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode, Turn
-from coalign.environments.parsers import ToolRequest
-from coalign.types import Status
-
-Parser = Callable[[Turn], tuple[str, list[ToolRequest]]]
 
 
 class HistoryRewritten(ValueError):
     """The messages do not continue the conversation that the episode holds."""
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-class CalledFunction(_Record):
-    name: str
-    arguments: str  # JSON
-
-
-class ToolCall(_Record):
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-
-
-class ChatMessage(_Record):
-    content: str | None
-    tool_calls: list[ToolCall] | None = None
-    role: Literal["assistant"] = "assistant"
-
-
-class ChatChoice(_Record):
-    message: ChatMessage
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    index: int = 0
-
-
-class TokenUsage(_Record):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class ChatCompletion(_Record):
-    """What `client.chat.completions.create` returns."""
-
-    id: str
-    model: str
-    choices: list[ChatChoice]
-    usage: TokenUsage
-    created: int = 0
-    object: Literal["chat.completion"] = "chat.completion"
 
 
 class ChatCompletions:
@@ -106,20 +68,20 @@ class ChatCompletions:
         """
         if n != 1 or stream:
             raise ValueError("a training episode gives one answer at a time (n=1), whole (stream=False)")
-        sent = [_to_dict(message) for message in messages]
+        sent = [read_message(message) for message in messages]
         self._append_new(sent, [dict(tool) for tool in tools] if tools else None)
         limit = max_completion_tokens or max_tokens
         before = len(self.episode.log.tokens)
         turn = await self.episode.generate(max_new_tokens=limit, stop=stop)
         answer = self._to_message(turn)
         message = answer.model_dump(exclude_none=True)
-        self.episode.messages[-1] = _with_objects(message)
+        self.episode.messages[-1] = with_objects(message)
         self._history = [*map(_comparison_key, sent), _comparison_key(message)]
         total = len(self.episode.log.tokens)
         return ChatCompletion(
             id=f"{self.episode.group}-{self.episode.index}-{before}",
             model=model,
-            choices=[ChatChoice(message=answer, finish_reason=_finish_reason(turn, answer))],
+            choices=[ChatChoice(message=answer, finish_reason=find_finish_reason(turn.status, answer))],
             usage=TokenUsage(
                 prompt_tokens=total - len(turn.tokens), completion_tokens=len(turn.tokens), total_tokens=total
             ),
@@ -127,21 +89,15 @@ class ChatCompletions:
 
     def _to_message(self, turn: Turn) -> ChatMessage:
         """The turn as a message. If a tool call cannot be read, the turn stays text, and the failure is counted."""
-        text, calls = self.parser(turn) if turn.status == Status.OK else (turn.text, [])
-        if unreadable := sum(call.error is not None for call in calls):
+        message, unreadable = read_answer(turn, self.parser, f"call_{len(self.episode.log.tokens)}")
+        if unreadable:
             self.episode.count("tool_failed/bad_json", unreadable)
-        if not calls or unreadable:
-            return ChatMessage(content=turn.text)
-        at, requests = len(self.episode.log.tokens), []
-        for i, call in enumerate(calls):
-            function = CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
-            requests.append(ToolCall(id=f"call_{at}_{i}", function=function))
-        return ChatMessage(content=text or None, tool_calls=requests)
+        return message
 
     def _append_new(self, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
         if not self._history:
             self._tools = tools
-            self.episode.begin([_with_objects(message) for message in sent], tools=tools)
+            self.episode.begin([with_objects(message) for message in sent], tools=tools)
             return
         known = len(self._history)
         for i, (before, now) in enumerate(zip(self._history, map(_comparison_key, sent), strict=False)):
@@ -156,42 +112,15 @@ class ChatCompletions:
             raise HistoryRewritten(f"after {known} messages there is {what}; an episode has one answer at each point")
         if tools != self._tools:
             raise HistoryRewritten("the tools are not those of the first call; they are part of the prompt")
-        self.episode.say(*map(_with_objects, new))
-
-
-def _to_dict(message: Any) -> dict[str, Any]:
-    """A message as a dict; clients also send back the objects that they received."""
-    plain = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
-    return {**plain, "content": get_text({"content": plain.get("content") or ""})}
+        self.episode.say(*map(with_objects, new))
 
 
 def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
     calls = [
-        (call["function"]["name"], _parse_arguments(call["function"]["arguments"]))
+        (call["function"]["name"], parse_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or []
     ]
     return message["role"], (message.get("content") or "").strip(), calls
-
-
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as chat templates expect it: tool arguments as objects, not JSON text."""
-    result = {"content": "", **message}
-    if calls := message.get("tool_calls"):
-        result["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _parse_arguments(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return result
-
-
-def _parse_arguments(arguments: Any) -> Any:
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
-
-
-def _finish_reason(turn: Turn, answer: ChatMessage) -> Literal["stop", "length", "tool_calls"]:
-    if turn.status != Status.OK:
-        return "length"
-    return "tool_calls" if answer.tool_calls else "stop"
 
 
 _MAX_BYTES = 64 * 2**20  # of a request
@@ -217,7 +146,7 @@ async def serve_chat(completions: ChatCompletions) -> AsyncIterator[str]:
         except Exception as error:
             raise HttpRefusal(HTTPStatus.BAD_REQUEST, f"{type(error).__name__}: {error}") from None
 
-    application = build_application({("POST", "/{key}/v1/chat/completions"): answer}, _describe_error)
+    application = build_application({("POST", "/{key}/v1/chat/completions"): answer}, describe_error)
     async with serve_within(application, timeout=_SECONDS, connections=_CONNECTIONS) as port:
         yield f"http://127.0.0.1:{port}/{key}/v1"
 
@@ -266,8 +195,3 @@ def _check_agent(samples: Mapping[str, int], *, run: str, arguments: Mapping[str
 
 
 agent.check = _check_agent
-
-
-def _describe_error(status: int, message: str) -> dict[str, Any]:
-    """An error in the form of OpenAI's API."""
-    return {"error": {"message": message, "type": "invalid_request_error", "code": status}}

@@ -74,7 +74,7 @@ ALLOWED = {
     "cli": {*BELOW_BACKENDS, "api", "backends", "cluster", "commands", "jobs", "launch", "planner", "report", "vocab"},
 }
 HEAVY = {
-    "ray": ("cluster/ray.py", "cluster/ray_jobs.py"),  # its actors, and its dashboard's jobs
+    "ray": ("cluster/ray.py", "cluster/ray_jobs.py", "cluster/ray_nodes.py", "cluster/ray_tune.py"),
     "vllm": "backends/engines/vllm/",
     "megatron": "backends/megatron/",
     "deepspeed": "backends/deepspeed.py",

@@ -193,4 +193,4 @@ def test_an_address_that_does_not_answer_is_refused(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ValueError, match=rf"runtime\.ray_address: no Ray cluster answers at {address} .*0\.3 s"):
-            backend._connect(address)
+            backend.connect(address)

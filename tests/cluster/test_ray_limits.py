@@ -181,9 +181,9 @@ JOIN = '''
 import logging, sys
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 from coalign.cluster import ray as ray_cluster
-ray_cluster._connect(sys.argv[1])
+ray_cluster.connect(sys.argv[1])
 '''
-ray_cluster._connect(None)
+ray_cluster.connect(None)
 address = ray.get_runtime_context().gcs_address
 print("asks:", ray_cluster._asks_for_token(ray_cluster._find_own_node()))
 joined = subprocess.run([sys.executable, "-c", JOIN, address], env=os.environ | {"RAY_AUTH_MODE": "token"})

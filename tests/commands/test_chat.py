@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from coalign.cli import app
-from coalign.commands.chat import ChatSettings, Conversation, TextStream, chat
+from coalign.commands.chat import ChatSettings, Conversation, chat
 from coalign.config.schema import SamplingConfig
 from coalign.report.display import Display
 from tests.runs import ROOT
@@ -87,26 +87,6 @@ def test_equal_questions_get_other_random_numbers_and_equal_seeds_the_same(model
 
     assert answers(0) == answers(0) != answers(1)
     assert len(set(answers(0))) == 2
-
-
-def test_a_character_waits_for_its_last_byte():
-    bytes_of = "aé😀b".encode()
-    pieces = []
-    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), pieces.append)
-    for byte in bytes_of[:-2]:
-        stream.push(byte)
-    assert pieces == ["a", "é"]
-    for byte in bytes_of[-2:]:
-        stream.push(byte)
-    assert pieces == ["a", "é", "😀", "b"] and stream.end() == "aé😀b"
-
-
-def test_a_half_character_at_the_end_is_shown_as_what_it_is():
-    pieces = []
-    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), pieces.append)
-    for byte in "aé".encode()[:-1]:
-        stream.push(byte)
-    assert stream.end() == "a\ufffd" == "".join(pieces)
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_chat(model):

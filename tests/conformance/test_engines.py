@@ -142,7 +142,7 @@ def test_what_can_never_fit_is_refused_and_nothing_is_left_behind(policy):
 
 
 def test_an_error_of_the_listener_ends_the_call_alone(policy):
-    def listen(group, index, token):
+    def listen(group, index, token, logprob):
         raise KeyError("listener")
 
     with pytest.raises(KeyError, match="listener"):
@@ -150,7 +150,8 @@ def test_an_error_of_the_listener_ends_the_call_alone(policy):
     heard = []
     out = policy.generate(prompts(), on_token=lambda *told: heard.append(told))
     assert len(heard) == int(out["loss_mask"].sum())
-    assert [token for group, index, token in heard if (group, index) == (12, 1)] == responses(out)[7]
+    assert [token for group, index, token, _ in heard if (group, index) == (12, 1)] == responses(out)[7]
+    assert sum(logprob for *_, logprob in heard) == pytest.approx(float(out["rollout_logprobs"].sum()), abs=1e-3)
 
 
 def test_what_prompts_and_turns_have_in_common_is_computed_once(policy):

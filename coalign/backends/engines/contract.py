@@ -24,7 +24,7 @@ from coalign.config.schema import SamplingConfig
 from coalign.types import Response, Status
 
 Progress = Callable[[int, int, int], None]  # (responses finished, responses in all, tokens chosen)
-OnToken = Callable[[int, int, int], None]  # (group, index, token)
+OnToken = Callable[[int, int, int, float], None]  # (group, index, token, its log-prob)
 
 
 class GenerationSession(ABC):
@@ -194,8 +194,8 @@ class InferenceEngine(ABC):
     def open(self, sampling: SamplingConfig, on_token: OnToken | None = None) -> Iterator[GenerationSession]:
         """Open a session, whose steps are computed within ``stepping``. Several may be open, and take turns.
 
-        ``on_token(group, index, token)`` is called for every token as it is chosen, on the thread that steps. What
-        it raises ends the session; the engine stays usable.
+        ``on_token(group, index, token, logprob)`` is called for every token as it is chosen, on the thread that steps.
+        What it raises ends the session; the engine stays usable.
         """
         with ExitStack() as stack:
             with self.paused():

@@ -100,7 +100,7 @@ class RolloutModule(Module):
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit and for parts of
         episodes, RuntimeError while the loaded weights are incomplete.
         """
-        self._check_weights()
+        self.ensure_weights()
         usual = self.context.samples_per_prompt
         begun, sampling = begin_generation(prompts, self.config.sampling, usual, samples=samples, **overrides)
         min_groups = None if min_complete is None else count_missing_groups(begun, min_complete)
@@ -136,7 +136,7 @@ class RolloutModule(Module):
         (None, None, {}) without one; then the number of samples that wait until the engine can begin them. Raises what
         ``generate``, ``ContinuousGeneration.add`` and its ``advance`` raise.
         """
-        self._check_weights()
+        self.ensure_weights()
         if self.continuous is None:
             self.continuous = ContinuousGeneration(self.engine, self.config.sampling, self.context, self.runner)
         for number, prompts, options in new:
@@ -149,7 +149,7 @@ class RolloutModule(Module):
         if self.continuous is not None:
             self.continuous.close()
 
-    def _check_weights(self) -> None:
+    def ensure_weights(self) -> None:
         """Load the first weights if nobody has sent any. RuntimeError while those that were sent are incomplete."""
         self.check_fit()
         if self.engine.version < 0:

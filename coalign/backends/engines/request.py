@@ -78,6 +78,8 @@ class Request:
     """None: the request is not a conversation."""
     restarts: int = 0
     """How often the conversation began anew with another prompt, whose positions get other random numbers."""
+    stream: int | None = None
+    """Number that chooses the random numbers in place of ``group``: requests of one number sample alike."""
 
     @property
     def decoded(self) -> int:
@@ -141,7 +143,8 @@ class SubmittedRequest:
     def find_key(self, seed: int, place: int) -> int:
         """Return the key of the random stream of the sample at ``place`` of the request."""
         request = self.request
-        return stream_key(seed, request.group, request.first + place, request.restarts)
+        stream = request.group if request.stream is None else request.stream
+        return stream_key(seed, stream, request.first + place, request.restarts)
 
     @property
     def waiting(self) -> int:

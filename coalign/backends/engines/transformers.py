@@ -432,7 +432,7 @@ class TransformersSession(GenerationSession):
             status = each.add(token, logprob, engine.version, engine.end_tokens)
             if self.on_token is not None:
                 request = each.submitted.request
-                self.on_token(request.group, request.first + each.place, token)
+                self.on_token(request.group, request.first + each.place, token, logprob)
             if status is not None:
                 ended.append((row, status))
         for row, _ in ended:

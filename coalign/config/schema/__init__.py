@@ -24,7 +24,6 @@ from coalign.config.schema.pipeline import (
     PipelineConfig,
     ScoreConfig,
     SelectConfig,
-    ServeConfig,
     StageConfig,
 )
 from coalign.config.schema.rollout import (
@@ -46,11 +45,14 @@ from coalign.config.schema.runtime import (
     SyncConfig,
     TrackerConfig,
 )
+from coalign.config.schema.serving import CompletionServerConfig, ServeConfig, ServerConfig
+from coalign.config.schema.sweep import SweepConfig
 
 __all__ = [
     "FUNCTIONS",
     "PARALLEL",
     "STAGES",
+    "CompletionServerConfig",
     "ContinuationSetting",
     "CurriculumConfig",
     "DataConfig",
@@ -83,8 +85,10 @@ __all__ = [
     "Section",
     "SelectConfig",
     "ServeConfig",
+    "ServerConfig",
     "SourceConfig",
     "StageConfig",
+    "SweepConfig",
     "SyncConfig",
     "TrackerConfig",
     "TransformersConfig",

@@ -1,10 +1,10 @@
-"""Pipelines of stages that repeat in rounds, their stages' settings, and the reward server."""
+"""Pipelines of stages that repeat in rounds, and their stages' settings."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import InputPath, OneOrMore, ResultNeutral, RewardConfig, Section, check_rewards
@@ -159,35 +159,3 @@ class PipelineConfig(Section):
 
 
 STAGES = {"generate": GenerateConfig, "score": ScoreConfig, "select": SelectConfig, "train": RunConfig}
-
-
-class ServeConfig(JudgeConfig):
-    """A reward server over HTTP: what scores, its address and its limits."""
-
-    host: str = "127.0.0.1"
-    """`0.0.0.0` admits other machines, and then `api_key_env` is required."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 5000
-    """0: any free port."""
-    api_key_env: str | None = None
-    """Environment variable that holds a key; requests then need `Authorization: Bearer <key>`."""
-    label_key: str = "answer"
-    """Key of the row under which reward functions find a request's `labels`."""
-    strip: list[str] = []
-    """Texts to remove from the end of a `query`, such as `<|im_end|>`, which OpenRLHF sends."""
-    batch_size: PositiveInt = 64
-    """Responses that are scored together, from any requests."""
-    queue: PositiveInt = 4096
-    """Responses that may wait; further requests are refused with status 429 and may be retried."""
-    max_bytes: PositiveInt = 64 * 2**20
-    """Size limit of a request's body."""
-    timeout: PositiveFloat = 60.0
-    """Seconds that a connection may wait for the client, to send a request or to take its answer; then it is cut."""
-    connections: PositiveInt = 512
-    """Open connections; further ones are cut at once."""
-    grace: PositiveFloat = 30.0
-    """Seconds that running requests get to finish when the server stops."""
-
-    def check(self) -> None:
-        super().check()
-        if not self.reward and not self.reward_model:
-            raise Conflict((), "nothing to serve: give `reward` (functions) or `reward_model` (a directory)")

@@ -191,7 +191,7 @@ def test_every_token_is_told_as_it_is_chosen():
         helpers.engine(MODEL).generate(
             asked,
             helpers.SAMPLING,
-            on_token=lambda group, index, token: told.setdefault((group, index), []).append(token),
+            on_token=lambda group, index, token, logprob: told.setdefault((group, index), []).append(token),
         )
     )
     for request, responses in zip(asked, answers, strict=True):
@@ -202,7 +202,7 @@ def test_every_token_is_told_as_it_is_chosen():
 def test_a_listener_that_raises_ends_the_call():
     engine, heard = helpers.engine(MODEL), []
 
-    def stop(group, index, token):
+    def stop(group, index, token, logprob):
         heard.append(token)
         if len(heard) == 5:
             raise KeyboardInterrupt

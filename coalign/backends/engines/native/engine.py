@@ -409,7 +409,7 @@ class NativeSession(GenerationSession):
             status = sequence.add(token, logprob, self.engine.version, self.engine.end_tokens)
             if self.on_token is not None:
                 request = sequence.submitted.request
-                self.on_token(request.group, request.first + sequence.place, token)
+                self.on_token(request.group, request.first + sequence.place, token, logprob)
             if status is not None:
                 ended.append((sequence, status))
         for sequence, _ in reversed(ended):  # the last slot first: then a sequence that moves down has not ended itself

@@ -239,7 +239,7 @@ class VLLMSession(GenerationSession):
             status = answer.add(token, logprob, version, self.engine.end_tokens)
             self.tokens_chosen += 1
             if self.on_token is not None:
-                self.on_token(request.group, request.first + answer.place, token)
+                self.on_token(request.group, request.first + answer.place, token, logprob)
         return status
 
     def _abort(self, names: list[str]) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.commands.judges import Verdict, open_judge
-from coalign.commands.serve import build_reward_server, read_request, serve
+from coalign.commands.serving.reward_server import build_reward_server, read_request, serve
 from coalign.config import ConfigError, load_section
 from coalign.config.schema import ServeConfig
 from coalign.http_server import HttpRefusal
@@ -223,7 +223,7 @@ def test_a_body_that_is_being_read_holds_up_nobody(served, monkeypatch):
         assert gate.wait(60)
         return read_request(*arguments)
 
-    monkeypatch.setattr("coalign.commands.serve.read_request", read)
+    monkeypatch.setattr("coalign.commands.serving.reward_server.read_request", read)
     base = served(Judge())
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(ask, base, **asked("x"))

@@ -6,12 +6,8 @@ POST `/get_reward` takes RewardRequest and answers what `write_response` returns
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import logging
 import math
-import os
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
+from coalign.commands.serving.listener import ApiKey, open_listener, read_key
 from coalign.config.errors import describe_error, format_key
 from coalign.config.schema import ServeConfig
 from coalign.data.messages import Message, parse_messages
@@ -149,25 +146,14 @@ def serve(config: ServeConfig, display: Display) -> None:
     Raises ValueError for a judge that cannot be opened or cannot score single responses, or for an address that other
     machines reach without a key; OSError if the port is taken.
     """
-    key = os.environ.get(config.api_key_env) if config.api_key_env is not None else None
-    if config.api_key_env is not None and not key:
-        raise ValueError(f"api_key_env: there is no environment variable {config.api_key_env!r}")
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((config.host, config.port))  # before a model loads: the port may be taken
-    host, port = listener.getsockname()[:2]
-    if key is None and not ipaddress.ip_address(host).is_loopback:
-        listener.close()
-        raise ValueError(
-            f"host: other machines reach {config.host}, and whoever does could use the server; name the environment "
-            "variable with a key: `api_key_env`"
-        )
+    key = read_key(config)
+    listener, address = open_listener(config, config.port, key)  # before a model loads: the port may be taken
     judge = open_judge(config)
     if judge.compares:
         raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")
     listener.listen()
     what = config.reward_model or ", ".join(reward.called for reward in config.reward)
-    display.note(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}/get_reward")
+    display.note(f"serving {what} at {address}/get_reward")
     build_reward_server(judge, config, key).run(sockets=[listener])
 
 
@@ -190,7 +176,7 @@ class RewardEndpoint:
 
     def __init__(self, judge: ResponseJudge, config: ServeConfig, key: str | None = None) -> None:
         self._judge, self._config = judge, config
-        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._key = ApiKey(key)
         at_once = _MODEL_BATCHES if config.reward_model else _FUNCTION_BATCHES
         self._batches = CallBatcher(self._score_batch, size=config.batch_size, at_once=at_once)
         self._counts = {"scored": 0, "failed": 0}
@@ -198,7 +184,7 @@ class RewardEndpoint:
 
     async def get_reward(self, request: Request) -> dict[str, Any]:
         """Answer a RewardRequest."""
-        self._authorize(request)
+        self._key.check(request)
         body = await read_body(request, self._config.max_bytes)
         async with self._readers:  # threads, so that other requests go on meanwhile
             answers = await asyncio.to_thread(read_request, body, self._config.label_key, self._config.strip)
@@ -216,11 +202,6 @@ class RewardEndpoint:
     async def health(self, _: Request) -> dict[str, Any]:
         """Answer {status, waiting, scored, failed}, counted in responses."""
         return {"status": "ok", "waiting": self._batches.waiting, **self._counts}
-
-    def _authorize(self, request: Request) -> None:
-        given = request.headers.get("Authorization", "").encode()
-        if self._expected is not None and not hmac.compare_digest(given, self._expected):
-            raise HttpRefusal(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})
 
     def _admit(self, count: int) -> None:
         if count > self._config.queue:

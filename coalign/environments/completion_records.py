@@ -1,0 +1,118 @@
+"""What OpenAI's API sends and receives: records of chat completions, messages, tool calls, errors.
+
+An agent's endpoint (chat.py) and `coalign serve` share it. The classes are our own, because importing
+`openai.types.chat` takes 2 s and 500 modules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from coalign.data.messages import get_text
+from coalign.environments.episode import Turn
+from coalign.environments.parsers import ToolRequest
+from coalign.types import Status
+
+Parser = Callable[[Turn], tuple[str, list[ToolRequest]]]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class CalledFunction(_Record):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(_Record):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(_Record):
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
+    role: Literal["assistant"] = "assistant"
+
+
+class ChatChoice(_Record):
+    message: ChatMessage
+    finish_reason: FinishReason
+    index: int = 0
+
+
+class TokenUsage(_Record):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(_Record):
+    """What `client.chat.completions.create` returns."""
+
+    id: str
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+    created: int = 0
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+def read_message(message: Any) -> dict[str, Any]:
+    """A message as a dict with a text as its content; clients also send back the objects that they received."""
+    plain = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
+    return {**plain, "content": get_text({"content": plain.get("content") or ""})}
+
+
+def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as chat templates expect it: tool arguments as objects, not JSON text."""
+    result = {"content": "", **message}
+    if calls := message.get("tool_calls"):
+        result["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": parse_arguments(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return result
+
+
+def parse_arguments(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def read_answer(turn: Turn, parser: Parser, prefix: str) -> tuple[ChatMessage, int]:
+    """The turn as a message, and how many of its tool calls cannot be read; with one of these it stays text.
+
+    ``prefix`` begins the ids of its calls.
+    """
+    text, calls = parser(turn) if turn.status == Status.OK else (turn.text, [])
+    unreadable = sum(call.error is not None for call in calls)
+    if not calls or unreadable:
+        return ChatMessage(content=turn.text), unreadable
+    requests = []
+    for i, call in enumerate(calls):
+        function = CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
+        requests.append(ToolCall(id=f"{prefix}_{i}", function=function))
+    return ChatMessage(content=text or None, tool_calls=requests), 0
+
+
+def find_finish_reason(status: Status, answer: ChatMessage) -> FinishReason:
+    """Why an answer ended, in the API's words."""
+    if status != Status.OK:
+        return "length"
+    return "tool_calls" if answer.tool_calls else "stop"
+
+
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def describe_error(status: int, message: str) -> dict[str, Any]:
+    """An error in the form of OpenAI's API."""
+    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
