@@ -32,8 +32,17 @@ def pytest_collection_finish():
     gc.set_threshold(50_000)  # what a test imports stays, too
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After each file: what its tests have imported stays, too, and an engine of vLLM that ends has undone the freeze."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_unconfigure():
-    gc.unfreeze()
+    gc.unfreeze()  # else libraries say at the end that objects of theirs were never freed
 
 
 @pytest.fixture(autouse=True)
