@@ -18,10 +18,6 @@ def configuration(directory, **runtime):
     return config
 
 
-def same(sample):
-    return 0.5
-
-
 def flow(config):
     checked = load_config(config)
     return {call.label: call for call in trace(prepare(checked)).calls}
@@ -74,12 +70,12 @@ def test_before_the_first_update_the_loss_is_log_2(tmp_path):
 
 
 def test_a_step_of_ties_changes_nothing(tmp_path):
-    config = configuration(tmp_path, steps=2) | {"reward": "tests.recipes.test_online_pairs:same"}
+    config = configuration(tmp_path, steps=2) | {"reward": "tests.functions:never_differs"}
     run(config)
     first = metrics(config)[0]
     assert first["pairs/tied"] == 4 and first["loss/skipped_updates"] == 1
     assert "loss/value" not in first
-    other = configuration(tmp_path, steps=1) | {"reward": "tests.recipes.test_online_pairs:same"}
+    other = configuration(tmp_path, steps=1) | {"reward": "tests.functions:never_differs"}
     other |= {"output": str(tmp_path / "other")}
     run(other)
     assert weights_hash(config, 2) == weights_hash(other, 1)
