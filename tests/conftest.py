@@ -34,7 +34,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """After each file: what its tests have imported stays, too, and an engine of vLLM that ends has undone the freeze."""
+    """What the tests of a file have imported stays, too. An engine of vLLM that ends undoes the freeze."""
     yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
