@@ -159,7 +159,8 @@ def test_a_run_outlasts_a_folder_that_cannot_be_written(tmp_path, monkeypatch, c
 # ---- signals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_closed_terminal_saves(tmp_path, number):
     config = settings(tmp_path, "sft", steps=100_000, eval_at_start=False)
     process = command(config)

@@ -120,7 +120,7 @@ def with_teachers(directory, taught, rows):
     return config
 
 
-@pytest.mark.parametrize("loss", ["policy_gradient", pytest.param(GKD, id="gkd")])
+@pytest.mark.parametrize("loss", ["policy_gradient", pytest.param(GKD, id="gkd", marks=pytest.mark.slow)])
 def test_each_row_has_its_own_teacher(tmp_path, taught, loss):
     (tmp_path / "one").mkdir()
     config = with_teachers(tmp_path / "one", taught, ["sums", None]) | {"loss": loss}
