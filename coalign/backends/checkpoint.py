@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +23,12 @@ from coalign.backends.lora import get_weights
 from coalign.backends.optim import WeightAverage
 from coalign.files import delete_path, describe_problem, report_written
 from coalign.threads import CallQueue
-from coalign.weights.metadata import METADATA, DistributedCheckpointPlanner, DistributedCheckpointReader
+from coalign.weights.metadata import (
+    METADATA,
+    DistributedCheckpointPlanner,
+    DistributedCheckpointReader,
+    describe_failures,
+)
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
 # torch warns each time that one process saves alone, which is intended here.
@@ -46,9 +52,15 @@ def get_training_state(model: nn.Module, optimizer: Any | None, average: WeightA
 def save(
     dir: str | Path, state: State, progress: dict[str, int], *, alone: bool, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write ``state`` and ``progress``. A collective of ``group``, unless this process holds the model ``alone``."""
+    """Write ``state`` and ``progress``. A collective of ``group``, unless this process holds the model ``alone``.
+
+    Raises OSError with the first line of what each rank met (a full disk, a limit).
+    """
     whole = {**state, "progress": progress}
-    state_dict_saver.save(whole, checkpoint_id=str(dir), process_group=group, no_dist=alone)
+    try:
+        state_dict_saver.save(whole, checkpoint_id=str(dir), process_group=group, no_dist=alone)
+    except CheckpointException as problem:
+        raise OSError(f"checkpoint {dir} cannot be written: {describe_failures(problem)}") from problem
 
 
 class BackgroundWriter:
@@ -89,7 +101,7 @@ class BackgroundWriter:
         error: BaseException | None = None
         try:
             write()
-        except BaseException as problem:  # torch's CheckpointException is no Exception
+        except BaseException as problem:
             error = problem
         try:
             if report and error is not None:

@@ -328,8 +328,10 @@ class Worker:
         return sum(size for parts in use.on_device.values() for size in parts.values()) if use else 0
 
     def _peak_memory(self) -> int:
-        if self._module is not None and devices.is_accelerator(self.context.device):
-            return torch.accelerator.max_memory_allocated(self.context.device)
+        # A module that computes elsewhere may be placed on devices that this torch cannot reach.
+        device = self.context.device
+        if self._module is not None and devices.is_accelerator(device) and torch.accelerator.is_available():
+            return torch.accelerator.max_memory_allocated(device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

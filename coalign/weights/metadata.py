@@ -42,8 +42,12 @@ class DistributedCheckpointReader(FileSystemReader):
         try:
             state_dict_loader.load(state, storage_reader=self, planner=planner, no_dist=alone)
         except CheckpointException as problem:  # no Exception, which a worker would not report
-            reason = "; ".join(dict.fromkeys(str(error).split("\n", 1)[0] for error, _ in problem.failures.values()))
-            raise ValueError(f"checkpoint {self.path} cannot be read: {reason}") from problem
+            raise ValueError(f"checkpoint {self.path} cannot be read: {describe_failures(problem)}") from problem
+
+
+def describe_failures(problem: CheckpointException) -> str:
+    """Return the first line of what each rank met, which torch's own text has behind a traceback."""
+    return "; ".join(dict.fromkeys(str(error).split("\n", 1)[0] for error, _ in problem.failures.values()))
 
 
 class DistributedCheckpointPlanner(DefaultLoadPlanner):

@@ -89,6 +89,15 @@ def test_an_error_is_reported_raised_once_and_leaves_no_files(path, tmp_path, mo
     assert read_report(tmp_path / "model") == ""
 
 
+def test_what_a_writer_met_is_named_in_one_line(tmp_path):
+    (tmp_path / "model").write_text("a file where the checkpoint's folder should be")
+    with pytest.raises(
+        OSError, match=r"^checkpoint .*model cannot be written: .*(File exists|Not a directory)"
+    ) as problem:
+        checkpoint.save(tmp_path / "model", {"model.weight": torch.ones(2)}, {"step": 1}, alone=True)
+    assert "\n" not in str(problem.value)
+
+
 def test_tensors_that_share_memory_share_it_in_the_copy():
     one = torch.arange(6.0).reshape(2, 3)
     copies = checkpoint.copy_to_host({"a": one, "b": one.view(2, 3), "part": one[0], "turned": one.t(), "step": 3})

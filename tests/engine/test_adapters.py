@@ -43,7 +43,8 @@ def test_on_ray_only_what_changes_travels_after_the_first_time(tmp_path):
     config = adapted(tmp_path, "grpo", cluster="ray")
     assert runs.run(config) == 0
     end = merged(config, 4)
-    changing = sum(t.nbytes for name, t in end.items() if "q_proj.weight" in name or "mlp" in name)
+    # With the queries go the other matrices of their block, since engines fuse some of them.
+    changing = sum(t.nbytes for name, t in end.items() if "mlp" in name or ("self_attn" in name and t.dim() == 2))
     assert {m["sync/bytes"] for m in runs.metrics(config) if "sync/bytes" in m} == {changing}
 
 
