@@ -15,6 +15,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # the few tests with two threads leave the other core to the other worker
     "TOKENIZERS_PARALLELISM": "false",
 }
 
