@@ -33,7 +33,7 @@ def test_the_reference_scores_what_is_compared(tmp_path):
         assert line["tokens/generated"] > 2 * line["tokens/trained"] > 0  # two of four, and ties drop out
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_how_far_the_sampler_is_from_the_trainer(tmp_path, updates):
     """On the weights that sampled: what later updates of the same batch have changed is no mismatch."""
     config = configuration(tmp_path)
@@ -94,7 +94,11 @@ def test_all_pairs_train_on_every_response_of_a_group(tmp_path):
 
 @pytest.mark.parametrize(
     ("loss", "reference"),
-    [({"fn": "dpo", "length_normalised": True}, True), ("ipo", True), ("aot", True), ("simpo", False)],
+    [
+        ({"fn": "dpo", "length_normalised": True}, True),
+        ("simpo", False),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("ipo", "aot")),
+    ],
 )
 def test_the_loss_is_a_setting(tmp_path, loss, reference):
     config = configuration(tmp_path, steps=1) | {"loss": loss}
