@@ -4,7 +4,6 @@ import pytest
 
 from tests.rewards.sandbox.machines import MACHINES, OLD_MACHINES, make_machine
 
-
 # The fast suite has the machines that can do most and least.
 FAST = ("everything", "no rights at all")
 
