@@ -26,26 +26,28 @@ from functools import cache
 import pytest
 
 gc.disable()  # until all tests are collected: imports make a million objects that stay
+freeze, unfreeze = gc.freeze, gc.unfreeze
+gc.freeze = gc.unfreeze = lambda: None  # an engine of vLLM freezes what there is, and thaws everything when it ends
 
 
 def pytest_collection_finish():
     """Objects that exist now stay to the end: no garbage collection has to look at a million of them again."""
-    gc.freeze()
+    freeze()
     gc.enable()
     gc.set_threshold(50_000)  # what a test imports stays, too
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """What the tests of a file have imported stays, too. An engine of vLLM that ends undoes the freeze."""
+    """What the tests of a file have imported stays, too."""
     yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
-        gc.freeze()
+        freeze()
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # else libraries say at the end that objects of theirs were never freed
+    unfreeze()  # else libraries say at the end that objects of theirs were never freed
 
 
 @pytest.fixture(autouse=True)
