@@ -9,10 +9,13 @@ import tempfile
 if "COALIGN_CACHE" not in os.environ:  # all processes of a test session, Ray's workers too, choose the same kernels
     os.environ["COALIGN_CACHE"] = tempfile.mkdtemp(prefix="coalign-tests-")
     atexit.register(shutil.rmtree, os.environ["COALIGN_CACHE"], ignore_errors=True)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # after all other handlers: to free a million objects takes a worker ten seconds
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # the few tests with two threads leave the other core to the other worker
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -23,17 +26,28 @@ from functools import cache
 import pytest
 
 gc.disable()  # until all tests are collected: imports make a million objects that stay
+freeze, unfreeze = gc.freeze, gc.unfreeze
+gc.freeze = gc.unfreeze = lambda: None  # an engine of vLLM freezes what there is, and thaws everything when it ends
 
 
 def pytest_collection_finish():
     """Objects that exist now stay to the end: no garbage collection has to look at a million of them again."""
-    gc.freeze()
+    freeze()
     gc.enable()
     gc.set_threshold(50_000)  # what a test imports stays, too
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """What the tests of a file have imported stays, too."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        freeze()
+
+
 def pytest_unconfigure():
-    gc.unfreeze()
+    unfreeze()  # else libraries say at the end that objects of theirs were never freed
 
 
 @pytest.fixture(autouse=True)

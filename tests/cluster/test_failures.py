@@ -86,6 +86,7 @@ def test_an_unknown_method_is_an_error(make, prompts):
         cluster.models["judge"].gnerate(prompts).result()
 
 
+@ON_RAY_SLOW
 def test_after_shutdown_calls_fail_modules_were_closed_and_actors_have_ended(make, tmp_path):
     cluster = make({"mark": {"module": "MarkModule", "load": str(tmp_path / "closed")}})
     [pid] = cluster.models["mark"].run(find_pid).result()

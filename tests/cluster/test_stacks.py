@@ -77,6 +77,7 @@ def test_own_stacks_name_the_threads():
     assert "Thread coalign-policy:" in text and "in waits" in text and "Thread MainThread:" in text
 
 
+@pytest.mark.slow
 def test_every_process_of_a_run_tells_its_stacks_while_it_computes_and_a_killed_one_is_named(make_ray):
     cluster = make_ray({"judge": {"module": "SumModule", "num_process": 2}})
     judge = cluster.models["judge"]

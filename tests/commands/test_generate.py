@@ -127,7 +127,7 @@ def kill_after(patch, units):
     patch.setattr(ResumableOutput, "add", stop)
 
 
-@pytest.mark.parametrize("units", [1, 2, 3])
+@pytest.mark.parametrize("units", [1, *(pytest.param(units, marks=pytest.mark.slow) for units in (2, 3))])
 def test_a_killed_call_goes_on_where_it_was(home, tmp_path, monkeypatch, units):
     config = settings(home, reward=[{"fn": "tests.digits:digits"}])
     generate(config, tmp_path / "whole.jsonl", quiet())

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from coalign.files import RecordFile, Sink
-from tests.digits import digits
 from tests.runs import command, metrics, run, settings, wait_for, weights_hash
-
-
-def refuses_some(sample, *, broken):
-    """Refuses samples of weight version 2 while the file ``broken`` is there."""
-    if int(sample.versions[-1][0]) == 2 and Path(broken).exists():
-        raise ValueError("the service is gone")
-    return digits(sample)
 
 
 def folder_of(config):
@@ -33,7 +25,7 @@ def test_after_an_error_the_last_step_is_saved_and_the_same_command_goes_on(tmp_
     config = settings(tmp_path, "grpo", eval_at_start=False, max_staleness=staleness)
     broken = tmp_path / "broken"
     broken.touch()
-    config["reward"] = {"fn": "tests.engine.test_nothing_is_lost:refuses_some", "broken": str(broken), "retries": 0}
+    config["reward"] = {"fn": "tests.functions:refuses_some", "broken": str(broken), "retries": 0}
     with pytest.raises(RuntimeError, match="the service is gone") as caught:
         run(config)
     [saved] = checkpoints_of(config)
@@ -167,7 +159,8 @@ def test_a_run_outlasts_a_folder_that_cannot_be_written(tmp_path, monkeypatch, c
 # ---- signals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_closed_terminal_saves(tmp_path, number):
     config = settings(tmp_path, "sft", steps=100_000, eval_at_start=False)
     process = command(config)

@@ -115,7 +115,7 @@ class Heard(Hook):
         self.heard.append(engine.step)
 
 
-@pytest.mark.parametrize(("step", "before"), [(0, []), (2, [1, 2])])
+@pytest.mark.parametrize(("step", "before"), [pytest.param(0, [], marks=pytest.mark.slow), (2, [1, 2])])
 def test_an_evaluation_that_loses_its_policy_is_made_again(tmp_path, monkeypatch, replaced, step, before):
     """Every hook hears of every step once: those that come before the evaluation, too."""
     whole = configure(tmp_path, "whole", eval_every=2)
@@ -288,7 +288,7 @@ def test_the_journal_accounts_for_every_group_over_a_loss(tmp_path, monkeypatch,
     assert told["steps"] == 5 and not told["damaged_lines"]
 
 
-@pytest.mark.parametrize("phase", ["rollout", "train"])
+@pytest.mark.parametrize("phase", ["rollout", pytest.param("train", marks=pytest.mark.slow)])
 def test_a_machine_that_is_taken_away_saves_at_once(tmp_path, monkeypatch, phase):
     whole, config = configure(tmp_path, "whole"), configure(tmp_path, preemption_notice=30)
     run(whole)

@@ -186,16 +186,8 @@ def test_a_kl_charged_twice_is_refused(tmp_path):
         run(config)
 
 
-def raises(sample):
-    raise ZeroDivisionError("the reward of the test divides by zero")
-
-
-def fails_for_some(sample):
-    return float("nan") if sample.index == 1 else 0.5 * sample.index
-
-
 def test_a_reward_that_always_raises_stops_the_run(tmp_path, capfd):
-    config = settings(tmp_path, "grpo") | {"reward": {"fn": "tests.engine.test_runs:raises", "retries": 0}}
+    config = settings(tmp_path, "grpo") | {"reward": {"fn": "tests.functions:raises", "retries": 0}}
     with pytest.raises(Exception, match="divides by zero"):
         run(config)
     assert "ZeroDivisionError" in (tmp_path / "run" / "log.txt").read_text()
@@ -204,7 +196,7 @@ def test_a_reward_that_always_raises_stops_the_run(tmp_path, capfd):
 
 def test_a_reward_that_fails_for_some_drops_those_and_counts_them(tmp_path):
     config = settings(tmp_path, "grpo", steps=2, eval_at_start=False, eval_every=0)
-    config |= {"reward": {"fn": "tests.engine.test_runs:fails_for_some", "retries": 0}}
+    config |= {"reward": {"fn": "tests.functions:fails_for_some", "retries": 0}}
     config["data"].pop("eval")
     run(config)
     for line in metrics(config):

@@ -9,15 +9,6 @@ from coalign.engine.hooks.recorder import MetricsRecorder
 from tests.runs import metrics, run, settings, weights_hash
 
 
-def odd_groups_differ(sample):
-    """Samples of even groups all earn the same, those of odd ones earn their index."""
-    return float(sample.index) if sample.group % 2 else 1.0
-
-
-def never_differs(sample):
-    return 0.5
-
-
 def even(group):
     """A filter of one's own."""
     return group % 2 == 0
@@ -38,7 +29,7 @@ def nothing(*batches):
 def online(tmp_path, **runtime):
     config = settings(tmp_path, "grpo", **({"eval_at_start": False} | runtime))
     config["data"].pop("eval")
-    return config | {"reward": {"fn": "tests.engine.test_sampling_control:odd_groups_differ"}}
+    return config | {"reward": {"fn": "tests.functions:odd_groups_differ"}}
 
 
 def samples(config):
@@ -117,7 +108,7 @@ def test_what_a_filter_lacks_or_returns_is_named(tmp_path):
 
 
 def test_a_run_with_nothing_left_to_train_on_says_what_to_look_at(tmp_path):
-    config = online(tmp_path) | {"reward": {"fn": "tests.engine.test_sampling_control:never_differs"}}
+    config = online(tmp_path) | {"reward": {"fn": "tests.functions:never_differs"}}
     config |= {"filter": {"fn": "varied", "max_rounds": 2}}
     said = r"step 1: .*`varied` dropped all 8 groups of 2 roll-outs \(filter.max_rounds is 2\)\. Are"
     with pytest.raises(RuntimeError, match=said):
@@ -125,7 +116,7 @@ def test_a_run_with_nothing_left_to_train_on_says_what_to_look_at(tmp_path):
 
 
 def test_rounds_of_long_responses_are_told_apart_from_the_setting(tmp_path):
-    config = online(tmp_path) | {"reward": {"fn": "tests.engine.test_sampling_control:never_differs"}}
+    config = online(tmp_path) | {"reward": {"fn": "tests.functions:never_differs"}}
     config |= {"filter": {"fn": "varied", "max_rounds": 2}, "rollout": {"round_tokens": 4}}
     said = r"groups of 4 roll-outs \(filter.max_rounds is 2, each of the 2 that the longest response takes\)"
     with pytest.raises(RuntimeError, match=said):

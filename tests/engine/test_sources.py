@@ -120,14 +120,6 @@ def test_the_filter_counts_each_source():
     }
 
 
-def length(sample):
-    return float(len(sample.response))
-
-
-def one(sample):
-    return 1.0
-
-
 def two_sources(tmp_path, **changes):
     """A GRPO run on two files, of which the second has rows of its own source."""
     config = settings(tmp_path, "grpo", steps=2, eval_prompts=2, eval_at_start=False, log_samples=2)
@@ -139,8 +131,8 @@ def two_sources(tmp_path, **changes):
     paths = [{"path": str(files["first"]), "name": "sums"}, str(files["second"])]
     config["data"] |= {"train": paths, "eval": paths}
     config["reward"] = [
-        {"fn": "tests.engine.test_sources:one", "sources": ["sums"]},
-        {"fn": "tests.engine.test_sources:length", "sources": "words", "weight": 0.5},
+        {"fn": "tests.functions:always", "sources": ["sums"]},
+        {"fn": "tests.functions:length", "sources": "words", "weight": 0.5},
     ]
     return config | changes
 

@@ -49,5 +49,9 @@ def draws(messages, row, random):
     return f"What is {random.random()}?"
 
 
+def asks_on(messages, row, random):
+    return None if messages[-1]["content"] == "bye" else f"And {row['answer']}?"
+
+
 def hangs(messages, row, random):
     return backtracks("a" * 60) if messages[-1]["content"] == "bad" else "Well?"

@@ -154,16 +154,12 @@ def test_the_example_of_ones_own():
     assert one.counts["found"] == 1
 
 
-def asks_on(messages, row, random):
-    return None if messages[-1]["content"] == "bye" else f"And {row['answer']}?"
-
-
 def test_a_function_plays_the_user():
     one = episode("a", "bye", "never")
-    play(simulated_user, one, user="tests.environments.test_games:asks_on")
+    play(simulated_user, one, user="tests.environments.simple_tools:asks_on")
     assert [m["content"] for m in one.messages] == ["What is 2+3?", "a", "And 5?", "bye"]
     short = episode("a", "b", "c")
-    play(simulated_user, short, user="tests.environments.test_games:asks_on", max_turns=2)
+    play(simulated_user, short, user="tests.environments.simple_tools:asks_on", max_turns=2)
     assert short.counts["turns"] == 2 and short.messages[-1]["content"] == "b"
 
 

@@ -52,6 +52,7 @@ def always_calls(turn: Turn) -> tuple[str, list[ToolRequest]]:
     return turn.text, [ToolRequest("calculator", {"expression": f"{len(turn.tokens)}+{turn.tokens[0]}"})]
 
 
+@pytest.mark.slow
 def test_a_run_with_tools_that_is_stopped_ends_with_the_same_weights(tmp_path):
     whole = calculating(tmp_path, steps=4, save_every=2)
     parser = "tests.environments.test_training:always_calls"

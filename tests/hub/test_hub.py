@@ -1,6 +1,7 @@
 """Models by the names of the hub: downloads, commits, refusals."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,11 +9,11 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 import coalign
+from coalign import cli
 from coalign import hub as module
 from coalign.hub import HubError, fetch, find_directory, is_hub_name, pin
 from coalign.launch.check import check
 from coalign.report.display import Display
-from tests.hub.conftest import run_in_process
 from tests.tiny import tiny_model_dir
 
 
@@ -174,15 +175,20 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, monkeypatch):
     assert kept == {"org/tiny@main": f"org/tiny@{commit}"}
     assert f"org/tiny@{commit}" in (tmp_path / "run" / "config.yaml").read_text()
     hub.add("org/tiny", tiny_model_dir(tmp_path / "two", seed=1))
-    again = run_in_process(hub, tmp_path, "train", str(path), "runtime.steps=2", HF_HUB_OFFLINE="1")
-    assert again.returncode == 0, again.stdout
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    coalign.train(path, ["runtime.steps=2"], quiet=True)
     assert json.loads((tmp_path / "run" / "hub.json").read_text()) == kept
     lines = (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_an_unknown_name_ends_in_one_line(hub, tmp_path):
-    done = run_in_process(hub, tmp_path, "train", str(settings_of_a_run(tmp_path, "org/other")))
-    assert done.returncode == 2 and "Traceback" not in done.stdout
-    assert "models.trainer.load: there is no directory 'org/other' here" in " ".join(done.stdout.split())
+def test_an_unknown_name_ends_in_one_line(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # to which the command adds
+    monkeypatch.setattr(sys, "argv", ["coalign", "train", str(settings_of_a_run(tmp_path, "org/other"))])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = "".join(capsys.readouterr())
+    assert left.value.code == 2 and "Traceback" not in shown
+    assert "models.trainer.load: there is no directory 'org/other' here" in " ".join(shown.split())
     assert not (tmp_path / "run").exists()

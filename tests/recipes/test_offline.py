@@ -41,7 +41,7 @@ def test_it_learns_and_says_what_it_did(tmp_path, algorithm):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=() if name in ("dpo", "kto") else pytest.mark.slow) for name in RECIPES]
+    "algorithm", [pytest.param(name, marks=() if name == "kto" else pytest.mark.slow) for name in RECIPES]
 )
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm):
     whole = configuration(tmp_path, algorithm, steps=4, save_every=2)

@@ -51,7 +51,7 @@ def test_the_teacher_is_asked_for_what_the_loss_reads(tmp_path):
     assert "teacher_logprobs" in top["trainer.train_step"].reads["teacher.top_logprobs"]
 
 
-@pytest.mark.parametrize("loss", ["policy_gradient", pytest.param(GKD, id="gkd")])
+@pytest.mark.parametrize("loss", ["policy_gradient", pytest.param(GKD, id="gkd", marks=pytest.mark.slow)])
 def test_the_student_comes_closer(tmp_path, taught, loss):
     config = configuration(tmp_path, steps=16, prompts_per_step=8, eval_every=16, eval_at_start=True) | {"loss": loss}
     config["models"]["teacher"]["load"] = taught
@@ -120,7 +120,7 @@ def with_teachers(directory, taught, rows):
     return config
 
 
-@pytest.mark.parametrize("loss", ["policy_gradient", pytest.param(GKD, id="gkd")])
+@pytest.mark.parametrize("loss", ["policy_gradient", pytest.param(GKD, id="gkd", marks=pytest.mark.slow)])
 def test_each_row_has_its_own_teacher(tmp_path, taught, loss):
     (tmp_path / "one").mkdir()
     config = with_teachers(tmp_path / "one", taught, ["sums", None]) | {"loss": loss}

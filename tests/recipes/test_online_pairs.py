@@ -18,10 +18,6 @@ def configuration(directory, **runtime):
     return config
 
 
-def same(sample):
-    return 0.5
-
-
 def flow(config):
     checked = load_config(config)
     return {call.label: call for call in trace(prepare(checked)).calls}
@@ -37,7 +33,7 @@ def test_the_reference_scores_what_is_compared(tmp_path):
         assert line["tokens/generated"] > 2 * line["tokens/trained"] > 0  # two of four, and ties drop out
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_how_far_the_sampler_is_from_the_trainer(tmp_path, updates):
     """On the weights that sampled: what later updates of the same batch have changed is no mismatch."""
     config = configuration(tmp_path)
@@ -74,12 +70,12 @@ def test_before_the_first_update_the_loss_is_log_2(tmp_path):
 
 
 def test_a_step_of_ties_changes_nothing(tmp_path):
-    config = configuration(tmp_path, steps=2) | {"reward": "tests.recipes.test_online_pairs:same"}
+    config = configuration(tmp_path, steps=2) | {"reward": "tests.functions:never_differs"}
     run(config)
     first = metrics(config)[0]
     assert first["pairs/tied"] == 4 and first["loss/skipped_updates"] == 1
     assert "loss/value" not in first
-    other = configuration(tmp_path, steps=1) | {"reward": "tests.recipes.test_online_pairs:same"}
+    other = configuration(tmp_path, steps=1) | {"reward": "tests.functions:never_differs"}
     other |= {"output": str(tmp_path / "other")}
     run(other)
     assert weights_hash(config, 2) == weights_hash(other, 1)
@@ -98,7 +94,11 @@ def test_all_pairs_train_on_every_response_of_a_group(tmp_path):
 
 @pytest.mark.parametrize(
     ("loss", "reference"),
-    [({"fn": "dpo", "length_normalised": True}, True), ("ipo", True), ("aot", True), ("simpo", False)],
+    [
+        ({"fn": "dpo", "length_normalised": True}, True),
+        ("simpo", False),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("ipo", "aot")),
+    ],
 )
 def test_the_loss_is_a_setting(tmp_path, loss, reference):
     config = configuration(tmp_path, steps=1) | {"loss": loss}

@@ -22,6 +22,12 @@ from tests.weights import modules
 
 TRANSPORTS = ["shared_memory", "object_store", "disk", "broadcast"]
 STAGED = ["shared_memory", "object_store", "disk"]
+FAULTS = {
+    "break": "the export broke",
+    "forget": r"weight 'layers\.\d\.half' was not sent",
+    "twice": r"weight 'layers\.\d\.weight' was sent twice",
+    "both": "weight 'layers.0.weight' was sent twice",
+}
 EMBED = 4 * 2**18
 LAYER = 4 * 15 + 2 * 7
 
@@ -119,24 +125,22 @@ def test_training_does_not_show_through(make, syncing, transport):
     assert version == 0 and same(weights, expected(1, 0))
 
 
-@pytest.mark.parametrize("transport", STAGED)
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("transport", "fault"),
     [
-        ("break", "the export broke"),
-        ("forget", r"weight 'layers\.\d\.half' was not sent"),
-        ("twice", r"weight 'layers\.\d\.weight' was sent twice"),
-        ("both", "weight 'layers.0.weight' was sent twice"),
+        *(("shared_memory", fault) for fault in FAULTS),
+        *((transport, "break") for transport in STAGED[1:]),
+        *(pytest.param(t, f, marks=pytest.mark.slow) for t in STAGED[1:] for f in FAULTS if f != "break"),
     ],
 )
-def test_what_goes_wrong_at_a_sender_leaves_the_old_version(make, syncing, transport, fault, message):
+def test_what_goes_wrong_at_a_sender_leaves_the_old_version(make, syncing, transport, fault):
     trainer, policy = make(senders=2, readers=2, module="Adopter")
     sync = syncing(trainer, policy, transport)
     for version in (0, 1):
         sync(version)
     trainer.call("learn")
     trainer.call("misbehave", fault)
-    with pytest.raises((WorkerError, WeightError), match=message):
+    with pytest.raises((WorkerError, WeightError), match=FAULTS[fault]):
         sync(2)
     for found, weights in policy.call("serving"):
         assert found == 1 and same(weights, expected(2, 0))

@@ -401,22 +401,20 @@ def test_a_run_whose_copies_all_fail_ends_well_and_copies_the_last_one_when_star
 
 
 def test_training_does_not_wait_for_copies(tmp_path, memory_url, monkeypatch):
-    from coalign.engine.hooks.recorder import MetricsRecorder
-
     monkeypatch.setattr(checkpoint_remote, "_REPORT", 0.05)
-    gate, send, write = threading.Event(), RemoteCheckpoints._send, MetricsRecorder.write
+    gate, send, log = threading.Event(), RemoteCheckpoints._send, checkpoint_remote.log.info
 
     def wait(self, source, target):
         assert gate.wait(60), "training waits for a copy"
         send(self, source, target)
 
-    def record(self, step, stats):
-        write(self, step, stats)
-        if step == 6:
-            threading.Timer(0.5, gate.set).start()
+    def note(message, *arguments):
+        log(message, *arguments)
+        if message.startswith("waiting for copies"):  # all steps are made
+            gate.set()
 
     monkeypatch.setattr(RemoteCheckpoints, "_send", wait)
-    monkeypatch.setattr(MetricsRecorder, "write", record)
+    monkeypatch.setattr(checkpoint_remote.log, "info", note)
     config = settings(tmp_path, "sft", steps=6, save_every=1, eval_at_start=False, save_copies_to=memory_url)
     assert run(config) == 0
     assert 6 in steps(memory_url) and len(steps(memory_url)) <= 2

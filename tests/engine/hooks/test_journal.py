@@ -83,8 +83,10 @@ def test_a_line_that_was_cut_or_changed_is_found_and_left_out():
         assert decode_line(line[:position] + bytes([line[position] ^ 1]) + line[position + 1 :]) is None
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize(
+    ("staleness", "filtered"),
+    [(2, False), (0, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, False), (2, True)))],
+)
 def test_every_group_is_accounted_for_exactly_once(tmp_path, staleness, filtered):
     config = settings(tmp_path, "grpo", max_staleness=staleness)
     if filtered:
@@ -125,7 +127,7 @@ def test_groups_that_oversampling_cuts_are_dropped(tmp_path):
     assert sum(life.dropped == "cut" for life in history.groups.values()) == cut
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_in_two_parts_has_one_journal(tmp_path, staleness):
     config = run_in_two_parts(settings(tmp_path, "grpo", max_staleness=staleness))
     history = check_accounts(config)
@@ -135,7 +137,7 @@ def test_a_run_in_two_parts_has_one_journal(tmp_path, staleness):
     assert "dropped" not in states(history)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_steps_after_the_checkpoint_are_shown_as_discarded(tmp_path, staleness):
     config = settings(tmp_path, "grpo", max_staleness=staleness, save_every=1, keep=9)
     run(config)

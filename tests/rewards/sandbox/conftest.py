@@ -4,8 +4,11 @@ import pytest
 
 from tests.rewards.sandbox.machines import MACHINES, OLD_MACHINES, make_machine
 
+# The fast suite has the machines that can do most and least.
+FAST = ("everything", "no rights at all")
 
-@pytest.fixture(params=MACHINES)
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MACHINES])
 def machine(request, tmp_path, monkeypatch):
     """Runs the test on a machine of each kind, and looks afterwards whether anything is left."""
     check_nothing_is_left = make_machine(MACHINES[request.param], tmp_path, monkeypatch)
