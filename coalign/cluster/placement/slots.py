@@ -25,6 +25,7 @@ from coalign.config.schema import ModelConfig
 # The settings that divide the ranks of a trained model: for rows, and for experts.
 ROWS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "dp_replicate")
 EXPERTS = ("expert_parallel", "dp_replicate")
+MOVABLE = ("weights", "gradients", "optimizer", "kv")  # coalign.memory.PARTS, which needs torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,13 @@ def pack_slots(footprints: Mapping[str, Footprint], colocation: Sequence[Sequenc
 def list_slots(slots: Mapping[str, Slot]) -> list[Slot]:
     """Each slot once, in the order of their models."""
     return list({id(slot): slot for slot in slots.values()}.values())
+
+
+def list_movable_parts(config: ModelConfig, devices: int, colocated: bool) -> frozenset[str]:
+    """The parts that may leave the ``devices`` of each process of a model."""
+    if config.offload != "auto":
+        return frozenset(config.offload)
+    return frozenset(MOVABLE) if devices and colocated else frozenset()
 
 
 def _slot(name: str, members: Mapping[str, Footprint]) -> Slot:
