@@ -1,0 +1,178 @@
+"""What is to be predicted: the models of a step, their layouts, and the samples that go through them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import Literal
+
+from coalign.planner.model_size import ModelSize
+
+Sharding = Literal["none", "optimizer", "gradients", "weights"]  # over data-parallel ranks: DDP, ZeRO-1, 2, 3 or FSDP
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How one model is spread over devices. ``data``: data-parallel ranks of a trainer, or replicas of an engine.
+
+    Expert parallelism uses the ranks of the others (it needs none of its own): for a trainer those of data, context
+    and tensor parallelism, for an engine those of one replica. ``shard_group`` is the number of data-parallel ranks
+    that share a copy (HSDP); None: all of them.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    virtual_pipeline: int = 1
+    sharding: Sharding = "weights"
+    shard_group: int | None = None
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def replica_gpus(self) -> int:
+        """Devices that hold one copy for a batch of its own."""
+        return self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """One model of a step.
+
+    Models with the same ``group`` share its devices and take turns; models of different groups run beside each other.
+    ``role``: "rollout" generates, "trainer" trains, "scorer" makes one forward pass over what was generated.
+    ``micro_batch_tokens`` is that of one device's forward pass. ``precision`` is that of matrix products (bf16, fp8,
+    fp4, fp32), ``weight_bytes`` a number of the weights that the device holds, ``kv_bytes`` one of keys and values.
+    ``is_moved`` says that the model's states leave the devices (to host memory) while others of its group have them.
+    """
+
+    name: str
+    role: Literal["rollout", "trainer", "scorer"]
+    size: ModelSize
+    layout: Parallelism
+    group: str = "all"
+    precision: str = "bf16"
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    micro_batch_tokens: int = 8192
+    recompute: Recompute = "none"
+    offload_optimizer: bool = False
+    offload_weights: bool = False
+    offload_activations: bool = False
+    lora_rank: int | None = None
+    is_moved: bool = False
+    is_eager: bool = False  # an engine without captured graphs: each kernel is launched by the host
+    max_sequences: int = 1024  # that one replica of an engine generates at once
+    memory_share: float = 0.9  # of a device's memory that an engine may use
+    passes: int = 1  # times that a scorer or a trainer sees each sample in a step (PPO epochs)
+    head_outputs: int | None = None  # 1 for a value or reward model; None: the vocabulary
+
+
+@dataclass(frozen=True)
+class ResponseLengths:
+    """A distribution of response lengths in tokens: lognormal with this mean, cut at ``maximum``; or ``values``."""
+
+    mean: float
+    maximum: float
+    sigma: float | None = None  # of the logarithm; None: so that one in a hundred reaches the maximum, at most 1
+    values: tuple[float, ...] = ()
+
+    @classmethod
+    def from_file(cls, path: Path) -> ResponseLengths:
+        """Read one length a line. Raises ValueError for a line that is not a positive number."""
+        values = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").split(), 1):
+            try:
+                values.append(float(line))
+            except ValueError:
+                raise ValueError(f"{path}: line {number} is '{line}'; each line should be a length in tokens") from None
+        if not values or min(values) <= 0:
+            raise ValueError(f"{path} should hold one length in tokens (above 0) a line")
+        return cls(sum(values) / len(values), max(values), values=tuple(sorted(values)))
+
+    @classmethod
+    def parse(cls, text: str) -> ResponseLengths:
+        """Read `mean,max`, such as `2000,8192`, or the path of a file of lengths. Raises ValueError."""
+        parts = text.split(",")
+        try:
+            mean, maximum = (float(part) for part in parts)
+        except ValueError:
+            if Path(text).is_file():
+                return cls.from_file(Path(text))
+            raise ValueError(f"lengths '{text}' should be MEAN,MAX in tokens, or a file of one length a line") from None
+        if not 0 < mean <= maximum:
+            raise ValueError(f"lengths '{text}': the mean should be above 0 and not above the maximum")
+        return cls(mean, maximum)
+
+    def quantiles(self, count: int) -> list[float]:
+        """Return ``count`` lengths, shortest first, that represent equal shares of the distribution; their mean is its."""
+        if self.values:
+            share = len(self.values) / count
+            return [self.values[min(len(self.values) - 1, int((i + 0.5) * share))] for i in range(count)]
+        if self.mean >= self.maximum:
+            return [self.maximum] * count
+        normal, sigma = NormalDist(), self.spread
+        draws = [math.exp(sigma * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+        low, high = 0.0, self.maximum  # a scale such that, after the cut, the mean is the one asked for
+        for _ in range(50):
+            scale = (low + high) / 2
+            if sum(min(self.maximum, scale * draw) for draw in draws) / count < self.mean:
+                low = scale
+            else:
+                high = scale
+        return [max(1.0, min(self.maximum, high * draw)) for draw in draws]
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm of the length."""
+        if self.sigma is not None:
+            return self.sigma
+        return (
+            min(1.0, max(0.05, math.log(self.maximum / self.mean) / 2.33 + 0.2)) if self.maximum > self.mean else 0.05
+        )
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """One step of a run: ``prompts`` x ``samples`` sequences through ``models``.
+
+    ``max_staleness`` 0 takes turns; 1 and more generate beside training, at most that many weight versions ahead.
+    ``partial_rollout`` continues unfinished samples with new weights; without it a weight sync waits for them.
+    ``oversample`` begins that many times the prompts and takes those that are complete first. A job without a model of
+    role "rollout" trains on data.
+    """
+
+    models: tuple[ModelWork, ...]
+    prompts: int
+    samples: int = 1
+    prompt_tokens: float = 256.0
+    responses: ResponseLengths = field(default_factory=lambda: ResponseLengths(1024, 4096))
+    max_staleness: int = 0
+    partial_rollout: bool = False
+    oversample: float = 1.0
+    mini_batches: int = 1  # optimizer steps that a batch of roll-outs is cut into
+    shares_prompts: bool = False  # a group's prompt is computed once in training
+    sync_every: int = 1  # steps between weight syncs
+    reward_seconds: float = 0.0  # of scoring outside of the devices, after generation
+    overhead_seconds: float = 0.0  # of everything else in a step: data, logging, the driver
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Mean tokens of a sequence with its prompt."""
+        return self.prompt_tokens + self.responses.mean
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step, prompts counted with each sample."""
+        return self.sequences * self.sequence_tokens
