@@ -19,6 +19,9 @@ Overrides = Annotated[
 ]
 
 
+Cluster = Annotated[
+    str | None, typer.Option(help="Place the run on this cluster, which need not be there: NODESxGPUS:NAME, `4x8:H100`.")
+]
 NoCode = Annotated[
     bool, typer.Option("--no-code", help="Run no code that the file or this directory names: for files of strangers.")
 ]
@@ -49,9 +52,12 @@ def scale(
     scale_run(run, processes, Display())
 
 
-def check(config: Config, overrides: Overrides = None, no_code: NoCode = False):
+def check(config: Config, overrides: Overrides = None, no_code: NoCode = False, cluster: Cluster = None):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     _refuse(no_code)
+    from coalign.planner.gpus import ClusterSpec
+
+    simulated = ClusterSpec.parse(cluster) if cluster else None
     from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
     from coalign.report.display import Display
@@ -63,7 +69,7 @@ def check(config: Config, overrides: Overrides = None, no_code: NoCode = False):
     loaded = load_config(config, overrides, planned=True)
     from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
 
-    examine(loaded, Display())
+    examine(loaded, Display(), simulated)
 
 
 def pipeline(

@@ -65,9 +65,10 @@ def _places(slot: Slot, name: str) -> str:
         return "CPU"
     own = slot.places[name]
     single = [device for devices in own if len(devices) == 1 for device in devices]
-    devices = _format_range(single) if len(single) == len(own) else " ".join(map(_format_range, own))
+    devices = describe_range(single) if len(single) == len(own) else " ".join(map(describe_range, own))
     return f"{slot.name}: {devices}"
 
 
-def _format_range(devices: Sequence[int]) -> str:
-    return f"{devices[0]}–{devices[-1]}" if len(devices) > 1 else f"{devices[0]}"
+def describe_range(numbers: Sequence[int]) -> str:
+    """Return the first and the last of neighbouring numbers: `0–7`."""
+    return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"

@@ -135,10 +135,11 @@ def find_recipe(algorithm: str) -> type[Engine]:
     return resolve_class(algorithm, "coalign.recipes")
 
 
-def prepare(config: RunConfig, *, join: bool = True) -> Plan:
+def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None) -> Plan:
     """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place.
 
     ``join``: ask the Ray cluster of `runtime.ray_address`, if there is one, for the devices behind `num_gpu: auto`.
+    ``devices``: how many they are, on a cluster that is not there.
     """
     recipe = find_recipe(config.algorithm)
     if recipe.source not in KINDS:
@@ -152,7 +153,7 @@ def prepare(config: RunConfig, *, join: bool = True) -> Plan:
         check_names(config, [*recipe.models, *roles, *judges])
         rewards = list_reward_parts(config) if roles.get("reward") is Scorer else []
         planned_roles = _roles_of_models(roles, rewards)
-        config, before = assign_devices(config, [*planned_roles], join=join), config
+        config, before = assign_devices(config, [*planned_roles], join=join, devices=devices), config
         check_functions_are_imported(config)
         recipe.check(config, loss)
         check_sections(config, recipe)

@@ -216,8 +216,8 @@ def _estimate_buffers(model: ModelConfig, role: ModelRole, stage: StageSize, par
             gathered += (largest + outer) * (computed + 4)  # gradients, and their copy that is summed in float32
     elif model.module == "deepspeed" and partition.ranks > 1 and trains:
         gathered = BUCKET * (computed + 4)
-    elif model.module not in ("megatron", "deepspeed") and computed < BYTES[model.dtype]:
-        gathered = (stage.dense + stage.experts) * computed  # autocast keeps copies of the weights
+    elif model.module not in ("megatron", "deepspeed") and computed < BYTES[model.dtype] and trains:
+        gathered = (stage.dense + stage.experts) * computed  # autocast keeps copies of trained weights
     return int(logits + gathered)
 
 

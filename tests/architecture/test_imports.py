@@ -64,12 +64,13 @@ ALLOWED = {
     "report": {"types", "config", "files", "threads"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "devices", "hub", "memory", "threads"},
+    "planner": {"config", "files", "hub", "cluster"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster"},
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
-    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "report"},
-    "commands": {*BELOW_BACKENDS, "http_server", "backends", "cluster", "engine", "report", "launch"},
+    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "planner", "report"},
+    "commands": {*BELOW_BACKENDS, "http_server", "backends", "cluster", "engine", "planner", "report", "launch"},
     "api": {"config", "commands", "launch", "report"},
-    "cli": {*BELOW_BACKENDS, "api", "backends", "cluster", "commands", "launch", "report", "vocab"},
+    "cli": {*BELOW_BACKENDS, "api", "backends", "cluster", "commands", "launch", "planner", "report", "vocab"},
 }
 HEAVY = {
     "ray": "cluster/ray.py",

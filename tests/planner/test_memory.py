@@ -1,12 +1,16 @@
 """Estimates of memory against what models of the same settings really hold."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
-from coalign.roles import Context, Trainable
+from coalign.launch.memory_table import find_shapes
+from coalign.planner.hf_config import read_directory
+from coalign.planner.memory import MemoryEstimate, estimate_largest_phase, estimate_memory
+from coalign.roles import Context
 from tests.tiny import tiny_model_dir
 
 
@@ -15,12 +19,19 @@ def path(tmp_path_factory):
     return str(tiny_model_dir(tmp_path_factory.mktemp("model"), hidden=64, family="llama", tied=False))
 
 
+def estimate(model: ModelConfig, *, exact: bool = True):
+    """The estimate of a trainer that has no pipeline."""
+    shapes = find_shapes(model) if exact else None
+    [found] = estimate_memory(model, "trainer", RunConfig(algorithm="sft"), read_directory(Path(model.load)), shapes)
+    return found
+
+
 def both(path: str, **config):
     """(the estimate, the module)"""
     model = ModelConfig(load=path, **config)
     module = FSDPModule(model, Context())
     module.setup()
-    return estimate_memory(model, Trainable, RunConfig(algorithm="sft")), module
+    return estimate(model), module
 
 
 def held(tensors) -> int:
@@ -56,10 +67,7 @@ def test_adapters(path, lora):
 
 
 def test_random_weights_are_counted_from_the_configuration(path):
-    loaded, drawn = (
-        estimate_memory(ModelConfig(load=path, init=init), Trainable, RunConfig(algorithm="sft"))
-        for init in ("load", "random")
-    )
+    loaded, drawn = (estimate(ModelConfig(load=path, init=init)) for init in ("load", "random"))
     assert loaded == drawn
 
 
