@@ -155,18 +155,21 @@ def place_processes(
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
+    """Places of a slot on one node. ``size``: the devices among them; there may be places of CPU processes, too."""
+
     slot: Slot
     places: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of devices among the places, which may have CPU processes, too."""
-        return sum(place < self.slot.devices for place in self.places)
+    size: int
 
 
 def _device_units(slots: Sequence[Slot]) -> list[_Unit]:
     """Large ones first."""
-    units = [_Unit(slot, places) for slot in slots for places in slot.units if places[0] < slot.devices]
+    units = [
+        _Unit(slot, places, sum(place < slot.devices for place in places))
+        for slot in slots
+        for places in slot.units
+        if places[0] < slot.devices
+    ]
     return sorted(units, key=lambda unit: -unit.size)
 
 
@@ -251,17 +254,25 @@ def _candidates(
 
     ``rest``: the devices that its slot still needs; ``last``: the node of its neighbour.
     """
+    name, size = unit.slot.name, unit.size
 
     def packed(node: int) -> tuple[bool, bool, int]:
         """A node with units of its slot; else the smallest node for the whole rest, or the largest."""
-        here = placed[unit.slot.name, node] > 0
+        here = placed[name, node] > 0
         return not here, node != last, free[node] if free[node] >= rest else (1 << 30) - free[node]
 
     def spread(node: int) -> tuple[int, int]:
-        return placed[unit.slot.name, node], -free[node]
+        return placed[name, node], -free[node]
 
-    fitting = [node for node in range(len(free)) if free[node] >= unit.size]
     met = set()
+    if not unit.slot.spread and last >= 0 and free[last] >= size:  # the best one, without a look at the others
+        met.add(free[last])
+        yield last
+    fitting = [node for node, number in enumerate(free) if number >= size and number not in met]
+    if not met and fitting:  # the others are sorted only if this one leads nowhere
+        best = min(fitting, key=spread if unit.slot.spread else packed)
+        met.add(free[best])
+        yield best
     for node in sorted(fitting, key=spread if unit.slot.spread else packed):
         if free[node] not in met:
             met.add(free[node])

@@ -155,9 +155,12 @@ def _slot(name: str, members: Mapping[str, Footprint]) -> Slot:
     places: dict[str, tuple[tuple[int, ...], ...]] = {}
     for model, footprint in sorted(members.items(), key=lambda item: (-item[1].total, -item[1].places)):
         places[model] = packed.add(footprint, limit=devices if footprint.devices else size)
-    units = tuple(tuple(p for p in range(size) if packed.unit[p] == unit) for unit in sorted(set(packed.unit)))
+    units: dict[int, list[int]] = {}
+    for place, unit in enumerate(packed.unit):  # a unit is called by its first place, so they come in order
+        units.setdefault(unit, []).append(place)
     locks = tuple(threading.Lock() for _ in range(size))
-    return Slot(name, size, devices, {model: places[model] for model in members}, units, dict(members), locks)
+    grouped = tuple(map(tuple, units.values()))
+    return Slot(name, size, devices, {model: places[model] for model in members}, grouped, dict(members), locks)
 
 
 @dataclass(slots=True)
@@ -174,16 +177,20 @@ class _Packed:
         """
         size, wide = footprint.processes * footprint.places, footprint.places * footprint.together
         sizes = Counter(self.unit)
+        # How many windows of ``wide`` places, from each place on in steps of ``wide``, would make a unit larger.
+        enlarged = [0] * (limit + wide)
+        for first in range(limit - wide, -1, -1) if wide > 1 else ():
+            window = {unit if sizes[unit] > 1 else -1 for unit in self.unit[first : first + wide]}
+            enlarged[first] = enlarged[first + wide] + (len(window) > 1)
 
         def cost(start: int) -> tuple[int, int, int]:
-            windows = (self.unit[first : first + wide] for first in range(start, start + size, wide))
-            enlarged = sum(len({unit if sizes[unit] > 1 else -1 for unit in window}) > 1 for window in windows)
-            return enlarged, max(self.models[start : start + size]), start
+            return enlarged[start] - enlarged[start + size], max(self.models[start : start + size]), start
 
         start = min(range(limit - size + 1), key=cost)
         for first in range(start, start + size, wide) if wide > 1 else ():
             units = set(self.unit[first : first + wide])
-            self.unit = [min(units) if unit in units else unit for unit in self.unit]
+            if len(units) > 1:
+                self.unit = [min(units) if unit in units else unit for unit in self.unit]
         for place in range(start, start + size):
             self.models[place] += 1
         firsts = range(start, start + size, footprint.places)
