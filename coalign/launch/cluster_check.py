@@ -17,7 +17,7 @@ from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.launch.layout import describe_range
 from coalign.planner.gpus import ClusterSpec
-from coalign.planner.partition import ModelPartition, ModelRole, find_partition
+from coalign.planner.layouts.partition import ModelPartition, ModelRole, find_partition
 
 
 @dataclass(frozen=True)

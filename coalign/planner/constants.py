@@ -1,12 +1,69 @@
-"""The few constants of the physics, each with its meaning, and the file that replaces them by a machine's own."""
+"""The few constants of the physics, each with its meaning and source.
+
+A share is of what the data sheet says. The defaults are those that fit the public tables of benchmarks/plan_validation.py;
+`coalign plan --measure` keeps a machine's own in a file, which replaces them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from coalign.planner.gpus import Gpu
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Efficiencies and fixed costs of devices; ``coalign plan --measure`` replaces them by measured ones."""
+    """What data sheets do not say about devices and software; seconds unless a comment says otherwise."""
 
-    matmul: float = 0.75
+    matmul: float = 0.92  # of Gpu.matmul_share: large products inside a model against one alone
+    narrow_matmul: float = 0.8  # the same for fp8 and fp4: scaling and casting take their part
+    attention: float = 0.5  # share of the bf16 peak that fused attention reaches, backward included
+    memory: float = 0.8  # share of the memory's bandwidth
+    traffic: float = 2.0  # numbers moved around matrix products, over those that these read and write
+    link: float = 0.7  # share of the links in a node that a collective reaches
+    network: float = 0.6  # share of the network between nodes that a collective reaches
+    overlap: float = 0.5  # share of FSDP's and DDP's collectives that computation can hide
+    expert_tokens: float = 96.0  # tokens of an expert at which its product runs at half its rate: a tile's rows
+    collective_latency: float = 12e-6  # of one small collective in a node; between nodes three times that
+    layer: float = 40e-6  # of a layer's kernels in one decode step with captured graphs, whatever the batch
+    eager_layer: float = 450e-6  # of launching a layer's kernels one by one from Python
+    sequence: float = 10e-6  # of scheduling, sampling and answering one sequence in one decode step
+    decode_step: float = 2e-3  # of the engine's host in one decode step, whatever the batch
+    sync_network: float = 0.35  # share of one network card that a weight sync between nodes reaches
+    sync_tensor: float = 0.6e-3  # of a tensor that a sync sends as a message of its own
+    sync_fixed: float = 0.3  # of a weight sync, whatever the weights: pausing, handshakes, caches
+    host_gb_s: float = 20.0  # GB/s of one device to and from host memory
+    host_adam_gb_s: float = 40.0  # GB/s at which a device's share of host cores steps the optimizer
+    step: float = 1.0  # of a step's driver: data, advantages, logging
+
+
+"""Sources: matmul, attention, memory, link, network: usual figures of NVIDIA's and AMD's public benchmarks, then fitted."""
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """Rates of one machine, found by ``coalign plan --measure``: its device and constants."""
+
+    gpu: Gpu
+    constants: Constants
+    measured: dict[str, float]  # the probes' own figures, for people
+
+    def save(self, path: Path) -> None:
+        """Write the file; its folder is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def load_machine(path: Path) -> MeasuredMachine:
+    """Read a file that MeasuredMachine.save wrote. Raises ValueError that names the file and what is wrong."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(Constants)}
+        if unknown := set(content["constants"]) - known:
+            raise ValueError(f"unknown constants {sorted(unknown)}")
+        return MeasuredMachine(Gpu(**content["gpu"]), Constants(**content["constants"]), content["measured"])
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"{path} is not a file of measured constants ({error}); measure again with `coalign plan --measure`"
+        raise ValueError(message) from None

@@ -29,6 +29,8 @@ class Gpu:
     link_gb_s: float
     dollars_per_hour: float
     network_gb_s: float = 50.0  # one way to other nodes, of a usual machine with it: a 400 Gbit/s card each
+    link_gpus: int = 8  # devices that the links join: those of a node, or more (NVL72)
+    matmul_share: float = 0.75  # of the bf16 peak that one large product reaches; power and clocks limit it
 
     def flops(self, precision: str) -> float:
         """Return the peak FLOP/s for bf16, fp8, fp4 or fp32; those of bf16 where the device has no such rate."""
@@ -39,22 +41,22 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100-40", 40, 312, None, None, 156, 1555, 300, 1.8, 25),
-        Gpu("A100-80", 80, 312, None, None, 156, 2039, 300, 2.2, 25),
-        Gpu("A800", 80, 312, None, None, 156, 2039, 200, 2.0, 25),
-        Gpu("H100", 80, 989, 1979, None, 494, 3350, 450, 4.0),
-        Gpu("H800", 80, 989, 1979, None, 494, 3350, 200, 4.0),
-        Gpu("H20", 96, 148, 296, None, 74, 4000, 450, 2.0),
-        Gpu("H200", 141, 989, 1979, None, 494, 4800, 450, 5.0),
-        Gpu("B200", 180, 2250, 4500, 9000, 1125, 7700, 900, 7.0),
-        Gpu("GB200", 186, 2500, 5000, 10000, 1250, 8000, 900, 9.0),
-        Gpu("B300", 270, 2250, 4500, 13500, 1125, 7700, 900, 9.0, 100),
-        Gpu("GB300", 279, 2500, 5000, 15000, 1250, 8000, 900, 11.0, 100),
-        Gpu("MI300X", 192, 1307, 2615, None, 654, 5300, 448, 4.0),
-        Gpu("L40S", 48, 362, 733, None, 183, 864, 32, 1.5, 25),
-        Gpu("RTX4090", 24, 165, 330, None, 83, 1008, 25, 0.5, 12),
-        Gpu("RTXA6000", 48, 155, None, None, 77, 768, 56, 0.8, 12),
-        Gpu("RTXPRO6000", 96, 503, 1007, 2015, 252, 1597, 55, 2.0),
+        Gpu("A100-40", 40, 312, None, None, 156, 1555, 300, 1.8, 25, 8, 0.87),
+        Gpu("A100-80", 80, 312, None, None, 156, 2039, 300, 2.2, 25, 8, 0.87),
+        Gpu("A800", 80, 312, None, None, 156, 2039, 200, 2.0, 25, 8, 0.87),
+        Gpu("H100", 80, 989, 1979, None, 494, 3350, 450, 4.0, 50, 8, 0.72),
+        Gpu("H800", 80, 989, 1979, None, 494, 3350, 200, 4.0, 50, 8, 0.72),
+        Gpu("H20", 96, 148, 296, None, 74, 4000, 450, 2.0, 50, 8, 0.93),
+        Gpu("H200", 141, 989, 1979, None, 494, 4800, 450, 5.0, 50, 8, 0.74),
+        Gpu("B200", 180, 2250, 4500, 9000, 1125, 7700, 900, 7.0, 50, 8, 0.75),
+        Gpu("GB200", 186, 2500, 5000, 10000, 1250, 8000, 900, 9.0, 50, 72, 0.75),
+        Gpu("B300", 270, 2250, 4500, 13500, 1125, 7700, 900, 9.0, 100, 8, 0.75),
+        Gpu("GB300", 279, 2500, 5000, 15000, 1250, 8000, 900, 11.0, 100, 72, 0.75),
+        Gpu("MI300X", 192, 1307, 2615, None, 654, 5300, 448, 4.0, 50, 8, 0.5),
+        Gpu("L40S", 48, 362, 733, None, 183, 864, 32, 1.5, 25, 8, 0.65),
+        Gpu("RTX4090", 24, 165, 330, None, 83, 1008, 25, 0.5, 12, 8, 0.9),
+        Gpu("RTXA6000", 48, 155, None, None, 77, 768, 56, 0.8, 12, 8, 0.65),
+        Gpu("RTXPRO6000", 96, 503, 1007, 2015, 252, 1597, 55, 2.0, 50, 8, 0.75),
     )
 }
 ALIASES = {"A100": "A100-80", "4090": "RTX4090", "A6000": "RTXA6000"}
@@ -103,6 +105,11 @@ class ClusterSpec:
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.gpus_per_node}:{self.gpu.name}"
+
+    @property
+    def domain(self) -> int:
+        """Devices that are joined by links rather than by the network."""
+        return max(self.gpus_per_node, min(self.gpus, self.gpu.link_gpus if self.gpu.link_gpus > 8 else 0))
 
 
 def _plain(name: str) -> str:

@@ -371,6 +371,7 @@ def _add_experts(layer: LayerSize, fields: ConfigFields, hidden: int) -> LayerSi
         shared_experts=matrices * hidden * shared,
         router=hidden * experts + gate,
         matrix_width=layer.matrix_width + (matrices * (hidden + shared) if shared else 0),
+        expert_width=matrices * (hidden + width),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
@@ -66,6 +67,7 @@ class ModelWork:
     offload_optimizer: bool = False
     offload_weights: bool = False
     offload_activations: bool = False
+    attention_tflops: float | None = None  # the most that the attention kernel reaches on any device
     lora_rank: int | None = None
     is_moved: bool = False
     is_eager: bool = False  # an engine without captured graphs: each kernel is launched by the host
@@ -111,23 +113,24 @@ class ResponseLengths:
             raise ValueError(f"lengths '{text}': the mean should be above 0 and not above the maximum")
         return cls(mean, maximum)
 
-    def quantiles(self, count: int) -> list[float]:
-        """Return ``count`` lengths, shortest first, that represent equal shares of the distribution; their mean is its."""
+    def shares(self, count: float) -> list[tuple[float, float]]:
+        """Return (share of all, tokens), shortest first: the distribution, its tail down to one of ``count`` samples."""
+        points = _tail_points(max(2, round(count)))
         if self.values:
-            share = len(self.values) / count
-            return [self.values[min(len(self.values) - 1, int((i + 0.5) * share))] for i in range(count)]
+            last = len(self.values) - 1
+            return [(share, self.values[min(last, int(at * len(self.values)))]) for share, at in points]
         if self.mean >= self.maximum:
-            return [self.maximum] * count
+            return [(1.0, self.maximum)]
         normal, sigma = NormalDist(), self.spread
-        draws = [math.exp(sigma * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
-        low, high = 0.0, self.maximum  # a scale such that, after the cut, the mean is the one asked for
-        for _ in range(50):
+        draws = [(share, math.exp(sigma * normal.inv_cdf(at))) for share, at in points]
+        low, high = 0.0, self.maximum  # of a scale such that, after the cut, the mean is the one asked for
+        for _ in range(30):
             scale = (low + high) / 2
-            if sum(min(self.maximum, scale * draw) for draw in draws) / count < self.mean:
+            if sum(share * min(self.maximum, scale * draw) for share, draw in draws) < self.mean:
                 low = scale
             else:
                 high = scale
-        return [max(1.0, min(self.maximum, high * draw)) for draw in draws]
+        return [(share, max(1.0, min(self.maximum, high * draw))) for share, draw in draws]
 
     @property
     def spread(self) -> float:
@@ -139,13 +142,24 @@ class ResponseLengths:
         )
 
 
+@lru_cache(maxsize=64)
+def _tail_points(count: int) -> list[tuple[float, float]]:
+    """Return (share, quantile) pairs: 40 of the lower seven eighths, then two for each halving of the rest."""
+    points = [(0.875 / 40, 0.875 * (i + 0.5) / 40) for i in range(40)]
+    rest = 0.125
+    while rest > 1.5 / count:
+        points += [(rest / 4, 1 - rest * 7 / 8), (rest / 4, 1 - rest * 5 / 8)]
+        rest /= 2
+    return [*points, (rest, 1 - rest / 2)]
+
+
 @dataclass(frozen=True)
 class JobShape:
     """One step of a run: ``prompts`` x ``samples`` sequences through ``models``.
 
     ``max_staleness`` 0 takes turns; 1 and more generate beside training, at most that many weight versions ahead.
     ``partial_rollout`` continues unfinished samples with new weights; without it a weight sync waits for them.
-    ``oversample`` begins that many times the prompts and takes those that are complete first. A job without a model of
+    ``in_order``: a step trains on the samples drawn for it; without it, on those complete first. ``oversample`` begins that many times the prompts and takes those that are complete first. A job without a model of
     role "rollout" trains on data.
     """
 
@@ -154,8 +168,9 @@ class JobShape:
     samples: int = 1
     prompt_tokens: float = 256.0
     responses: ResponseLengths = field(default_factory=lambda: ResponseLengths(1024, 4096))
-    max_staleness: int = 0
-    partial_rollout: bool = False
+    max_staleness: float = 0  # a fraction of a batch is possible in other systems
+    partial_rollout: bool = True
+    in_order: bool = True
     oversample: float = 1.0
     mini_batches: int = 1  # optimizer steps that a batch of roll-outs is cut into
     shares_prompts: bool = False  # a group's prompt is computed once in training

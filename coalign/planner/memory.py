@@ -17,7 +17,7 @@ from pathlib import Path
 
 from coalign.config.schema import LoraConfig, ModelConfig, RunConfig
 from coalign.planner.model_size import LayerSize, ModelSize
-from coalign.planner.partition import (
+from coalign.planner.layouts.partition import (
     ModelPartition,
     ModelRole,
     StageSize,

@@ -20,7 +20,7 @@ class LayerSize:
     generation, where latent attention (2405.04434) works on compressed keys. ``cache`` is the numbers kept per token,
     in ``cache_heads`` parts that tensor parallelism can divide; ``state`` those kept per sequence, whatever its length;
     ``state_flops`` what a token's use of them takes. ``matrix_width`` is the sum of inputs and outputs of the matrices
-    that adapters are trained for.
+    that all tokens pass, ``expert_width`` that of one expert's.
     """
 
     count: int
@@ -39,6 +39,7 @@ class LayerSize:
     state_flops: int = 0
     window: int | None = None
     matrix_width: int = 0
+    expert_width: int = 0
 
     @property
     def parameters(self) -> int:
@@ -47,6 +48,16 @@ class LayerSize:
     @property
     def active(self) -> int:
         return self.attention + self.mlp + self.active_experts * self.expert + self.shared_experts + self.router
+
+    @property
+    def dense(self) -> int:
+        """Parameters that every token passes."""
+        return self.attention + self.mlp + self.shared_experts + self.router
+
+    @property
+    def matrix_numbers(self) -> int:
+        """Numbers that a token's matrix products read and write beside the weights."""
+        return self.matrix_width + self.active_experts * self.expert_width
 
     def attended(self, context: float) -> float:
         """Return how many tokens a query attends that stands at the end of ``context`` tokens."""

@@ -1,0 +1,58 @@
+"""Predicts what moves between models and memories: weight syncs, and states that leave the devices and come back."""
+
+from __future__ import annotations
+
+from coalign.planner.constants import Constants
+from coalign.planner.gpus import ClusterSpec
+from coalign.planner.job import ModelWork
+from coalign.planner.model_size import ModelSize
+from coalign.planner.network import ClusterNetwork
+from coalign.planner.training import BF16
+
+MATRICES = 9  # tensors of a layer beside its experts: projections, norms
+
+
+def count_tensors(size: ModelSize) -> int:
+    """Return how many tensors a checkpoint of the model has, in Hugging Face's layout: each expert apart."""
+    return sum(layer.count * (MATRICES + 3 * layer.experts) for layer in size.layers) + 3
+
+
+def predict_sync(
+    trainer: ModelWork, engine: ModelWork, cluster: ClusterSpec, constants: Constants, *, by_tensor: bool = False
+) -> float:
+    """Return the seconds of bringing a trainer's weights into an engine.
+
+    The trainer's ranks gather the weights. Engines on the same devices take them from there; to others they are
+    broadcast over the network, at a share of one card's rate. ``by_tensor``: each tensor is a message of its own,
+    rather than a part of a large bucket.
+    """
+    network = ClusterNetwork(cluster, constants)
+    sent = trainer.size.parameters * min(BF16, max(1.0, engine.weight_bytes))
+    if trainer.lora_rank:
+        sent = trainer.size.lora_parameters(trainer.lora_rank) * BF16
+    layout = trainer.layout
+    seconds = constants.sync_fixed + (count_tensors(trainer.size) * constants.sync_tensor if by_tensor else 0.0)
+    shards = layout.gpus if layout.sharding == "weights" else layout.tensor * layout.pipeline
+    gathered = network.gather(sent, shards)
+    if trainer.group == engine.group:
+        return seconds + gathered
+    return seconds + max(gathered, broadcast_seconds(sent, layout.gpus + engine.layout.gpus, cluster, constants))
+
+
+def broadcast_seconds(sent: float, devices: int, cluster: ClusterSpec, constants: Constants) -> float:
+    """Return the seconds of sending ``sent`` bytes from one set of devices to another."""
+    if devices <= cluster.domain:
+        return sent / (cluster.gpu.link_gb_s * 1e9 * constants.sync_network)
+    return sent / (cluster.network_gb_s * 1e9 * constants.sync_network)
+
+
+def predict_move(work: ModelWork, constants: Constants) -> float:
+    """Return the seconds in which a device's share of a model's states goes to host memory, or comes from there."""
+    size, layout = work.size, work.layout
+    if work.role != "trainer":
+        held = size.parameters * work.weight_bytes / layout.replica_gpus
+    elif work.lora_rank:
+        held = size.parameters * work.weight_bytes / layout.gpus
+    else:
+        held = size.parameters * (work.weight_bytes + (0 if work.offload_optimizer else 12)) / layout.gpus
+    return held / (constants.host_gb_s * 1e9)
