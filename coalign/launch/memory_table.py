@@ -14,7 +14,8 @@ from coalign.launch.plan import Plan, PlannedModel
 from coalign.planner.layouts.devices import DeviceLoad, Estimates, list_device_loads
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
-from coalign.planner.memory import USABLE, MemoryEstimate, Shapes, estimate_memory, read_shapes
+from coalign.planner.memory import USABLE, MemoryEstimate, Shapes, estimate_memory, read_shapes_of
+from coalign.planner.model_size import ModelSize
 from coalign.planner.layouts.partition import ModelRole
 from coalign.roles import Rollout, Trainable
 
@@ -32,21 +33,16 @@ def estimate_models(plan: Plan, cluster: ClusterSpec | None = None) -> dict[str,
     for model in plan.models.values():
         if model.config.load is not None:
             size = read_directory(find_directory(model.config.load))
-            shapes = find_shapes(model.config)
+            shapes = find_shapes(model.config, size)
             memory = cluster.memory_bytes if cluster and model.config.devices else None
             found[model.name] = estimate_memory(model.config, find_role(model), plan.config, size, shapes, memory)
     return found
 
 
-def find_shapes(model: ModelConfig) -> Shapes:
-    """Return the shapes of a model's tensors: from its files, or of its architecture where they are not there.
-
-    Of a vision-language checkpoint only the language model is loaded, which its architecture says.
-    """
-    assert model.load is not None
-    directory = find_directory(model.load)
-    if model.init == "load" and any(directory.glob("*.safetensors")) and not read_directory(directory).towers:
-        return read_shapes(directory)
+def find_shapes(model: ModelConfig, size: ModelSize) -> Shapes:
+    """Return the shapes of a model's tensors: from its files, or of its architecture where they are not there."""
+    if shapes := read_shapes_of(model, size):
+        return shapes
     from coalign.backends.pretrained import build_skeleton  # imports transformers
 
     skeleton = build_skeleton(model.model_copy(update={"lora": None}), packed=False)

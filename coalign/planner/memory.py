@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 
 from coalign.config.schema import LoraConfig, ModelConfig, RunConfig
+from coalign.hub import find_directory
 from coalign.planner.model_size import LayerSize, ModelSize
 from coalign.planner.layouts.partition import (
     ModelPartition,
@@ -33,6 +34,8 @@ LOGITS = 2**26  # that the head holds at once on an accelerator (coalign/algorit
 PROCESS_BYTES = 2**30  # of a process on its device beside tensors: CUDA's context, NCCL's buffers, kernels
 ENGINE_BYTES = 2 * 2**30  # of vLLM beside weights and cache: captured graphs, activations of a prefill
 VLLM_SHARE = 0.92  # gpu_memory_utilization of vLLM, where the configuration does not say
+NARROW_WEIGHTS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors")  # vLLM's quantisations of a byte a weight
+LARGE_DEVICE = 70 * 2**30  # vLLM generates 1024 sequences at once on larger ones, 256 on others (its EngineArgs)
 BUCKET = 5e8  # numbers in DeepSpeed's buffers for gathering and for reducing
 USABLE = 0.95  # of a device's memory: allocators lose some to fragments
 LAYER = re.compile(r"\.\d+\.")  # in the names of the tensors of a numbered layer
@@ -121,7 +124,7 @@ def _describe_state(
     """Return the bytes of weights, gradients and optimizer of the whole model, before it is divided."""
     stored, computed = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
     if role == "rollout":
-        return parameters * _engine_width(model), 0, 0
+        return parameters * find_engine_width(model), 0, 0
     if role != "trainer" or model.frozen:
         width = computed if model.module in ("megatron", "deepspeed") else stored
         return parameters * width, 0, 0
@@ -148,10 +151,25 @@ def _describe_state(
     return weights, trained * width, optimizer + bool(model.ema) * AVERAGE * trained
 
 
-def _engine_width(model: ModelConfig) -> float:
-    if model.vllm.get("quantization") in ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors"):
+def find_engine_width(model: ModelConfig) -> float:
+    """Return the bytes of a weight in an engine."""
+    if model.vllm.get("quantization") in NARROW_WEIGHTS:
         return 1
     return BYTES[model.compute_dtype or model.dtype]
+
+
+def find_cache_width(model: ModelConfig) -> float:
+    """Return the bytes of a number in an engine's KV cache."""
+    if str(model.vllm.get("kv_cache_dtype", "")).startswith("fp8"):
+        return 1
+    return BYTES[model.compute_dtype or model.dtype]
+
+
+def count_engine_sequences(model: ModelConfig, device_bytes: float | None = None) -> int:
+    """Return the sequences that one replica of an engine generates at once."""
+    if model.module == "vllm":
+        return int(model.vllm.get("max_num_seqs", 1024 if (device_bytes or 0) >= LARGE_DEVICE else 256))
+    return model.transformers.max_sequences if model.module == "transformers" else model.native.max_sequences
 
 
 def _count_parameters(size: ModelSize, is_scalar: bool) -> int:
@@ -240,14 +258,14 @@ def _estimate_engine(
     wanted = config.runtime.prompts_per_step * config.runtime.samples_per_prompt
     sequence = count_cache_bytes(model, size, stage, partition, longest)
     if model.module != "vllm":
-        sequences = min(model.native.max_sequences, wanted)
+        sequences = min(count_engine_sequences(model), wanted)
         if model.native.kv_tokens:
             return int(sequence * model.native.kv_tokens / longest), 0
         return int(sequence * sequences), 0
     if fixed := model.vllm.get("kv_cache_memory_bytes"):
         return int(fixed), ENGINE_BYTES
     if device_bytes is None:
-        return int(sequence * min(model.vllm.get("max_num_seqs", 256), wanted)), ENGINE_BYTES
+        return int(sequence * min(count_engine_sequences(model), wanted)), ENGINE_BYTES
     share = model.vllm.get("gpu_memory_utilization", VLLM_SHARE) * device_bytes
     return max(0, int(share - weights - ENGINE_BYTES)), ENGINE_BYTES
 
@@ -256,13 +274,11 @@ def count_cache_bytes(
     model: ModelConfig, size: ModelSize, stage: StageSize, partition: ModelPartition, tokens: float
 ) -> float:
     """Return the bytes that a sequence of ``tokens`` takes in the KV cache of one device."""
-    width = 1 if str(model.vllm.get("kv_cache_dtype", "")).startswith("fp8") else _engine_width(model)
-    width = max(width, 1 if model.vllm.get("kv_cache_dtype") else 2)
     total = 0.0
     for layer in stage.layers:  # heads that tensor parallelism cannot divide are on every device
         parts = min(partition.tensor, max(layer.cache_heads, 1))
         total += (layer.cache * layer.attended(tokens) + layer.state) / parts
-    return total * width
+    return total * find_cache_width(model)
 
 
 def _leave_device(model: ModelConfig, estimate: MemoryEstimate) -> MemoryEstimate:
@@ -292,6 +308,17 @@ def read_shapes(directory: Path) -> Shapes:
             header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
         shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return shapes
+
+
+def read_shapes_of(model: ModelConfig, size: ModelSize) -> Shapes | None:
+    """Read the tensor shapes of a model whose weights are on this machine; None for others.
+
+    Of a vision-language checkpoint only the language model is loaded, so its files say too much.
+    """
+    if model.load is None or model.init != "load" or size.towers:
+        return None
+    directory = find_directory(model.load)
+    return read_shapes(directory) if any(directory.glob("*.safetensors")) else None
 
 
 def count_optimizer_bytes(shapes: Shapes, name: str, width: int) -> int:

@@ -21,8 +21,9 @@ def path(tmp_path_factory):
 
 def estimate(model: ModelConfig, *, exact: bool = True):
     """The estimate of a trainer that has no pipeline."""
-    shapes = find_shapes(model) if exact else None
-    [found] = estimate_memory(model, "trainer", RunConfig(algorithm="sft"), read_directory(Path(model.load)), shapes)
+    size = read_directory(Path(model.load))
+    shapes = find_shapes(model, size) if exact else None
+    [found] = estimate_memory(model, "trainer", RunConfig(algorithm="sft"), size, shapes)
     return found
 
 
