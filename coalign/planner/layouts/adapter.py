@@ -7,7 +7,7 @@ follows from its module's name here; a test compares it with the modules' own wo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coalign.cluster.placement.slots import Footprint, Slot, list_movable_parts, pack_slots
 from coalign.config.errors import ConfigError, ConfigProblem
@@ -165,7 +165,10 @@ def build_job(run: PlannedRun, slots: Mapping[str, Slot], cluster: ClusterSpec, 
     works = []
     for model in run.models.values():
         slot = slots[model.base_of or model.name]
-        work = _build_work(run, model, slot, cluster)
+        base = run.models[model.base_of or model.name].config
+        shared = len(slot.places) > 1 and model.base_of is None and runtime.device_memory is None
+        parts = list_movable_parts(base, slot.footprints[model.base_of or model.name].devices, shared)
+        work = build_work(run, model, slot.name, is_moved=shared and "weights" in parts, cluster=cluster)
         works.append(work)
         works += _list_passes_before(run, model, work, staleness)
     trainer = next((model.config for model in run.models.values() if model.role == "trainer"), None)
@@ -188,22 +191,20 @@ def build_job(run: PlannedRun, slots: Mapping[str, Slot], cluster: ClusterSpec, 
     )
 
 
-def _build_work(run: PlannedRun, model: RunModel, slot: Slot, cluster: ClusterSpec) -> ModelWork:
+def build_work(run: PlannedRun, model: RunModel, group: str, *, is_moved: bool, cluster: ClusterSpec) -> ModelWork:
+    """Describe what one model does in a step, on the devices of ``group``. ``is_moved``: it leaves them after."""
     own, base = model.config, run.models[model.base_of].config if model.base_of else model.config
-    role: ModelRole = "trainer" if model.base_of else model.role
-    partition = find_partition(base, role)
-    shared = len(slot.places) > 1
+    partition = find_partition(base, "trainer" if model.base_of else model.role)
     narrow = own.fp8 or "fp8" in str(own.vllm.get("quantization", ""))
     computed = own.compute_dtype or own.dtype
     tokens = own.max_tokens_per_micro or int(run.lengths.maximum + run.prompt_tokens)
-    parts = list_movable_parts(base, slot.footprints[model.base_of or model.name].devices, shared)
     recompute: Recompute = own.activation_checkpointing or "none"
     return ModelWork(
         name=model.name,
         role=model.role,
         size=model.size,
-        layout=find_parallelism(partition, own, model.role),
-        group=slot.name,
+        layout=find_parallelism(partition),
+        group=group,
         precision="fp8" if narrow else "bf16" if computed == "bfloat16" else "fp32",
         weight_bytes=find_engine_width(own) if model.role == "rollout" else (2.0 if computed == "bfloat16" else 4.0),
         kv_bytes=find_cache_width(own),
@@ -212,7 +213,7 @@ def _build_work(run: PlannedRun, model: RunModel, slot: Slot, cluster: ClusterSp
         offload_optimizer=own.cpu_offload or (own.module == "deepspeed" and own.deepspeed.offload_optimizer),
         offload_weights=own.cpu_offload or (own.module == "deepspeed" and own.deepspeed.offload_parameters),
         lora_rank=own.lora.rank if own.lora and model.role == "trainer" else None,
-        is_moved=shared and not model.base_of and "weights" in parts and run.config.runtime.device_memory is None,
+        is_moved=is_moved,
         is_eager=model.role == "rollout" and (own.module != "vllm" or bool(own.vllm.get("enforce_eager"))),
         max_sequences=count_engine_sequences(own, cluster.memory_bytes),
         memory_share=own.vllm.get("gpu_memory_utilization", VLLM_SHARE),
@@ -221,7 +222,7 @@ def _build_work(run: PlannedRun, model: RunModel, slot: Slot, cluster: ClusterSp
     )
 
 
-def find_parallelism(partition: ModelPartition, model: ModelConfig, role: ModelRole) -> Parallelism:
+def find_parallelism(partition: ModelPartition) -> Parallelism:
     """Return a partition in the terms of the prediction."""
     sharding: Sharding = "none"
     for part in ("optimizer", "gradients", "weights"):
@@ -251,5 +252,4 @@ def _list_passes_before(run: PlannedRun, model: RunModel, work: ModelWork, stale
         name = f"{model.name}, old log-probs"
     else:
         return []
-    fields = {field: getattr(work, field) for field in work.__dataclass_fields__}
-    return [ModelWork(**fields | {"name": name, "role": "scorer", "is_moved": False, "passes": 1})]
+    return [replace(work, name=name, role="scorer", is_moved=False, passes=1)]
