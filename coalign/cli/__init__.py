@@ -48,6 +48,7 @@ def show_options(
 COMMANDS = {
     "train": train.train,
     "check": train.check,
+    "plan": train.plan,
     "scale": train.scale,
     "check-sync": models.check_sync,
     "convert": models.convert,
@@ -66,7 +67,7 @@ COMMANDS = {
     "schema": train.schema,
 }
 # Their settings may be written with dashes by mistake: these reach the configuration, which says what is right.
-TAKE_SETTINGS = ("train", "check", "pipeline", "eval", "inspect-data")
+TAKE_SETTINGS = ("train", "check", "plan", "pipeline", "eval", "inspect-data")
 for name, command in COMMANDS.items():
     app.command(name=name, context_settings={"ignore_unknown_options": name in TAKE_SETTINGS})(command)
 app.add_typer(indexed.app, name="indexed")

@@ -72,6 +72,48 @@ def check(config: Config, overrides: Overrides = None, no_code: NoCode = False, 
     examine(loaded, Display(), simulated)
 
 
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Response lengths in tokens: MEAN,MAX, or a file of one length a line.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="What the best layouts are best at: seconds or gpu-hours.")] = "seconds",
+    top: Annotated[int, typer.Option(min=0, help="How many layouts to propose; 0: do not search.")] = 5,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Dollars of a GPU-hour.")] = None,
+    write: Annotated[Path | None, typer.Option(help="A new file: the YAML with the lines of the best layout.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A new file, .png or .json: the predicted step beside a measured one.")
+    ] = None,
+    no_code: NoCode = False,
+):
+    """Predict the seconds, memory and cost of a step on a cluster that need not be there, and search better layouts."""
+    _refuse(no_code)
+    from coalign.api import load_config
+    from coalign.config.yaml_reader import emit
+    from coalign.planner.constants import Constants
+    from coalign.planner.gpus import ClusterSpec
+    from coalign.planner.job import ResponseLengths
+    from coalign.report.display import Display
+
+    if cluster is None:
+        raise ValueError("--cluster is missing: NODESxGPUS:NAME, such as `--cluster 4x8:H100`")
+    if objective not in ("seconds", "gpu-hours"):
+        raise ValueError(f"--objective is '{objective}'; expected seconds or gpu-hours")
+    simulated, distribution = ClusterSpec.parse(cluster), ResponseLengths.parse(lengths) if lengths else None
+
+    def load(settings):
+        more = [f"{key}={emit(value, flow=True).strip()}" for key, value in settings.items()]
+        return load_config(config, [*(overrides or []), *more], planned=True)
+
+    load({})
+    from coalign.commands.plan import PlanRequest, plan_run  # slow to import: a wrong file is named before
+
+    request = PlanRequest(simulated, Constants(), distribution, objective, top, price, write, trace)
+    plan_run(config, load, request, Display())
+
+
 def pipeline(
     config: Annotated[Path, typer.Argument(help="The pipeline's YAML file.")],
     overrides: Annotated[

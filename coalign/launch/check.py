@@ -82,7 +82,7 @@ def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = Non
         if cluster is None:
             check_devices(plan.started, config)
         else:
-            roles = {name: find_role(model) for name, model in plan.models.items()}
+            roles = {name: find_role(model.role) for name, model in plan.models.items()}
             display.show("")
             display.show(describe_groups(place_models(plan.started, config, cluster), plan.started, roles))
     display.show("")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -10,7 +10,7 @@ from coalign.cluster.base import plan_slots
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.hub import find_directory
-from coalign.launch.plan import Plan, PlannedModel
+from coalign.launch.plan import Plan
 from coalign.planner.layouts.devices import DeviceLoad, Estimates, list_device_loads
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
@@ -20,23 +20,11 @@ from coalign.planner.layouts.partition import ModelRole
 from coalign.roles import Rollout, Trainable
 
 
-def find_role(model: PlannedModel) -> ModelRole:
-    """Return the planner's word for the role of a model."""
-    if model.role is Rollout:
+def find_role(role: type) -> ModelRole:
+    """Return the planner's word for a role."""
+    if role is Rollout:
         return "rollout"
-    return "trainer" if model.role is Trainable else "scorer"
-
-
-def estimate_models(plan: Plan, cluster: ClusterSpec | None = None) -> dict[str, list[MemoryEstimate]]:
-    """Estimate the memory of each model that computes, on a device of each of its pipeline stages."""
-    found = {}
-    for model in plan.models.values():
-        if model.config.load is not None:
-            size = read_directory(find_directory(model.config.load))
-            shapes = find_shapes(model.config, size)
-            memory = cluster.memory_bytes if cluster and model.config.devices else None
-            found[model.name] = estimate_memory(model.config, find_role(model), plan.config, size, shapes, memory)
-    return found
+    return "trainer" if role is Trainable else "scorer"
 
 
 def find_shapes(model: ModelConfig, size: ModelSize) -> Shapes:
@@ -47,6 +35,25 @@ def find_shapes(model: ModelConfig, size: ModelSize) -> Shapes:
 
     skeleton = build_skeleton(model.model_copy(update={"lora": None}), packed=False)
     return {name: tuple(weight.shape) for name, weight in skeleton.named_parameters()}
+
+
+def estimate_models(
+    plan: Plan,
+    cluster: ClusterSpec | None = None,
+    find: Callable[[ModelConfig, ModelSize], Shapes | None] = find_shapes,
+) -> dict[str, list[MemoryEstimate]]:
+    """Estimate the memory of each model that has weights, on a device of each of its pipeline stages.
+
+    ``find`` returns the shapes of a model's tensors, as exactly as is asked for.
+    """
+    found = {}
+    for model in plan.models.values():
+        if (own := model.config).load is not None:
+            size = read_directory(find_directory(own.load))
+            memory = cluster.memory_bytes if cluster and own.devices else None
+            role = find_role(model.role)
+            found[model.name] = estimate_memory(own, role, plan.config, size, find(own, size), memory)
+    return found
 
 
 def build_memory_table(estimates: Estimates) -> Table:

@@ -1,0 +1,71 @@
+"""Asks the code of a run whether it takes a layout: its schema, its backends, its placement. Nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from coalign.cluster.base import find_footprint
+from coalign.cluster.placement.nodes import find_accelerator
+from coalign.cluster.worker import find_module_class
+from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
+from coalign.launch.cluster_check import place_models
+from coalign.launch.memory_table import estimate_models, find_overload, list_loads
+from coalign.launch.plan import prepare
+from coalign.planner.gpus import ClusterSpec
+from coalign.planner.memory import read_shapes_of
+
+# What a backend's look at an architecture depends on, beside the number of processes.
+CUTS = (*PARALLEL, "compile", "fp8", "head", "load", "module")
+
+
+class BackendRefusal:
+    """Asks backends why they do not take a model's settings; keeps their answers on architectures."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.device = torch.device(find_accelerator(config.runtime.accelerator).device)
+        self._answers: dict[tuple[Any, ...], str | None] = {}
+
+    def list_cuts(self, name: str) -> Sequence[str]:
+        """List the keys of PARALLEL that the backend of a model supports."""
+        return find_module_class(self.config.models[name]).parallel
+
+    def find_refusal(self, name: str, model: ModelConfig) -> str | None:
+        """Return why the backend refuses a model's settings; None if it takes them."""
+        module = find_module_class(model)
+        try:
+            model.check()
+            find_footprint(name, model)
+            module.check_settings(model, name, self.device)
+        except ValueError as problem:
+            return _shorten(problem)
+        key = (name, model.processes, repr(model.megatron), *(getattr(model, cut) for cut in CUTS))
+        if key not in self._answers:
+            try:
+                module.check_architecture(model, name)
+                self._answers[key] = None
+            except (ValueError, NotImplementedError) as problem:
+                self._answers[key] = _shorten(problem)
+        return self._answers[key]
+
+
+def check_layout(
+    load: Callable[[Mapping[str, Any]], RunConfig], settings: Mapping[str, Any], cluster: ClusterSpec
+) -> str | None:
+    """Return why a run with these settings would be refused on a cluster; None if it would be accepted."""
+    try:
+        plan = prepare(load(settings), devices=cluster.gpus)
+        place_models(plan.started, plan.config, cluster)
+        return find_overload(list_loads(plan, estimate_models(plan, cluster, read_shapes_of)), cluster)
+    except (ValueError, ImportError) as problem:
+        return _shorten(problem)
+
+
+def _shorten(problem: Exception) -> str:
+    """Return the first line of a problem; of a Conflict with its key."""
+    key = getattr(problem, "key", ())
+    text = getattr(problem, "message", None) or str(problem)
+    return ": ".join([*([".".join(map(str, key))] if key else []), text.splitlines()[0]])
