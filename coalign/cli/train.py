@@ -91,7 +91,7 @@ def plan(
     """Predict the seconds, memory and cost of a step on a cluster that need not be there, and search better layouts."""
     _refuse(no_code)
     from coalign.api import load_config
-    from coalign.config.yaml_reader import emit
+    from coalign.config.yaml_edit import emit_inline
     from coalign.planner.constants import Constants
     from coalign.planner.gpus import ClusterSpec
     from coalign.planner.job import ResponseLengths
@@ -104,7 +104,7 @@ def plan(
     simulated, distribution = ClusterSpec.parse(cluster), ResponseLengths.parse(lengths) if lengths else None
 
     def load(settings):
-        more = [f"{key}={emit(value, flow=True).strip()}" for key, value in settings.items()]
+        more = [f"{key}={emit_inline(value)}" for key, value in settings.items()]
         return load_config(config, [*(overrides or []), *more], planned=True)
 
     load({})

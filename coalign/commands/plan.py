@@ -9,19 +9,19 @@ from typing import Any
 
 from coalign.commands.plan_page import PlanPage, ProposedLayout
 from coalign.commands.plan_trace import draw_trace
-from coalign.config import ConfigError, locate_problems
-from coalign.config.errors import ConfigProblem
+from coalign.config import locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.yaml_edit import edit_yaml
-from coalign.launch.memory_table import find_role
-from coalign.launch.plan import find_shared_bases, outline_run
+from coalign.launch.planned_run import describe_run
 from coalign.planner.constants import Constants
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.job import ResponseLengths
-from coalign.planner.layouts.adapter import PlannedRun, build_job, list_run_loads, pack_models, read_run
+from coalign.planner.layouts.adapter import PlannedRun, build_job, list_run_loads, pack_models
+from coalign.planner.layouts.devices import DeviceLoad
 from coalign.planner.layouts.search import (
     LayoutSearch,
     Objective,
+    find_changes,
     search_layouts,
 )
 from coalign.planner.prediction import StepPrediction, predict_step
@@ -56,7 +56,7 @@ def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Displa
             raise ValueError(f"{file} is there already, and is left as it is; name another file")
     config = load({})
     with locate_problems(config):
-        run = describe_run(config, request.lengths)
+        run = describe_run(config, request.cluster, request.lengths)
         page = PlanPage(request.cluster, request.price, run)
         configured = predict_configured(run, request)
         display.show(page.show_configured(configured))
@@ -80,24 +80,12 @@ class ConfiguredLayout:
 
     run: PlannedRun
     predictions: Mapping[int, StepPrediction]
-    loads: Sequence[Any]
+    loads: Sequence[DeviceLoad]
     problem: str | None = None
 
     @property
     def prediction(self) -> StepPrediction | None:
         return self.predictions.get(self.run.config.runtime.max_staleness)
-
-
-def describe_run(config: RunConfig, lengths: ResponseLengths | None) -> PlannedRun:
-    """Describe a run for the planner. No backend is imported."""
-    outline = outline_run(config)
-    listed = outline.list_models(config)
-    roles = {name: find_role(role) for name, (role, _) in listed.items()}
-    bases = find_shared_bases({name: role for name, (role, _) in listed.items()}, {n: c for n, (_, c) in listed.items()})
-    run = read_run(config, roles, outline.recipe.source, bases, lengths)
-    if not run.models:
-        raise ConfigError([ConfigProblem(("models",), "no model of this run has weights, so there is nothing to plan")])
-    return run
 
 
 def predict_configured(run: PlannedRun, request: PlanRequest) -> ConfiguredLayout:
@@ -173,18 +161,6 @@ def choose_layouts(
         modes |= {layout.staleness} if more else set()
         proposed.append(ProposedLayout(layout, lines, is_staler=more))
     return sorted(proposed, key=lambda one: (one.is_staler, one.layout.measure(request.objective)))
-
-
-def find_changes(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that differ from those of the configuration."""
-    changes = {}
-    for key, value in settings.items():
-        own: Any = config
-        for part in key.split("."):
-            own = own.get(part) if isinstance(own, dict) else getattr(own, part)
-        if own != value:
-            changes[key] = value
-    return changes
 
 
 def write_layout(source: Path, target: Path, proposed: Sequence[ProposedLayout], display: Display) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from coalign.config.yaml_reader import emit
+from coalign.config.yaml_edit import emit_inline
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.layouts.adapter import PlannedRun
 from coalign.planner.layouts.devices import DeviceLoad
@@ -134,7 +134,7 @@ class PlanPage:
         lines = [
             f"  tokens/s      {prediction.tokens_per_second:,.0f} ({per_gpu:,.0f} a GPU)",
             f"  MFU           {prediction.mfu:.1%} of the whole step, {prediction.trainer_mfu:.1%} while training",
-            "  idle          " + ", ".join(f"{group} {share:.0%}" for group, share in prediction.idle.items()),
+            f"  idle          {_describe_idle(prediction)}",
         ]
         if any(prediction.bubble.values()):
             lines.append("  bubbles       " + ", ".join(f"{n} {share:.0%}" for n, share in prediction.bubble.items()))
@@ -155,9 +155,8 @@ class PlanPage:
 
     def _memory(self, loads: Sequence[DeviceLoad]) -> list[str]:
         """Return a table of GiB: of each kind of device, its models and their parts."""
-        columns = ("weights", "gradients", "optimizer", "activations", "buffers", "KV")
+        columns = ("weights", "gradients", "optimizer", "activations", "buffers", "KV cache")
         usable = USABLE * self.cluster.memory_bytes
-        head = f"  {'GiB of a device':<28}" + "".join(f"{column:>12}" for column in columns[:1])
         head = f"  {'memory, GiB of a device':<26}" + "".join(f"{c:>{len(c) + 2}}" for c in columns) + f"{'its turn':>10}"
         lines = [head]
         shown = set()
@@ -196,26 +195,25 @@ class PlanPage:
         change = ""
         if configured.prediction:
             change = f" ({prediction.seconds / configured.prediction.seconds - 1:+.0%})"
-        idle = ", ".join(f"{group} {share:.0%}" for group, share in prediction.idle.items())
         named = f", {describe_staleness(layout.staleness)}" if self.run.generates else ""
         dollars = layout.gpu_hours * self.dollars
         lines = [
             "",
             f"{mark:>2}  {prediction.seconds:,.1f} s{change}   {layout.division.describe()}{named}",
-            f"    MFU {prediction.mfu:.1%} · idle {idle} · {layout.peak / GIB:.0f} of {self.cluster.gpu.memory_gib:g} GiB"
+            f"    MFU {prediction.mfu:.1%} · idle {_describe_idle(prediction)} · {layout.peak / GIB:.0f} of {self.cluster.gpu.memory_gib:g} GiB"
             f" · ${dollars:,.2f} a step",
         ]
         return [*lines, *(f"      {line}" for line in format_settings(one.lines))]
 
     def _losers(self, search: LayoutSearch, own: Sequence[ProposedLayout]) -> list[str]:
         lines = []
-        usable, memory = USABLE * self.cluster.memory_bytes / GIB, self.cluster.gpu.memory_gib
+        memory = self.cluster.gpu.memory_gib
         for (model, reason), count in search.rejected.counts.most_common():
             if reason == "memory":
-                needed, settings = search.rejected.smallest[model]
+                needed, free, settings = search.rejected.smallest[model]
                 lines.append(
-                    f"{model}: {count:,} layouts do not fit; the smallest needs {needed / GIB:,.0f} GiB, and of {memory:g} "
-                    f"GiB {usable:.0f} can be used by all of a device's models ({_describe_cut(settings)})"
+                    f"{model}: {count:,} layouts do not fit; the nearest, {_describe_cut(settings)}, needs "
+                    f"{needed / GIB:,.0f} GiB of the {free / GIB:,.0f} that it has of {memory:g}"
                 )
         chosen = {one.layout.division for one in own}
         best = own[0].layout.prediction.seconds if own else 0.0
@@ -251,6 +249,12 @@ def describe_staleness(staleness: int) -> str:
     return NAMES.get(staleness, f"asynchronous, {staleness} versions")
 
 
+def _describe_idle(prediction: StepPrediction) -> str:
+    if len(prediction.idle) == 1:
+        return f"{next(iter(prediction.idle.values())):.0%}"
+    return ", ".join(f"{group} {share:.0%}" for group, share in prediction.idle.items())
+
+
 def format_settings(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as lines of YAML: a line for each key of `runtime`, and one for each model."""
     if not settings:
@@ -266,7 +270,7 @@ def format_settings(settings: Mapping[str, Any]) -> list[str]:
     for section, values in nested.items():
         lines.append(f"{section}:")
         for key, value in values.items():
-            lines.append(f"  {key}: {emit(value, flow=True).strip()}")
+            lines.append(f"  {key}: {emit_inline(value)}")
     return lines
 
 

@@ -50,12 +50,12 @@ def _replace(text: str, key: yaml.Node, old: yaml.Node, value: Any) -> str:
     start, end = old.start_mark.index, old.end_mark.index
     if start == end:
         colon = text.index(":", key.end_mark.index)
-        return f"{text[: colon + 1]} {_flow(value)}{text[colon + 1 :]}"
+        return f"{text[: colon + 1]} {emit_inline(value)}{text[colon + 1 :]}"
     if isinstance(old, yaml.CollectionNode) and not old.flow_style:  # a block: it begins on its own line
         start = text.index(":", key.end_mark.index) + 1
         end = _find_end(old)
-        return f"{text[:start]} {_flow(value)}{text[end:]}"
-    return text[:start] + _flow(value) + text[end:]
+        return f"{text[:start]} {emit_inline(value)}{text[end:]}"
+    return text[:start] + emit_inline(value) + text[end:]
 
 
 def _add(text: str, node: yaml.MappingNode, path: list[str], value: Any) -> str:
@@ -67,12 +67,12 @@ def _add(text: str, node: yaml.MappingNode, path: list[str], value: Any) -> str:
         close = node.end_mark.index - 1
         before = text[:close].rstrip()
         separator = "" if before.endswith("{") else ", "
-        return f"{before}{separator}{path[0]}: {_flow(nested)}{text[close:]}"
+        return f"{before}{separator}{path[0]}: {emit_inline(nested)}{text[close:]}"
     column = node.start_mark.column
     nested = value
     for inside in reversed(path[1:]):
         nested = {inside: nested}
-    line = f"{' ' * column}{path[0]}: {_flow(nested)}\n"
+    line = f"{' ' * column}{path[0]}: {emit_inline(nested)}\n"
     end = max(map(_find_end, node.value[-1]))
     stop = text.find("\n", end)  # behind a comment on the last line
     if stop < 0:
@@ -89,5 +89,6 @@ def _find_end(node: yaml.Node) -> int:
     return node.end_mark.index
 
 
-def _flow(value: Any) -> str:
-    return emit(value, flow=True).removesuffix("\n").removesuffix("\n...").strip()
+def emit_inline(value: Any) -> str:
+    """Write a value as YAML in one line."""
+    return " ".join(emit(value, flow=True).removesuffix("\n").removesuffix("\n...").split("\n")).strip()

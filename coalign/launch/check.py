@@ -34,6 +34,8 @@ from coalign.launch.memory_table import (
     list_loads,
 )
 from coalign.launch.plan import Plan, PlannedModel, prepare
+from coalign.launch.planned_run import describe_run
+from coalign.launch.refusal import offer_layout
 from coalign.launch.validate import check_context, check_directories, check_folders, check_rope
 from coalign.planner.gpus import ClusterSpec
 from coalign.report.display import Display
@@ -103,7 +105,7 @@ def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = Non
             display.show("")
             display.show(build_device_table(loads, cluster))
             if problem := find_overload(loads, cluster):
-                raise ValueError(problem)
+                raise ValueError(problem + offer_layout(describe_run(fetched, cluster), cluster))
             notes = ["", *notes]
     for line in notes:
         display.show(line)

@@ -11,11 +11,15 @@ from coalign.cluster.base import find_footprint
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
+from coalign.config.yaml_edit import emit_inline
 from coalign.launch.cluster_check import place_models
 from coalign.launch.memory_table import estimate_models, find_overload, list_loads
 from coalign.launch.plan import prepare
 from coalign.planner.gpus import ClusterSpec
-from coalign.planner.memory import read_shapes_of
+from coalign.planner.layouts.adapter import PlannedRun, list_run_loads, pack_models
+from coalign.planner.layouts.candidates import find_nearest
+from coalign.planner.layouts.search import apply_run_settings
+from coalign.planner.memory import USABLE, read_shapes_of
 
 # What a backend's look at an architecture depends on, beside the number of processes.
 CUTS = (*PARALLEL, "compile", "fp8", "head", "load", "module")
@@ -62,6 +66,29 @@ def check_layout(
         return find_overload(list_loads(plan, estimate_models(plan, cluster, read_shapes_of)), cluster)
     except (ValueError, ImportError) as problem:
         return _shorten(problem)
+
+
+def offer_layout(run: PlannedRun, cluster: ClusterSpec) -> str:
+    """Return, as the end of a sentence, the fewest settings with which a run fits on a cluster; empty if none do."""
+    backends, changes = BackendRefusal(run.config), dict[str, Any]()
+    for _ in run.started:  # each of them may not fit
+        try:
+            loads = list_run_loads(run, pack_models(run), cluster)
+        except ValueError:
+            return ""
+        load = loads[0]
+        if load.peak <= USABLE * cluster.memory_bytes:
+            break
+        model, name = run.models[load.turn], load.turn
+        free = USABLE * cluster.memory_bytes - (load.peak - load.models[name].total)
+        found = find_nearest(run, model, cluster, free, backends.list_cuts(name), backends.find_refusal)
+        if found is None:
+            return ""
+        changes |= {f"models.{name}.{key}": value for key, value in found.items()}
+        run = run.with_config(apply_run_settings(run.config, changes))
+    if not changes:
+        return ""
+    return "; the nearest layout that fits: " + " ".join(f"{key}={emit_inline(value)}" for key, value in changes.items())
 
 
 def _shorten(problem: Exception) -> str:

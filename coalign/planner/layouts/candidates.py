@@ -24,6 +24,9 @@ Refusal = Callable[[str, ModelConfig], str | None]  # a backend's own word on se
 STEPS_OF_TOKENS = 1024  # to which token limits are rounded up
 LARGEST_MICRO_BATCH = 32768  # tokens
 ENGINE_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # gpu_memory_utilization
+# What varies for one cut; what a device holds grows and shrinks with it.
+VARIED = ("activation_checkpointing", "max_tokens_per_micro", "vllm.gpu_memory_utilization")
+ZERO = ("deepspeed.stage",)
 LONG_ROW = 8192  # tokens of a row that context parallelism is tried for
 
 
@@ -46,18 +49,21 @@ class ModelLayout:
 
 @dataclass
 class RejectedLayouts:
-    """Why layouts were left out, by model and reason: how many, and for those without memory the smallest need."""
+    """Why layouts were left out: how many, by model and reason.
+
+    ``smallest``: of those without memory the one that lacks least, as (bytes it needs, bytes it has, settings).
+    """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    smallest: dict[str, tuple[float, Settings]] = field(default_factory=dict)
+    smallest: dict[str, tuple[float, float, Settings]] = field(default_factory=dict)
 
     def add(self, model: str, reason: str) -> None:
         self.counts[model, reason] += 1
 
-    def add_too_large(self, model: str, needed: float, settings: Settings) -> None:
+    def add_too_large(self, model: str, needed: float, budget: float, settings: Settings) -> None:
         self.counts[model, "memory"] += 1
-        if model not in self.smallest or needed < self.smallest[model][0]:
-            self.smallest[model] = needed, settings
+        if model not in self.smallest or needed - budget < self.smallest[model][0] - self.smallest[model][1]:
+            self.smallest[model] = needed, budget, settings
 
 
 def apply_settings(model: ModelConfig, settings: Settings) -> ModelConfig:
@@ -164,7 +170,7 @@ def find_layouts(
     done: set[tuple[Any, ...]] = set()  # cuts of which a variant with less recomputation fits
     for settings in list_settings(run, model, gpus, cluster, supported):
         config = apply_settings(model.config, settings)
-        cut = tuple(value for key, value in settings.items() if key not in VARIED)
+        cut = tuple(value for key, value in settings.items() if key not in (*VARIED, *ZERO))
         variant = (cut, settings.get("max_tokens_per_micro"))
         if variant in done:
             continue
@@ -172,13 +178,13 @@ def find_layouts(
         needed = max(estimate.total for estimate in estimates)
         has_cache = model.role != "rollout" or min(estimate.cache for estimate in estimates) > 0
         if needed > budget or not has_cache:
-            rejected.add_too_large(model.name, needed, settings)
+            rejected.add_too_large(model.name, needed, budget, settings)
             continue
         done.add(variant)
         try:
             seconds = predict_alone(run, replace(model, config=config), cluster, constants)
         except ValueError:
-            rejected.add_too_large(model.name, needed, settings)
+            rejected.add_too_large(model.name, needed, budget, settings)
             continue
         fitting.append(ModelLayout(settings, config, estimates, seconds))
     fitting.sort(key=lambda layout: layout.seconds)
@@ -191,9 +197,6 @@ def find_layouts(
         else:
             kept.append(layout)
     return kept
-
-
-VARIED = ("activation_checkpointing", "max_tokens_per_micro", "vllm.gpu_memory_utilization", "deepspeed.stage")
 
 
 def predict_alone(run: PlannedRun, model: RunModel, cluster: ClusterSpec, constants: Constants) -> float:
@@ -209,3 +212,37 @@ def predict_alone(run: PlannedRun, model: RunModel, cluster: ClusterSpec, consta
         mini_batches=model.config.updates_per_batch if model.role == "trainer" else 1,
     )
     return predict_step(job, cluster, constants).seconds
+
+
+def find_nearest(
+    run: PlannedRun, model: RunModel, cluster: ClusterSpec, budget: float, supported: Sequence[str], refuse: Refusal
+) -> Settings | None:
+    """Return the fewest settings to change so that a model fits into ``budget`` bytes of each of its devices."""
+    own = model.config
+
+    def list_changes(settings: Settings) -> dict[str, Any]:
+        return {key: value for key, value in settings.items() if read_setting(own, key) != value}
+
+    fitting: list[tuple[int, float, dict[str, Any]]] = []
+    for settings in list_settings(run, model, own.devices, cluster, supported):
+        for kept in ((*VARIED, *ZERO), (*VARIED[1:], *ZERO), ()):  # first with as much as possible of what is configured
+            changes = {key: value for key, value in list_changes(settings).items() if key not in kept}
+            estimates = estimate_memory(
+                apply_settings(own, changes), model.role, run.config, model.size, None, cluster.memory_bytes
+            )
+            has_cache = model.role != "rollout" or min(estimate.cache for estimate in estimates) > 0
+            if has_cache and (needed := max(estimate.total for estimate in estimates)) <= budget:
+                fitting.append((len(changes), -needed, changes))
+                break
+    for _, _, changes in sorted(fitting, key=lambda each: each[:2]):
+        if refuse(model.name, apply_settings(own, changes)) is None:
+            return changes
+    return None
+
+
+def read_setting(model: ModelConfig, key: str) -> Any:
+    """Return the value of a dotted key of a model; None for a missing one of a mapping."""
+    value: Any = model
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+    return value

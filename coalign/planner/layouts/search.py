@@ -23,6 +23,7 @@ from coalign.planner.layouts.candidates import (
     RejectedLayouts,
     apply_settings,
     find_layouts,
+    read_setting,
 )
 from coalign.planner.memory import PROCESS_BYTES, USABLE
 from coalign.planner.prediction import StepPrediction, predict_step
@@ -209,3 +210,21 @@ def apply_run_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunCon
     changed = {name: apply_settings(config.models[name], own) for name, own in models.items()}
     update = {"runtime": config.runtime.model_copy(update=runtime), "models": {**config.models, **changed}}
     return config.model_copy(update=update)
+
+
+def find_changes(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from those of the configuration, and what `like` would change beside them."""
+    changed: set[str] = set()
+    for key, value in settings.items():
+        section, _, rest = key.partition(".")
+        name, _, inner = rest.partition(".")
+        own = config.runtime if section == "runtime" else config.models[name]
+        if read_setting(own, rest if section == "runtime" else inner) != value:
+            changed.add(key)
+    keys = {key.split(".", 2)[2] for key in changed if key.startswith("models.")}
+    for key in settings:  # a key that a model takes from another one would follow that one
+        section, _, rest = key.partition(".")
+        name, _, inner = rest.partition(".")
+        if section == "models" and inner in keys and config.models[name].like:
+            changed.add(key)
+    return {key: value for key, value in settings.items() if key in changed}
