@@ -5,7 +5,8 @@ A table's kind is recognised by its columns. What a row does not publish is assu
 - responses whose mean is not published: two fifths of the longest for models that reason at length (Qwen3, R1), else
   a quarter of it, at most 1,200 tokens;
 - prompts: 200 tokens; a trainer's micro-batch: 16,384 tokens;
-- engines in runs with the first FSDP are eager, as that was the default of the time;
+- verl's runs with FSDP2 shard over 8 GPUs and step the optimizer on the host, as its scripts for them say;
+- engines in runs with the first FSDP are eager, and training pads (but in AMD's recipes), as verl did by default then;
 - activations are recomputed fully where a run's column says so, and selectively in Megatron's pre-training tables.
 """
 
@@ -38,7 +39,7 @@ FLASH2_TFLOPS = 330.0  # FlashAttention 2's best on any GPU: it does not use wha
 
 @dataclass(frozen=True)
 class PublishedFigure:
-    """One figure of a table: ``published``, in a unit where less is better, and the function that predicts it.
+    """One figure of a table: ``published`` (seconds, or GPU-seconds), and the function that predicts it.
 
     ``workload`` and ``layout`` tell which rows are of the same work done in different ways. ``is_counted`` is False
     for rows that lack what a prediction needs, and are right or wrong in their direction only.
@@ -136,7 +137,7 @@ def _cluster(row: dict, gpus: int) -> ClusterSpec:
 
 def _training_work(row: dict, size: ModelSize, gpus: int, recompute: str) -> ModelWork:
     tensor, pipeline, context = (_whole(row, key) for key in ("tp", "pp", "cp"))
-    expert = _whole(row, "ep")
+    expert = _whole(row, "ep", min(8, gpus))
     layout = Parallelism(
         tensor=tensor,
         pipeline=pipeline,
@@ -148,8 +149,9 @@ def _training_work(row: dict, size: ModelSize, gpus: int, recompute: str) -> Mod
     )
     micro = _whole(row, "mbs") * _whole(row, "seq_len") // context
     return ModelWork(
-        "trainer", "trainer", size, layout, precision=row["precision"], micro_batch_tokens=micro,
+        "trainer", "trainer", size, layout, precision=row["precision"].removeprefix("mx").removeprefix("nv"), micro_batch_tokens=micro,
         recompute=recompute if recompute in ("none", "selective", "full") else "none",
+        attention_tflops=FLASH2_TFLOPS if row.get("attention") == "flash_attention_2" else None,
     )  # fmt: skip
 
 
@@ -176,7 +178,7 @@ def _read_mfu(table: str, row: dict) -> Iterator[PublishedFigure]:
     length, batch = _number(row, "seq_len"), _number(row, "gbs", 1152)
     tensor, pipeline = _usual_layout(size, gpus)
     expert = 8 if size.is_moe else 1
-    filled = {"tp": str(tensor), "pp": str(pipeline), "ep": str(expert), "mbs": "1"} | row
+    filled = {"tp": str(tensor), "pp": str(pipeline), "ep": str(expert), "mbs": "1", "vp": "4" if pipeline > 1 else "1"} | row
     work = _training_work(filled, size, gpus, "selective")
     cluster = _cluster(row, gpus)
     tokens = TokenBatch(batch * length, length, length)
@@ -193,11 +195,12 @@ def _read_mfu(table: str, row: dict) -> Iterator[PublishedFigure]:
 
 def _usual_layout(size: ModelSize, gpus: int) -> tuple[int, int]:
     """Return tensor and pipeline parallelism of a run that does not publish them: such that 18 bytes a number fit."""
-    tensor = pipeline = 1
     dense = size.parameters - size.expert_parameters * (7 / 8)
-    while dense * 8 / tensor / pipeline > 40e9 and tensor * pipeline < gpus:
-        tensor, pipeline = (tensor * 2, pipeline) if tensor < 8 else (tensor, pipeline * 2)
-    return tensor, pipeline
+    for pipeline in range(1, size.layer_count + 1):
+        for tensor in (1, 2, 4, 8) if pipeline == 1 else (8,):
+            if gpus % (tensor * pipeline) == 0 and dense * 8 / tensor / pipeline < 40e9:
+                return tensor, pipeline
+    return 8, size.layer_count
 
 
 def _read_trainer_step(table: str, row: dict) -> Iterator[PublishedFigure]:
@@ -226,8 +229,8 @@ def _read_trainer_step(table: str, row: dict) -> Iterator[PublishedFigure]:
         f"{(row.get('attention') or '')[-1:]}",
         _number(row, "step_s"),
         lambda constants: TrainingModel(work, cluster, constants).train(tokens).seconds,
-        (size.name, row["gpu"], row["n_gpus"], row["seq_len"], row["micro_batches"]),
-        tuple(row.get(key) or "" for key in ("lora_rank", "ac", "attention", "cp", "ep", "kind")),
+        (size.name, row["kind"], row["gpu"], row["n_gpus"], row["seq_len"], row["micro_batches"]),
+        tuple(row.get(key) or "" for key in ("lora_rank", "ac", "attention", "cp", "ep")),
     )
 
 
@@ -255,15 +258,15 @@ def _read_generation(table: str, row: dict) -> Iterator[PublishedFigure]:
         replica.submit([SequenceGroup(requests, 0, prompt, answer)])
         while replica.has_work:
             replica.advance()
-        return replica.time
+        return replica.time * tensor * pipeline
 
     layout = f"tp{tensor} pp{pipeline}" + (f" ep{expert}" if expert > 1 else "")
     yield PublishedFigure(
         table,
         f"{row['model']} {row['gpu']} {layout} {precision} {prompt:.0f}/{answer:.0f}",
-        requests * answer / _number(row, "output_tokens_per_s"),
+        requests * answer / _number(row, "output_tokens_per_s") * tensor * pipeline,
         predict,
-        (row["model"], row["gpu"], precision, row["input_len"], row["output_len"], str(tensor * pipeline)),
+        (row["model"], row["gpu"], precision, row["input_len"], row["output_len"]),
         (layout,),
     )
 
@@ -327,11 +330,13 @@ def _rl_job(row: dict) -> tuple[JobShape, ClusterSpec, int]:
         ),
         group="shared" if mode == "colocate" else "rollout",
         precision=gen_precision, weight_bytes=WEIGHT_BYTES[gen_precision],
+        gathers_weights="DeepSpeed-Chat" in row.get("framework", "") or "DS-Chat" in row.get("framework", ""),
         is_eager=row.get("train_backend") in ("fsdp", "deepspeed-z3", "deepspeed-hybrid"),
         memory_share=0.6 if mode == "colocate" else 0.9,
     )  # fmt: skip
     critic = bool(_whole(row, "critic", 0))
-    offload = row.get("optimizer_offload") or ""
+    fsdp2 = row.get("train_backend") == "fsdp2"
+    offload = row.get("optimizer_offload") or ("full" if fsdp2 else "")
     group = "shared" if mode == "colocate" else "trainer"
     separate = mode == "split_sync"
     layout = _trainer_layout(row, size, train_gpus)
@@ -355,7 +360,7 @@ def _rl_job(row: dict) -> tuple[JobShape, ClusterSpec, int]:
     staleness = {"one_off": 1.0, "async": 0.5}.get(mode, 0.0)
     if found := re.search(r"staleness(?:_threshold)?\s*([\d.]+)", notes):
         staleness = float(found[1])
-    if found := re.search(r"(\d+)-step off", notes):
+    if mode != "colocate" and (found := re.search(r"(\d+)-step off", notes)):
         staleness = float(found[1])
     job = JobShape(
         tuple(models),
@@ -367,6 +372,7 @@ def _rl_job(row: dict) -> tuple[JobShape, ClusterSpec, int]:
         partial_rollout=mode == "async",
         in_order=mode != "async",
         mini_batches=max(1, _whole(row, "mini_batches", 1) // parts),
+        is_padded=row.get("train_backend") == "fsdp" and cluster.gpu.name != "MI300X",
     )
     return job, cluster, parts
 
@@ -385,6 +391,7 @@ def _trainer_layout(row: dict, size: ModelSize, gpus: int) -> Parallelism:
         expert=expert if size.is_moe else 1,
         data=max(1, gpus // (tensor * context * pipeline)),
         sharding="optimizer" if backend == "megatron" else "weights",
+        shard_group=8 if backend == "fsdp2" and gpus % 8 == 0 else None,
     )
 
 
@@ -400,7 +407,7 @@ def _usual_engine_tensor(size: ModelSize, cluster: ClusterSpec, gpus: int) -> in
 
 def _read_sync(table: str, row: dict) -> Iterator[PublishedFigure]:
     size = find_model(row["model"])
-    cluster = _cluster({"gpu": row["gpu"] or "H100"}, 64)
+    cluster = _cluster({"gpu": row["gpu"] or "H20"}, 64)
     devices = _whole(row, "train_gpus", 64) + _whole(row, "rollout_gpus", 64)
     is_narrow = row["dtype"].startswith("fp8")
     sent = size.parameters * (1.0 if is_narrow else 2.0)
@@ -429,12 +436,20 @@ def _read_ratio(table: str, row: dict) -> Iterator[PublishedFigure]:
     else:
         return
     for way, published in zip(ways, (1.0, float(row["faster_over_slower"])), strict=True):
-        settings = {"mode": way, "critic": "0" if "async" in ways else "1", "recompute": "full"}
+        settings = {"mode": way, "critic": "0" if "async" in ways else "1", "recompute": "full", "notes": "2-step off"}
         settings["train_backend"] = "fsdp2" if "async" in ways else _CHAT_BACKENDS[way]
-        job, cluster, parts = _rl_job(base | settings)
+        settings["framework"] = "DeepSpeed-Chat" if settings["train_backend"] == "deepspeed-hybrid" else ""
+        splits = [base | settings]
+        if way == "async":  # the split of devices that is best for it
+            gpus = int(base["n_gpus"])
+            splits = [
+                splits[0] | {"gen_gpus": str(gpus * part // 8), "train_gpus": str(gpus - gpus * part // 8)}
+                for part in range(2, 7)
+            ]
+        jobs = [_rl_job(split)[:2] for split in splits]
         yield PublishedFigure(
             table, f"{what}: {way}", published,
-            lambda constants, job=job, cluster=cluster, parts=parts: _predicted(job, cluster, constants).seconds * parts,
+            lambda constants, jobs=jobs: min(_predicted(job, cluster, constants).seconds for job, cluster in jobs),
             (what,), (way,), is_counted=False,
         )  # fmt: skip
 

@@ -16,9 +16,10 @@ from coalign.planner.gpus import ClusterSpec
 from coalign.planner.job import ModelWork
 from coalign.planner.model_size import LayerSize
 from coalign.planner.network import ClusterNetwork
-from coalign.planner.training import BF16, NARROW
+from coalign.planner.training import BF16, fill_tiles
 
 GIB = 2**30
+PREFILL_TOKENS = 8192  # that an engine computes at once
 ACTIVATION_SHARE = 0.03  # of a device's memory that an engine needs beside weights and cache
 
 
@@ -89,40 +90,58 @@ class EngineReplica:
         """Return the seconds of one decode step of ``sequences`` whose mean context is ``context`` tokens."""
         layout, size, constants = self.work.layout, self.work.size, self.constants
         batch = sequences / layout.pipeline  # the stages work on parts of the batch
-        device_batch = batch / layout.tensor if self._attends_in_parallel else batch
         bandwidth = self.cluster.gpu.memory_gb_s * 1e9 * constants.memory
         read = self._weights_read(batch) + batch * self.sequence_bytes(context) / layout.tensor
-        flops = batch * (self._matmul_flops + self._score_flops * context) / layout.tensor
+        flops = batch * (self._matmul_flops(batch) + self._score_flops * context) / layout.tensor
         seconds = math.hypot(read / bandwidth, flops / self._rate)
-        seconds += self._collective_seconds(batch, device_batch)
-        seconds += size.layer_count * (constants.eager_layer if self.work.is_eager else constants.layer)
-        return seconds + constants.decode_step + constants.sequence * sequences
+        seconds += self._collective_seconds(batch)
+        seconds += self._kernels * (constants.eager_layer if self.work.is_eager else constants.layer)
+        if self.work.gathers_weights:
+            devices = layout.gpus
+            seconds += self._network.gather(size.parameters * self.work.weight_bytes, devices)
+        return seconds + constants.decode_step * layout.pipeline + constants.sequence * sequences
 
     def prefill_seconds(self, tokens: float, length: float) -> float:
         """Return the seconds of computing ``tokens`` of prompts of ``length`` tokens each."""
         if tokens <= 0:
             return 0.0
         layout, size = self.work.layout, self.work.size
-        matmul = tokens * size.matmul_flops(head_share=0.0) / self._rate
+        matmul = tokens * (self._matmul_flops(min(tokens, PREFILL_TOKENS)) - 2.0 * size.head * layout.pipeline) / self._rate
         rate = self.cluster.gpu.bf16_tflops * 1e12 * self.constants.attention
         attention = tokens * size.attention_flops(length) / rate
         numbers = sum(layer.count * layer.matrix_numbers for layer in size.layers)
         traffic = tokens * numbers * BF16 / (self.cluster.gpu.memory_gb_s * 1e9 * self.constants.memory)
-        batch = tokens / layout.tensor if self._attends_in_parallel else tokens
         devices = layout.tensor * layout.pipeline
-        return (matmul + attention + traffic) / devices + self._collective_seconds(tokens, batch) / layout.pipeline
+        return (matmul + attention + traffic) / devices + self._collective_seconds(tokens) / layout.pipeline
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _rate(self) -> float:
-        gpu, precision = self.cluster.gpu, self.work.precision
-        share = gpu.matmul_share * self.constants.matmul * (self.constants.narrow_matmul if precision in NARROW else 1)
-        return gpu.flops(precision) * share
+    def _kernels(self) -> float:
+        """Layers, those with routed experts counted for their further kernels."""
+        return sum(
+            layer.count * (self.constants.expert_launches if layer.experts else 1) for layer in self.work.size.layers
+        )
 
     @cached_property
-    def _matmul_flops(self) -> float:
-        return self.work.size.matmul_flops()
+    def _rate(self) -> float:
+        gpu, precision = self.cluster.gpu, self.work.precision
+        return gpu.flops(precision) * gpu.matmul_share * self.constants.matmul
+
+    def _matmul_flops(self, tokens: float) -> float:
+        """FLOPs per token of products with weights, and as much more as experts waste that have few tokens each.
+
+        The last stage of a pipeline has the head beside its layers, and the others wait for it.
+        """
+        size, tile = self.work.size, self.constants.tile
+        flops = 2.0 * size.head * self.work.layout.pipeline
+        for layer in size.layers:
+            flops += 2.0 * layer.count * layer.dense
+            if layer.experts:
+                each, width = tokens * layer.active_experts / layer.experts, layer.expert / (3 * size.hidden)
+                share = fill_tiles(each, size.hidden, width, tile=tile)
+                flops += 2.0 * layer.count * layer.active_experts * layer.expert / share
+        return flops
 
     @cached_property
     def _score_flops(self) -> float:
@@ -145,13 +164,16 @@ class EngineReplica:
             return 0.0
         return layer.experts * (1 - layer.active_experts / layer.experts) ** max(1.0, batch)
 
-    def _collective_seconds(self, tokens: float, device_tokens: float) -> float:
+    def _collective_seconds(self, tokens: float) -> float:
+        """Seconds of the reductions between the devices of a replica over all layers.
+
+        Where attention is data-parallel, experts gather the tokens of all devices and scatter their sums: as much as
+        one reduction in each layer with experts. Stages of a pipeline pass activations on.
+        """
         layout, size = self.work.layout, self.work.size
-        if layout.tensor <= 1:
-            return 0.0
+        activations = tokens * size.hidden * BF16
+        reductions = 2 * size.layer_count
         if self._attends_in_parallel:
-            copies = max(layer.active_experts for layer in size.layers)
-            return (
-                2 * size.layer_count * self._network.exchange(device_tokens, copies, size.hidden * BF16, layout.tensor)
-            )
-        return 2 * size.layer_count * self._network.reduce(tokens * size.hidden * BF16, layout.tensor)
+            reductions = sum(layer.count for layer in size.layers if layer.experts)
+        seconds = reductions * self._network.reduce(activations, layout.tensor) if layout.tensor > 1 else 0.0
+        return seconds + (layout.pipeline - 1) * activations / self._network.rate(layout.gpus)

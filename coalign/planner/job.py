@@ -70,6 +70,7 @@ class ModelWork:
     attention_tflops: float | None = None  # the most that the attention kernel reaches on any device
     lora_rank: int | None = None
     is_moved: bool = False
+    gathers_weights: bool = False  # an engine with the trainer's sharded weights, gathered for each decode step
     is_eager: bool = False  # an engine without captured graphs: each kernel is launched by the host
     max_sequences: int = 1024  # that one replica of an engine generates at once
     memory_share: float = 0.9  # of a device's memory that an engine may use
@@ -173,6 +174,7 @@ class JobShape:
     in_order: bool = True
     oversample: float = 1.0
     mini_batches: int = 1  # optimizer steps that a batch of roll-outs is cut into
+    is_padded: bool = False  # training computes each response up to the longest, as trainers without packing do
     shares_prompts: bool = False  # a group's prompt is computed once in training
     sync_every: int = 1  # steps between weight syncs
     reward_seconds: float = 0.0  # of scoring outside of the devices, after generation

@@ -87,6 +87,8 @@ class _StepModel:
         moves = {work.name: self._predict_moves(work) for work in self.job.models}
         sync = self._predict_sync(engine)
         overhead = self.constants.step + self.job.overhead_seconds
+        if engine and self.job.max_staleness == 0:  # otherwise hidden behind generation
+            overhead += self.constants.sample * self.job.sequences
         after = self._lay_out_passes(passes, moves, devices, engine)
         after_seconds = max((phase.end for phase in after), default=0.0) + overhead
         rollouts = None
@@ -118,6 +120,8 @@ class _StepModel:
     def _token_batch(self, lengths: list[tuple[float, float]]) -> TokenBatch:
         job = self.job
         prompt = job.prompt_tokens
+        if job.is_padded:
+            lengths = [(count, lengths[-1][1]) for count, _ in lengths]
         tokens = sum(count * (prompt + length) for count, length in lengths)
         squares = sum(count * (prompt + length) ** 2 for count, length in lengths)
         computed = tokens - (job.prompts * (job.samples - 1) * prompt if job.shares_prompts else 0.0)

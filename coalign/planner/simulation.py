@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 EPSILON = 1e-9
+RESERVED = 0.7  # of what a sequence will still grow by, the share of room that admission leaves free for it
 
 
 class ReplicaPrices(Protocol):
@@ -118,12 +119,15 @@ class ReplicaSimulation:
         """Move waiting sequences to the running ones while there is room, and compute their prompts."""
         if not self.waiting:
             return
-        used = sum(group.count * self.prices.sequence_bytes(group.context) for group in self.running)
+        used = sum(
+            group.count * self.prices.sequence_bytes(group.context + RESERVED * (group.length - group.done))
+            for group in self.running
+        )
         count = self.sequences
         tokens = squares = 0.0
         while self.waiting:
             group = self.waiting[0]
-            each = self.prices.sequence_bytes(group.context + 0.05 * group.length)
+            each = self.prices.sequence_bytes(group.context + RESERVED * (group.length - group.done))
             room = min(self.max_sequences - count, (self.prices.cache_bytes - used) / each)
             if room < min(1.0, group.count) - EPSILON and (self.running or tokens):
                 break

@@ -17,7 +17,7 @@ from coalign.planner.model_size import LayerSize
 from coalign.planner.network import ClusterNetwork
 
 BF16 = 2.0  # bytes
-NARROW = ("fp8", "fp4")
+NARROW = {"fp8": 1, "fp4": 2}  # how often scaling and casting take their part
 ADAM_BYTES = 30.0  # moved for a parameter by one AdamW step in mixed precision: 16 read, 14 written
 
 
@@ -99,7 +99,6 @@ class TrainingModel:
     def _pass(self, batch: TokenBatch, *, trains: bool) -> PassTime:
         layout, size = self.work.layout, self.work.size
         own = batch.tokens / layout.data  # of the devices that hold one copy together
-        shared = layout.context * layout.tensor
         micro_batches = max(1, math.ceil(own / (self.work.micro_batch_tokens * layout.context) - 1e-9))
         tokens = (
             own / micro_batches / layout.context
@@ -110,7 +109,8 @@ class TrainingModel:
         traffic = self._traffic(tokens, passes) / layout.tensor
         stage_layers = math.ceil((size.layer_count + 2) / layout.pipeline) / (size.layer_count + 2)  # ends count as one
         busy = (matmul + attention + traffic) * stage_layers
-        launched = self.constants.eager_layer * passes.launches * size.layer_count * stage_layers
+        kernels = sum(layer.count * (self.constants.expert_launches if layer.experts else 1) for layer in size.layers)
+        launched = self.constants.eager_layer * passes.launches * kernels * stage_layers
         launches = math.hypot(busy, launched) - busy
         collectives = self._collectives(tokens, passes, (busy + launches)) * stage_layers
         collectives += self._sharded_weights(passes, busy + launches + collectives)
@@ -119,7 +119,6 @@ class TrainingModel:
         transfer = self._activation_transfer(tokens, busy) if trains else 0.0
         waiting = step * max(0.0, batch.longest / own - 1) if own < batch.longest else 0.0
         flops = size.forward_flops(batch.length, batch.head_share) * batch.tokens * (3 if trains else 1)
-        del shared
         return PassTime(
             matmul=matmul * stage_layers * micro_batches,
             attention=attention * stage_layers * micro_batches,
@@ -135,7 +134,7 @@ class TrainingModel:
     def _rate(self, precision: str) -> float:
         gpu = self.cluster.gpu
         share = self.constants.matmul * gpu.matmul_share
-        return gpu.flops(precision) * share * (self.constants.narrow_matmul if precision in NARROW else 1.0)
+        return gpu.flops(precision) * share * self.constants.narrow_matmul ** NARROW.get(precision, 0)
 
     @property
     def _bandwidth(self) -> float:
@@ -144,37 +143,34 @@ class TrainingModel:
     def _matmul(self, tokens: float, batch: TokenBatch, passes: _Passes) -> float:
         """Seconds of a micro-batch's products with all weights of a copy."""
         layout, size = self.work.layout, self.work.size
-        rate = self._rate(self.work.precision)
         seconds = 0.0
         for layer in size.layers:
-            dense = self._product(tokens * layer.dense, layer.dense, rate, layout.tensor)
-            seconds += layer.count * dense
+            once = self._product(tokens, layer.dense, size.hidden, size.hidden, self.work.precision)
             if layer.experts:
-                seconds += layer.count * self._expert_product(tokens, layer, rate)
-        seconds *= passes.matmul
-        outputs = self.work.head_outputs
-        head = size.head if outputs is None else outputs * size.hidden
-        seconds += (
-            self._product(tokens * batch.head_share * head, head, self._rate("bf16"), layout.tensor) * passes.head
-        )
-        return seconds
+                once += self._expert_product(tokens, layer)
+            seconds += layer.count * once
+        outputs = size.vocabulary if self.work.head_outputs is None else self.work.head_outputs
+        logits = self._product(tokens * batch.head_share, outputs * size.hidden, size.hidden, outputs, "bf16")
+        return seconds * passes.matmul + logits * passes.head
 
-    def _product(self, weight_tokens: float, weights: float, rate: float, parts: int) -> float:
-        """Seconds of a product of tokens and weights: computing, or reading the weights where tokens are few."""
-        return math.hypot(2 * weight_tokens / rate, weights * BF16 / self._bandwidth) / parts
+    def _product(self, tokens: float, weights: float, inputs: float, outputs: float, precision: str) -> float:
+        """Seconds of products of tokens and ``weights`` numbers in matrices of this shape, on one of the devices that
+        share them: computing, or reading the weights where tokens are few."""
+        parts = self.work.layout.tensor
+        share = fill_tiles(tokens, inputs, outputs / parts, tile=self.constants.tile)
+        computing = 2 * tokens * weights / (self._rate(precision) * share)
+        return math.hypot(computing, weights * BF16 / self._bandwidth) / parts
 
-    def _expert_product(self, tokens: float, layer: LayerSize, rate: float) -> float:
-        """Seconds of one layer's routed experts; few tokens for each leave their tiles partly empty."""
-        parallel = max(1, self.work.layout.expert)
-        assigned = tokens * layer.active_experts  # to the experts of this device: as many as its own tokens ask for
-        local = layer.experts / parallel
-        each = assigned / local
-        share = each / (each + self.constants.expert_tokens)
-        tensor = self.work.layout.tensor if parallel == 1 else 1
-        computing = (
-            2 * assigned * layer.expert / (rate * share) / (tensor if parallel == 1 else self.work.layout.tensor)
-        )
-        return math.hypot(computing, local * layer.expert * BF16 / self._bandwidth / tensor)
+    def _expert_product(self, tokens: float, layer: LayerSize) -> float:
+        """Seconds of one layer's routed experts, of which each gets its part of the tokens."""
+        layout, hidden = self.work.layout, self.work.size.hidden
+        local = layer.experts / layout.expert
+        tensor = layout.tensor if layout.expert == 1 else 1  # experts that are divided are whole
+        assigned = tokens * layer.active_experts / (1 if layout.expert == 1 else layout.tensor)
+        width = layer.expert / (3 * hidden)
+        share = fill_tiles(assigned / local, hidden, width / tensor, tile=self.constants.tile)
+        computing = 2 * assigned * layer.expert / (self._rate(self.work.precision) * share)
+        return math.hypot(computing, local * layer.expert * BF16 / self._bandwidth) / tensor
 
     def _attention(self, tokens: float, batch: TokenBatch, passes: _Passes) -> float:
         rate = self.cluster.gpu.bf16_tflops * 1e12 * self.constants.attention
@@ -207,20 +203,30 @@ class TrainingModel:
     def _sharded_weights(self, passes: _Passes, busy: float) -> float:
         """Seconds of gathering sharded weights and scattering gradients in one micro-batch that nothing hides."""
         layout, network = self.work.layout, self.network
-        if layout.sharding != "weights" or layout.data == 1:
+        ranks = layout.data * layout.context
+        if layout.sharding != "weights" or ranks == 1:
             return 0.0
-        group = layout.shard_group or layout.data * layout.context
-        stride = layout.tensor
-        frozen = bool(self.work.lora_rank)
-        weights = self.work.size.parameters / layout.tensor / layout.pipeline * BF16
-        seconds = passes.gathers * network.gather(weights, group, stride)
-        if passes.trains and not frozen:
-            seconds += network.gather(weights * 2, group, stride)  # gradients in float32
-        if passes.trains and layout.shard_group:
-            seconds += network.reduce(weights * 2 / group, layout.data // group, stride * group)
+        reduces = passes.trains and not self.work.lora_rank
+        seconds = 0.0
+        for weights, size, stride in self._weight_groups(ranks):
+            group = min(size, layout.shard_group or size)
+            seconds += passes.gathers * network.gather(weights * BF16, group, stride)
+            if reduces:  # gradients in float32
+                seconds += network.gather(weights * 4, group, stride)
+                seconds += network.reduce(weights * 4 / group, size // group, stride * group)
         layers = self.work.size.layer_count / layout.pipeline
-        seconds += (layers - 1) * passes.gathers * network.latency(group, stride)
+        seconds += (layers - 1) * (passes.gathers + reduces) * network.latency(ranks, layout.tensor)
         return _exposed(seconds, busy, self.constants.overlap)
+
+    def _weight_groups(self, ranks: int) -> list[tuple[float, int, int]]:
+        """Return (weights of a device's stage, ranks that share them, stride) of the dense part and of the experts."""
+        layout, size = self.work.layout, self.work.size
+        experts = size.expert_parameters / layout.pipeline
+        dense = (size.parameters - size.expert_parameters) / layout.pipeline / layout.tensor
+        if layout.expert == 1:
+            return [(dense + experts / layout.tensor, ranks, layout.tensor)]
+        copies = max(1, ranks * layout.tensor // layout.expert)
+        return [(dense, ranks, layout.tensor), (experts / layout.expert, copies, layout.expert)]
 
     def _activation_transfer(self, tokens: float, busy: float) -> float:
         """Seconds of moving each layer's input to the host and back that nothing hides."""
@@ -232,27 +238,19 @@ class TrainingModel:
     def _optimizer(self) -> PassTime:
         """Seconds of one optimizer step with the collectives that come once a step."""
         work, layout, network = self.work, self.work.layout, self.network
-        if work.lora_rank:
-            trained = float(work.size.lora_parameters(work.lora_rank))
-        else:
-            trained = float(work.size.parameters)
-        local = trained / layout.tensor / layout.pipeline
         ranks = layout.data * layout.context
-        owned = local / ranks if layout.sharding != "none" else local
-        if work.size.is_moe and layout.sharding != "weights":  # experts are already divided by expert parallelism
-            expert = work.size.expert_parameters / work.size.parameters
-            owned *= 1 - expert + expert  # the same share: expert ranks are data-parallel ranks of the dense part
-        seconds = owned * ADAM_BYTES / self._bandwidth
+        if work.lora_rank:
+            groups = [(work.size.lora_parameters(work.lora_rank) / layout.tensor / layout.pipeline, ranks, layout.tensor)]
+        else:
+            groups = self._weight_groups(ranks)
+        shards = layout.shard_group or ranks
+        owned = sum(weights / (1 if layout.sharding == "none" else min(size, shards)) for weights, size, _ in groups)
         collectives = 0.0
-        if layout.sharding != "weights" and ranks > 1:
-            dense = local
-            if layout.expert > 1:
-                share = work.size.expert_parameters / work.size.parameters
-                dense = local * (1 - share) + local * share / layout.expert * layout.tensor
-            collectives = network.gather(dense * 4, ranks, layout.tensor) + network.gather(
-                dense * BF16, ranks, layout.tensor
-            )
+        if layout.sharding != "weights" or work.lora_rank:
+            for weights, size, stride in groups:
+                collectives += network.gather(weights * 4, size, stride) + network.gather(weights * BF16, size, stride)
             collectives *= 1 - self.constants.overlap
+        seconds = owned * ADAM_BYTES / self._bandwidth
         transfer = 0.0
         if work.offload_optimizer:
             transfer = owned * 6 / (self.constants.host_gb_s * 1e9)  # gradients there, weights back
@@ -280,18 +278,24 @@ class _Passes:
         if not trains:
             return cls(False, 1, 1, 1, 1, 1, 1, 1)
         again = 1.0 if work.recompute == "full" else 0.0
+        adapters = 2.0 if work.lora_rank else 0.0  # they read and write twice as much again, in kernels of their own
         scores = 1.0 if work.recompute != "none" else 0.0
         weights = 0.0 if work.lora_rank else 1.0  # gradients of frozen weights are not computed
         return cls(
             True,
             matmul=2 + again + weights,
-            attention=3.5 + scores,  # flash attention computes its scores again in backward (2307.08691)
+            attention=4 + scores,  # backward has 2.5 times the products (2307.08691), and is slower at them
             head=2 + weights,
-            traffic=3 + again,
-            launches=2.5 + again,
+            traffic=(3 + again) * (1 + adapters),
+            launches=(2.5 + again) * (1 + adapters),
             exchanges=2 + again,
             gathers=2,
         )
+
+
+def fill_tiles(rows: float, inputs: float, outputs: float, *, tile: float) -> float:
+    """Return the share of its best rate that a product of this shape reaches: thin ones leave tiles partly empty."""
+    return 1 / (1 + tile * (1 / max(1.0, rows) + 1 / inputs + 1 / max(1.0, outputs)))
 
 
 def _exposed(collective: float, busy: float, overlap: float) -> float:

@@ -6,7 +6,6 @@ from coalign.planner.constants import Constants
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.job import ModelWork
 from coalign.planner.model_size import ModelSize
-from coalign.planner.network import ClusterNetwork
 from coalign.planner.training import BF16
 
 MATRICES = 9  # tensors of a layer beside its experts: projections, norms
@@ -20,30 +19,26 @@ def count_tensors(size: ModelSize) -> int:
 def predict_sync(
     trainer: ModelWork, engine: ModelWork, cluster: ClusterSpec, constants: Constants, *, by_tensor: bool = False
 ) -> float:
-    """Return the seconds of bringing a trainer's weights into an engine.
+    """Return the seconds of bringing a trainer's weights into an engine, on its own devices or on others.
 
-    The trainer's ranks gather the weights. Engines on the same devices take them from there; to others they are
-    broadcast over the network, at a share of one card's rate. ``by_tensor``: each tensor is a message of its own,
-    rather than a part of a large bucket.
+    The trainer's ranks hold parts of every tensor, and engines need other parts. So every device sees all weights pass
+    by, at the rate of its link or of its network card. ``by_tensor``: each tensor is a message of its own, rather than
+    a part of a large bucket.
     """
-    network = ClusterNetwork(cluster, constants)
     sent = trainer.size.parameters * min(BF16, max(1.0, engine.weight_bytes))
     if trainer.lora_rank:
         sent = trainer.size.lora_parameters(trainer.lora_rank) * BF16
-    layout = trainer.layout
-    seconds = constants.sync_fixed + (count_tensors(trainer.size) * constants.sync_tensor if by_tensor else 0.0)
-    shards = layout.gpus if layout.sharding == "weights" else layout.tensor * layout.pipeline
-    gathered = network.gather(sent, shards)
-    if trainer.group == engine.group:
-        return seconds + gathered
-    return seconds + max(gathered, broadcast_seconds(sent, layout.gpus + engine.layout.gpus, cluster, constants))
+    devices = trainer.layout.gpus + (0 if trainer.group == engine.group else engine.layout.gpus)
+    messages = count_tensors(trainer.size) * constants.sync_tensor if by_tensor else 0.0
+    passing = broadcast_seconds(sent, devices, cluster, constants) if devices > 1 else 0.0
+    return constants.sync_fixed + messages + passing
 
 
 def broadcast_seconds(sent: float, devices: int, cluster: ClusterSpec, constants: Constants) -> float:
-    """Return the seconds of sending ``sent`` bytes from one set of devices to another."""
+    """Return the seconds of broadcasting ``sent`` bytes to devices, within a node or beyond."""
     if devices <= cluster.domain:
-        return sent / (cluster.gpu.link_gb_s * 1e9 * constants.sync_network)
-    return sent / (cluster.network_gb_s * 1e9 * constants.sync_network)
+        return sent / (cluster.gpu.link_gb_s * 1e9 * constants.link)
+    return sent / (cluster.network_gb_s * 1e9 * constants.network)
 
 
 def predict_move(work: ModelWork, constants: Constants) -> float:
