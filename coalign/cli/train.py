@@ -20,7 +20,8 @@ Overrides = Annotated[
 
 
 Cluster = Annotated[
-    str | None, typer.Option(help="Place the run on this cluster, which need not be there: NODESxGPUS:NAME, `4x8:H100`.")
+    str | None,
+    typer.Option(help="Place the run on this cluster, which need not be there: NODESxGPUS:NAME, `4x8:H100`."),
 ]
 NoCode = Annotated[
     bool, typer.Option("--no-code", help="Run no code that the file or this directory names: for files of strangers.")
@@ -79,7 +80,9 @@ def plan(
     lengths: Annotated[
         str | None, typer.Option(help="Response lengths in tokens: MEAN,MAX, or a file of one length a line.")
     ] = None,
-    objective: Annotated[str, typer.Option(help="What the best layouts are best at: seconds or gpu-hours.")] = "seconds",
+    objective: Annotated[
+        str, typer.Option(help="What the best layouts are best at: seconds or gpu-hours.")
+    ] = "seconds",
     top: Annotated[int, typer.Option(min=0, help="How many layouts to propose; 0: do not search.")] = 5,
     price: Annotated[float | None, typer.Option(min=0.0, help="Dollars of a GPU-hour.")] = None,
     write: Annotated[Path | None, typer.Option(help="A new file: the YAML with the lines of the best layout.")] = None,

@@ -132,9 +132,7 @@ def search_run(run: PlannedRun, request: PlanRequest) -> LayoutSearch:
     )
 
 
-def choose_layouts(
-    search: LayoutSearch, run: PlannedRun, load: LoadWith, request: PlanRequest
-) -> list[ProposedLayout]:
+def choose_layouts(search: LayoutSearch, run: PlannedRun, load: LoadWith, request: PlanRequest) -> list[ProposedLayout]:
     """Return the best layouts that a run would accept, one for each division of the devices, best first.
 
     They are as stale as the configuration allows; the best of those that are more so come last.

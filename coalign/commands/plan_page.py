@@ -103,7 +103,9 @@ class PlanPage:
             if run.generates
             else f"{runtime.prompts_per_step:,} rows"
         )
-        told = f"a step: {rows}; responses {run.lengths.mean:,.0f} tokens on average, {run.lengths.maximum:,.0f} at most"
+        told = (
+            f"a step: {rows}; responses {run.lengths.mean:,.0f} tokens on average, {run.lengths.maximum:,.0f} at most"
+        )
         if not run.generates:
             told = told.replace("responses", "of")
         lines = [f"{run.config.algorithm} on {self.cluster}", *_fold(models), told]
@@ -140,7 +142,9 @@ class PlanPage:
             lines.append("  bubbles       " + ", ".join(f"{n} {share:.0%}" for n, share in prediction.bubble.items()))
         if prediction.rollouts and prediction.rollouts.staleness:
             lines.append(f"  staleness     {prediction.rollouts.staleness:.1f} weight versions on average")
-        cost = f"  cost          {hours:,.2f} GPU-hours a step, ${hours * self.dollars:,.2f} at ${self.dollars:g} an hour"
+        cost = (
+            f"  cost          {hours:,.2f} GPU-hours a step, ${hours * self.dollars:,.2f} at ${self.dollars:g} an hour"
+        )
         if steps:
             whole = hours * steps
             days = prediction.seconds * steps / 86400
@@ -157,7 +161,9 @@ class PlanPage:
         """Return a table of GiB: of each kind of device, its models and their parts."""
         columns = ("weights", "gradients", "optimizer", "activations", "buffers", "KV cache")
         usable = USABLE * self.cluster.memory_bytes
-        head = f"  {'memory, GiB of a device':<26}" + "".join(f"{c:>{len(c) + 2}}" for c in columns) + f"{'its turn':>10}"
+        head = (
+            f"  {'memory, GiB of a device':<26}" + "".join(f"{c:>{len(c) + 2}}" for c in columns) + f"{'its turn':>10}"
+        )
         lines = [head]
         shown = set()
         for load in loads:
@@ -196,14 +202,17 @@ class PlanPage:
         if configured.prediction:
             change = f" ({prediction.seconds / configured.prediction.seconds - 1:+.0%})"
         named = f", {describe_staleness(layout.staleness)}" if self.run.generates else ""
-        dollars = layout.gpu_hours * self.dollars
-        lines = [
-            "",
-            f"{mark:>2}  {prediction.seconds:,.1f} s{change}   {layout.division.describe()}{named}",
-            f"    MFU {prediction.mfu:.1%} · idle {_describe_idle(prediction)} · {layout.peak / GIB:.0f} of {self.cluster.gpu.memory_gib:g} GiB"
-            f" · ${dollars:,.2f} a step",
+        figures = [
+            f"MFU {prediction.mfu:.1%}",
+            f"idle {_describe_idle(prediction)}",
+            f"{layout.peak / GIB:.0f} of {self.cluster.gpu.memory_gib:g} GiB",
+            f"${layout.gpu_hours * self.dollars:,.2f} a step",
         ]
-        return [*lines, *(f"      {line}" for line in format_settings(one.lines))]
+        lines = _fold(
+            f"{prediction.seconds:,.1f} s{change}  {layout.division.describe()}{named}", f"{mark:>2}  ", "    "
+        )
+        lines += _fold(" · ".join(figures), "    ", "    ")
+        return ["", *lines, *(f"      {line}" for line in format_settings(one.lines))]
 
     def _losers(self, search: LayoutSearch, own: Sequence[ProposedLayout]) -> list[str]:
         lines = []
@@ -223,12 +232,18 @@ class PlanPage:
             if layout.division in chosen or layout.staleness or groups in seen:
                 continue
             seen.add(groups)
-            lines.append(f"{layout.division.describe()}: {layout.prediction.seconds:,.1f} s{self._bottleneck(layout, best)}")
+            lines.append(
+                f"{layout.division.describe()}: {layout.prediction.seconds:,.1f} s{self._bottleneck(layout, best)}"
+            )
         if self.cluster.nodes > 1:
             each = self.cluster.gpus_per_node
-            lines.append(f"tensor_parallel above {each}: crosses nodes of {each} GPUs, which Coalign refuses; not tried")
+            lines.append(
+                f"tensor_parallel above {each}: crosses nodes of {each} GPUs, which Coalign refuses; not tried"
+            )
         others = [(model, reason) for (model, reason) in search.rejected.counts if reason != "memory"]
-        lines += [reason if reason.startswith("models.") else f"{model}: {reason}" for model, reason in others[:REASONS]]
+        lines += [
+            reason if reason.startswith("models.") else f"{model}: {reason}" for model, reason in others[:REASONS]
+        ]
         return [folded for line in lines for folded in _fold(line, "- ", "  ")] or ["- there are no others"]
 
     def _bottleneck(self, layout: PlannedLayout, best: float) -> str:

@@ -34,7 +34,10 @@ def _set(text: str, source: str, path: list[str], value: Any) -> str:
         if entry is None:
             return _add(text, node, path[depth:], value)
         key, inner = entry
-        if text[key.end_mark.index : inner.start_mark.index].strip(" :\n") or inner.start_mark.index < key.end_mark.index:
+        if (
+            text[key.end_mark.index : inner.start_mark.index].strip(" :\n")
+            or inner.start_mark.index < key.end_mark.index
+        ):
             raise ValueError(f"{source}:{key.start_mark.line + 1}: {'.'.join(path)} is an alias; write its keys there")
         if depth == len(path) - 1 or not isinstance(inner, yaml.MappingNode):
             nested: Any = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +13,7 @@ from coalign.backends.base import Module, Objective, loss_input
 from coalign.cluster.base import Cluster, plan_slots
 from coalign.cluster.dry import STANDINS, DryCluster, FlowGraph, TracedCall, draw_graph
 from coalign.cluster.placement.nodes import find_accelerator
-from coalign.config import locate_problems
+from coalign.config import ConfigError, locate_problems
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.devices import count_devices
@@ -38,6 +39,7 @@ from coalign.launch.planned_run import describe_run
 from coalign.launch.refusal import offer_layout
 from coalign.launch.validate import check_context, check_directories, check_folders, check_rope
 from coalign.planner.gpus import ClusterSpec
+from coalign.planner.layouts.partition import ModelRole
 from coalign.report.display import Display
 from coalign.types import LossInput
 
@@ -84,9 +86,15 @@ def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = Non
         if cluster is None:
             check_devices(plan.started, config)
         else:
-            roles = {name: find_role(model.role) for name, model in plan.models.items()}
+            roles: dict[str, ModelRole] = {name: find_role(model.role) for name, model in plan.models.items()}
             display.show("")
-            display.show(describe_groups(place_models(plan.started, config, cluster), plan.started, roles))
+            try:
+                placement = place_models(plan.started, config, cluster)
+            except ConfigError as error:
+                offer = offer_layout(describe_run(fetched, cluster), cluster)
+                problems = [replace(problem, message=problem.message + offer) for problem in error.problems]
+                raise ConfigError(problems) from error
+            display.show(describe_groups(placement, plan.started, roles))
     display.show("")
     if planned:
         for load in dict.fromkeys(model.config.load for model in planned):

@@ -42,13 +42,15 @@ def place_models(models: Mapping[str, ModelConfig], config: RunConfig, cluster: 
         where = assign_nodes(list_slots(slots), nodes)
     except ValueError as problem:
         first = next(name for name, model in models.items() if model.devices)
-        message = f"{problem}, on {cluster}"
+        message = f"on {cluster} {problem}"
         raise ConfigError([ConfigProblem(("models", first, "num_gpu"), message)]) from problem
     domains = [[[str(device) for device in range(each)]] for _ in nodes]
     return SimulatedPlacement(cluster, slots, place_processes(list_slots(slots), where, domains))
 
 
-def describe_groups(placement: SimulatedPlacement, models: Mapping[str, ModelConfig], roles: Mapping[str, ModelRole]) -> Table:
+def describe_groups(
+    placement: SimulatedPlacement, models: Mapping[str, ModelConfig], roles: Mapping[str, ModelRole]
+) -> Table:
     """Describe on which nodes each model would be, and which process groups it would form."""
     cluster = placement.cluster
     table = Table(box=None, pad_edge=False, title_justify="left")

@@ -11,12 +11,12 @@ from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.hub import find_directory
 from coalign.launch.plan import Plan
-from coalign.planner.layouts.devices import DeviceLoad, Estimates, list_device_loads
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
+from coalign.planner.layouts.devices import DeviceLoad, Estimates, list_device_loads
+from coalign.planner.layouts.partition import ModelRole
 from coalign.planner.memory import USABLE, MemoryEstimate, Shapes, estimate_memory, read_shapes_of
 from coalign.planner.model_size import ModelSize
-from coalign.planner.layouts.partition import ModelRole
 from coalign.roles import Rollout, Trainable
 
 

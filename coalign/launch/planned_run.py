@@ -25,7 +25,9 @@ def describe_run(config: RunConfig, cluster: ClusterSpec, lengths: ResponseLengt
     if any(model.num_gpu == "auto" and model.load for model in configs.values()):
         config = assign_devices(config, [*roles], devices=cluster.gpus)
     bases = find_shared_bases(roles, config.models)
-    run = read_run(config, {name: find_role(role) for name, role in roles.items()}, outline.recipe.source, bases, lengths)
+    run = read_run(
+        config, {name: find_role(role) for name, role in roles.items()}, outline.recipe.source, bases, lengths
+    )
     if not run.models:
         message = "no model of this run has weights, so there is nothing to plan"
         raise ConfigError([ConfigProblem(("models",), message)])

@@ -15,10 +15,11 @@ from coalign.config.yaml_edit import emit_inline
 from coalign.launch.cluster_check import place_models
 from coalign.launch.memory_table import estimate_models, find_overload, list_loads
 from coalign.launch.plan import prepare
+from coalign.planner.constants import Constants
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.layouts.adapter import PlannedRun, list_run_loads, pack_models
 from coalign.planner.layouts.candidates import find_nearest
-from coalign.planner.layouts.search import apply_run_settings
+from coalign.planner.layouts.search import apply_run_settings, find_changes, search_layouts
 from coalign.planner.memory import USABLE, read_shapes_of
 
 # What a backend's look at an architecture depends on, beside the number of processes.
@@ -69,8 +70,23 @@ def check_layout(
 
 
 def offer_layout(run: PlannedRun, cluster: ClusterSpec) -> str:
-    """Return, as the end of a sentence, the fewest settings with which a run fits on a cluster; empty if none do."""
+    """Return, as the end of a sentence, the fewest settings with which a run fits on a cluster; empty if none do.
+
+    Where the devices are too few for the configured groups, that is the best layout of a search.
+    """
     backends, changes = BackendRefusal(run.config), dict[str, Any]()
+    needed = sum({slot.name: slot.devices for slot in pack_models(run).values()}.values())
+    if needed > cluster.gpus:
+        found = search_layouts(
+            run,
+            cluster,
+            Constants(),
+            objective="seconds",
+            supported=backends.list_cuts,
+            refuse=backends.find_refusal,
+            staleness=[run.config.runtime.max_staleness if run.generates else 0],
+        ).found
+        return _offer(find_changes(run.config, found[0].settings)) if found else ""
     for _ in run.started:  # each of them may not fit
         try:
             loads = list_run_loads(run, pack_models(run), cluster)
@@ -86,9 +102,15 @@ def offer_layout(run: PlannedRun, cluster: ClusterSpec) -> str:
             return ""
         changes |= {f"models.{name}.{key}": value for key, value in found.items()}
         run = run.with_config(apply_run_settings(run.config, changes))
+    return _offer(changes)
+
+
+def _offer(changes: Mapping[str, Any]) -> str:
     if not changes:
         return ""
-    return "; the nearest layout that fits: " + " ".join(f"{key}={emit_inline(value)}" for key, value in changes.items())
+    return "; the nearest layout that fits: " + " ".join(
+        f"{key}={emit_inline(value)}" for key, value in changes.items()
+    )
 
 
 def _shorten(problem: Exception) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from coalign.config.schema import LoraConfig, ModelConfig, RunConfig
 from coalign.hub import find_directory
-from coalign.planner.model_size import LayerSize, ModelSize
 from coalign.planner.layouts.partition import (
     ModelPartition,
     ModelRole,
@@ -26,6 +25,7 @@ from coalign.planner.layouts.partition import (
     divide_model,
     find_partition,
 )
+from coalign.planner.model_size import LayerSize, ModelSize
 
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes a number of a moving average (ema)
@@ -209,13 +209,15 @@ def _estimate_activations(
     elif model.module == "megatron" and recomputation == "selective":  # of attention alone, which flash attention is
         kept = sum(count_kept(layer, size.hidden, None) for layer in stage.layers)
     if partition.pipeline > 1:
-        kept *= in_flight * (1 + (partition.pipeline - 1) / (partition.pipeline * partition.virtual)) if (
-            partition.virtual > 1
-        ) else in_flight
+        kept *= (
+            in_flight * (1 + (partition.pipeline - 1) / (partition.pipeline * partition.virtual))
+            if (partition.virtual > 1)
+            else in_flight
+        )
     if recomputation is not None:
         kept += working  # of the layer that is computed again
     if model.module == "megatron" and not model.megatron.sequence_parallel:
-        tokens *= partition.tensor ** 0.5  # norms and residuals are whole, products are divided
+        tokens *= partition.tensor**0.5  # norms and residuals are whole, products are divided
     return int(tokens * kept * computed)
 
 
@@ -380,4 +382,3 @@ def _count_factors(shape: tuple[int, ...]) -> int:
 
 def _size(shapes: Shapes) -> int:
     return sum(prod(shape) for shape in shapes.values())
-

@@ -133,7 +133,7 @@ def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], m
 
 
 def _cut_blocks(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The blocks of each layer that the plan cuts. A block with experts computes each rank's part of the row instead."""
+    """The blocks of each layer that the plan cuts. One with experts computes each rank's part of the row instead."""
     names = {module: name for name, module in model.named_modules()}
     experts = set(find_experts(model))
 

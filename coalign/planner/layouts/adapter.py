@@ -17,7 +17,7 @@ from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
 from coalign.planner.job import JobShape, ModelWork, Parallelism, Recompute, ResponseLengths, Sharding
 from coalign.planner.layouts.devices import DeviceLoad, list_device_loads
-from coalign.planner.layouts.partition import TRAINERS, ModelPartition, ModelRole, find_partition
+from coalign.planner.layouts.partition import TRAINERS, ModelPartition, ModelRole, find_partition, is_cut
 from coalign.planner.memory import (
     VLLM_SHARE,
     MemoryEstimate,
@@ -71,7 +71,9 @@ class PlannedRun:
     def with_config(self, config: RunConfig) -> PlannedRun:
         """Return the run with other settings of the same models."""
         models = {
-            name: RunModel(name, model.role, config.models[name].model_copy(update=_fixed(model)), model.size, model.base_of)
+            name: RunModel(
+                name, model.role, config.models[name].model_copy(update=_fixed(model)), model.size, model.base_of
+            )
             for name, model in self.models.items()
         }
         return PlannedRun(config, models, self.kind, self.lengths, self.prompt_tokens, self.assumes)
@@ -102,7 +104,9 @@ def read_run(
         except (OSError, ValueError) as problem:
             message = f"{own.load}: {problem}; the planner needs the config.json of every model"
             raise ConfigError([ConfigProblem(("models", name, "load"), message)]) from problem
-        models[name] = RunModel(name, role, own.model_copy(update={"frozen": role == "scorer" or own.frozen}), size, bases.get(name))
+        models[name] = RunModel(
+            name, role, own.model_copy(update={"frozen": role == "scorer" or own.frozen}), size, bases.get(name)
+        )
     assumes = []
     if kind == "prompts":
         limit = max((m.config.sampling.max_new_tokens for m in models.values() if m.role == "rollout"), default=1)
@@ -110,7 +114,9 @@ def read_run(
         assumes.append(f"prompts of {prompt:,.0f} tokens (half of data.max_prompt_tokens)")
         if lengths is None:
             lengths = ResponseLengths(max(1.0, RESPONSE_SHARE * limit), float(limit))
-            assumes.append(f"responses of {lengths.mean:,.0f} tokens on average ({RESPONSE_SHARE:.0%} of max_new_tokens)")
+            assumes.append(
+                f"responses of {lengths.mean:,.0f} tokens on average ({RESPONSE_SHARE:.0%} of max_new_tokens)"
+            )
     else:
         prompt = 0.0
         if lengths is None:
@@ -127,9 +133,7 @@ def is_one_group(model: ModelConfig, role: ModelRole) -> bool:
         return role == "trainer"
     if module == "deepspeed":
         return not model.frozen or model.deepspeed.stage == 3
-    degrees = (model.tensor_parallel, model.context_parallel, model.expert_parallel)
-    other = model.pipeline_parallel if module == "megatron" else model.dp_replicate
-    return not model.frozen or max(*degrees, other) > 1
+    return not model.frozen or is_cut(model)
 
 
 def pack_models(run: PlannedRun) -> dict[str, Slot]:
@@ -158,7 +162,9 @@ def list_run_loads(run: PlannedRun, slots: Mapping[str, Slot], cluster: ClusterS
     return list_device_loads(unique, run.started, estimate_run(run, cluster))
 
 
-def build_job(run: PlannedRun, slots: Mapping[str, Slot], cluster: ClusterSpec, staleness: int | None = None) -> JobShape:
+def build_job(
+    run: PlannedRun, slots: Mapping[str, Slot], cluster: ClusterSpec, staleness: int | None = None
+) -> JobShape:
     """Build the job of one step. ``staleness``: in place of `runtime.max_staleness`."""
     runtime, rollout = run.config.runtime, run.config.rollout
     staleness = runtime.max_staleness if staleness is None else staleness

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, Section
 from coalign.planner.constants import Constants
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.job import JobShape
@@ -225,7 +225,11 @@ def find_nearest(
 
     fitting: list[tuple[int, float, dict[str, Any]]] = []
     for settings in list_settings(run, model, own.devices, cluster, supported):
-        for kept in ((*VARIED, *ZERO), (*VARIED[1:], *ZERO), ()):  # first with as much as possible of what is configured
+        for kept in (
+            (*VARIED, *ZERO),
+            (*VARIED[1:], *ZERO),
+            (),
+        ):  # first with as much as possible of what is configured
             changes = {key: value for key, value in list_changes(settings).items() if key not in kept}
             estimates = estimate_memory(
                 apply_settings(own, changes), model.role, run.config, model.size, None, cluster.memory_bytes
@@ -240,9 +244,9 @@ def find_nearest(
     return None
 
 
-def read_setting(model: ModelConfig, key: str) -> Any:
-    """Return the value of a dotted key of a model; None for a missing one of a mapping."""
-    value: Any = model
+def read_setting(section: Section, key: str) -> Any:
+    """Return the value of a dotted key of a section; None for a missing one of a mapping."""
+    value: Any = section
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part)
     return value

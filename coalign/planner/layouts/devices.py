@@ -70,4 +70,3 @@ def _list_stages(
                 stage = index // own.tensor_parallel if len(places) > 1 else rank * stages // len(ranks)
                 here.setdefault(place, []).append((name, stage))
     return {place: tuple(found) for place, found in here.items()}
-

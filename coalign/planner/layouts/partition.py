@@ -6,10 +6,10 @@ The degrees of parallelism are those of the configuration. What a backend refuse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import PARALLEL, ModelConfig
 from coalign.planner.model_size import LayerSize, ModelSize
 
 ModelRole = Literal["rollout", "trainer", "scorer"]  # it generates; it learns; it only computes columns
@@ -84,17 +84,17 @@ def find_partition(model: ModelConfig, role: ModelRole) -> ModelPartition:
         ranks = max(model.devices, cut)
         return ModelPartition(ranks, tensor=model.tensor_parallel, pipeline=model.pipeline_parallel)
     ranks = model.processes
-    degrees = {
-        "tensor": model.tensor_parallel,
-        "pipeline": model.pipeline_parallel,
-        "context": model.context_parallel,
-        "expert": model.expert_parallel,
-    }
+    degrees = ModelPartition(
+        ranks,
+        tensor=model.tensor_parallel,
+        pipeline=model.pipeline_parallel,
+        context=model.context_parallel,
+        expert=model.expert_parallel,
+    )
     if module == "megatron":
         own = model.megatron
-        return ModelPartition(
-            ranks,
-            **degrees,
+        return replace(
+            degrees,
             expert_tensor=own.expert_tensor_parallel or model.tensor_parallel,
             virtual=own.virtual_pipeline,
             stores=("optimizer",) if own.distributed_optimizer else (),
@@ -105,10 +105,15 @@ def find_partition(model: ModelConfig, role: ModelRole) -> ModelPartition:
         stage = model.deepspeed.stage
         stores = ("optimizer", *(["gradients"] if stage > 1 else []), *(["weights"] if stage > 2 else []))
         return ModelPartition(ranks, stores=stores, gathers=stage > 2)
-    if ranks == 1 or not (trained or max(degrees.values()) > 1):  # each process holds the whole model
+    if ranks == 1 or not (trained or is_cut(model)):  # each process holds the whole model
         return ModelPartition(ranks, stores=())
     stores = ("weights", "gradients", "optimizer")
-    return ModelPartition(ranks, **degrees, replicas=model.dp_replicate, stores=stores, gathers=True)
+    return replace(degrees, replicas=model.dp_replicate, stores=stores, gathers=True)
+
+
+def is_cut(model: ModelConfig) -> bool:
+    """Whether processes of a frozen model share it, because its settings cut it."""
+    return any(getattr(model, key) > 1 for key in PARALLEL)
 
 
 def divide_model(size: ModelSize, partition: ModelPartition, *, scalar_head: bool = False) -> list[StageSize]:
