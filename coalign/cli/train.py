@@ -111,7 +111,7 @@ def plan(
         return load_config(config, [*(overrides or []), *more], planned=True)
 
     load({})
-    from coalign.commands.plan import PlanRequest, plan_run  # slow to import: a wrong file is named before
+    from coalign.commands.plan.run_plan import PlanRequest, plan_run  # slow to import: a wrong file is named before
 
     request = PlanRequest(simulated, Constants(), distribution, objective, top, price, write, trace)
     plan_run(config, load, request, Display())

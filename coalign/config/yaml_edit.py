@@ -94,4 +94,5 @@ def _find_end(node: yaml.Node) -> int:
 
 def emit_inline(value: Any) -> str:
     """Write a value as YAML in one line."""
-    return " ".join(emit(value, flow=True).removesuffix("\n").removesuffix("\n...").split("\n")).strip()
+    lines = emit(value, flow=True).removesuffix("\n").removesuffix("\n...").splitlines()
+    return " ".join(line.strip() for line in lines)

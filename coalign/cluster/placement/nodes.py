@@ -85,6 +85,7 @@ def read_nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict
     return buses
 
 
+LISTED = 8  # nodes that a message lists one by one
 Domain = list[str]  # devices of one node that are close to each other, in their order
 Nodes = tuple[int, ...]  # of each place of a slot
 
@@ -311,7 +312,7 @@ def _refusal(slots: Sequence[Slot], units: Sequence[_Unit], nodes: Sequence[Node
     wanted = ", ".join(f"{name}: {number}" for name, number in asked.items())
     there = f"there are {total} on {len(nodes)} node(s)"
     if free < total:
-        by_node = ", ".join(f"{node.name}: {node.free} of {node.total}" for node in nodes if node.total)
+        by_node = _list_nodes({node.name: f"{node.free} of {node.total}" for node in nodes if node.total})
         there += f", of which other jobs leave {free} free ({by_node})"
     if sum(asked.values()) > free:
         return (
@@ -320,8 +321,15 @@ def _refusal(slots: Sequence[Slot], units: Sequence[_Unit], nodes: Sequence[Node
         )
     together = Counter((unit.slot.name, unit.size) for unit in units if unit.size > 1)
     pieces = ", ".join(f"{name}: {count} × {size}" for (name, size), count in together.items())
-    per_node = ", ".join(f"{node.name}: {node.free}" for node in nodes if node.free)
+    per_node = _list_nodes({node.name: str(node.free) for node in nodes if node.free})
     return (
         f"the models ask for {sum(asked.values())} devices ({wanted}), some of which have to be on one node "
         f"({pieces}), and the nodes cannot hold them ({per_node}). Lower tensor_parallel or pipeline_parallel"
     )
+
+
+def _list_nodes(texts: Mapping[str, str]) -> str:
+    """List what each node has; of many nodes, how many have the same."""
+    if len(texts) <= LISTED:
+        return ", ".join(f"{name}: {text}" for name, text in texts.items())
+    return ", ".join(f"{count} nodes: {text} each" for text, count in Counter(texts.values()).items())

@@ -71,9 +71,7 @@ class PlannedRun:
     def with_config(self, config: RunConfig) -> PlannedRun:
         """Return the run with other settings of the same models."""
         models = {
-            name: RunModel(
-                name, model.role, config.models[name].model_copy(update=_fixed(model)), model.size, model.base_of
-            )
+            name: replace(model, config=config.models[name].model_copy(update=_fixed(model)))
             for name, model in self.models.items()
         }
         return PlannedRun(config, models, self.kind, self.lengths, self.prompt_tokens, self.assumes)

@@ -85,6 +85,7 @@ def list_settings(
     """Yield the settings to try for a model on ``gpus`` devices. ``supported``: the cuts that its backend knows."""
     own, layers = model.config, model.size.layer_count
     is_trained = model.role == "trainer" and not own.frozen
+    grouped = model.role != "rollout"  # processes of one device each; a replica of an engine has to be on one node
 
     def options(key: str, most: int) -> list[int]:
         if key not in supported:
@@ -96,8 +97,7 @@ def list_settings(
     for tensor in options("tensor_parallel", min(cluster.gpus_per_node, gpus)):
         for pipeline in options("pipeline_parallel", min(16, layers, gpus // tensor)):
             for context in options("context_parallel", max(1, min(8, row // LONG_ROW))):
-                rest = gpus // (tensor * pipeline)
-                if rest % context:
+                if gpus % (tensor * pipeline * context) or (not grouped and tensor * pipeline > cluster.gpus_per_node):
                     continue
                 for expert in options("expert_parallel", min(experts, gpus // pipeline)) if experts else [1]:
                     if expert > 1 and experts % expert:

@@ -57,9 +57,8 @@ class ModelPartition:
             if count is not None
         }
         rest, others = layers - sum(fixed.values()), self.pipeline - len(fixed)
-        even = [fixed.get(stage, rest // max(others, 1)) for stage in range(self.pipeline)]
-        missing = layers - sum(even)
-        return [count + (missing if stage == 0 else 0) for stage, count in enumerate(even)]
+        each, more = divmod(rest, max(others, 1))  # only engines have stages that differ by one
+        return [fixed.get(stage, each + (stage < more)) for stage in range(self.pipeline)]
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def find_partition(model: ModelConfig, role: ModelRole) -> ModelPartition:
     trained, cut = role == "trainer" and not model.frozen, model.tensor_parallel * model.pipeline_parallel
     module = model.module.lower()
     if module not in TRAINERS and (role != "trainer" or ":" not in module):
-        ranks = max(model.devices, cut)
-        return ModelPartition(ranks, tensor=model.tensor_parallel, pipeline=model.pipeline_parallel)
+        ranks, tensor = max(model.devices, cut), model.tensor_parallel
+        return ModelPartition(ranks, tensor=tensor, pipeline=model.pipeline_parallel, expert_tensor=tensor)
     ranks = model.processes
     degrees = ModelPartition(
         ranks,

@@ -219,7 +219,8 @@ def find_changes(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, An
         section, _, rest = key.partition(".")
         name, _, inner = rest.partition(".")
         own = config.runtime if section == "runtime" else config.models[name]
-        if read_setting(own, rest if section == "runtime" else inner) != value:
+        before = read_setting(own, rest if section == "runtime" else inner)
+        if before != value and not (rest == "colocation" and _sort_groups(before) == _sort_groups(value)):
             changed.add(key)
     keys = {key.split(".", 2)[2] for key in changed if key.startswith("models.")}
     for key in settings:  # a key that a model takes from another one would follow that one
@@ -228,3 +229,7 @@ def find_changes(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, An
         if section == "models" and inner in keys and config.models[name].like:
             changed.add(key)
     return {key: value for key, value in settings.items() if key in changed}
+
+
+def _sort_groups(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    return sorted(sorted(group) for group in groups)

@@ -15,11 +15,12 @@ from coalign.planner.memory import USABLE
 from coalign.planner.prediction import StepPrediction
 
 if TYPE_CHECKING:
-    from coalign.commands.plan import ConfiguredLayout
+    from coalign.commands.plan.run_plan import ConfiguredLayout
 
 WIDTH, BAR = 100, 30
 GIB = 2**30
 REASONS = 8  # of layouts that were left out
+THE_RUN = "the run"  # that refuses a layout, in place of a model
 NAMES = {0: "synchronous", 1: "one step ahead"}
 
 
@@ -51,7 +52,7 @@ class PlanPage:
         """Write what the configured layout takes: seconds, memory, idleness, cost."""
         lines = [self._title(), ""]
         if configured.prediction is None and configured.problem:
-            return "\n".join([*lines, f"as configured: cannot be predicted: {configured.problem}", ""])
+            return "\n".join([*lines, *_fold(f"as configured: cannot be predicted: {configured.problem}"), ""])
         staleness = self.run.config.runtime.max_staleness
         prediction = configured.prediction
         if prediction is None:
@@ -238,12 +239,11 @@ class PlanPage:
         if self.cluster.nodes > 1:
             each = self.cluster.gpus_per_node
             lines.append(
-                f"tensor_parallel above {each}: crosses nodes of {each} GPUs, which Coalign refuses; not tried"
+                f"tensor_parallel above {each}, and engines of more than {each} GPUs: refused, since they would cross nodes"
             )
         others = [(model, reason) for (model, reason) in search.rejected.counts if reason != "memory"]
-        lines += [
-            reason if reason.startswith("models.") else f"{model}: {reason}" for model, reason in others[:REASONS]
-        ]
+        for model, reason in sorted(others, key=lambda each: each[0] != THE_RUN)[:REASONS]:
+            lines.append(reason if reason.startswith("models.") or model == THE_RUN else f"{model}: {reason}")
         return [folded for line in lines for folded in _fold(line, "- ", "  ")] or ["- there are no others"]
 
     def _bottleneck(self, layout: PlannedLayout, best: float) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coalign.commands.plan_page import PlanPage, ProposedLayout
-from coalign.commands.plan_trace import draw_trace
+from coalign.commands.plan.page import THE_RUN, PlanPage, ProposedLayout
+from coalign.commands.plan.trace import draw_trace
 from coalign.config import locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.yaml_edit import edit_yaml
@@ -153,7 +153,7 @@ def choose_layouts(search: LayoutSearch, run: PlannedRun, load: LoadWith, reques
             continue
         lines = find_changes(run.config, layout.settings)
         if reason := check_layout(load, lines, request.cluster):
-            search.rejected.add("the run", reason)
+            search.rejected.add(THE_RUN, reason)
             continue
         seen |= set() if more else {layout.division}
         modes |= {layout.staleness} if more else set()
