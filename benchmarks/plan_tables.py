@@ -5,7 +5,7 @@ A table's kind is recognised by its columns. What a row does not publish is assu
 - responses whose mean is not published: two fifths of the longest for models that reason at length (Qwen3, R1), else
   a quarter of it, at most 1,200 tokens;
 - prompts: 200 tokens; a trainer's micro-batch: 16,384 tokens;
-- verl's runs with FSDP2 shard over 8 GPUs and step the optimizer on the host, as its scripts for them say;
+- verl's runs with FSDP2 shard over 8 GPUs, and colocated ones step the optimizer on the host, as its scripts say;
 - engines in runs with the first FSDP are eager, and training pads (but in AMD's recipes), as verl did by default then;
 - activations are recomputed fully where a run's column says so, and selectively in Megatron's pre-training tables.
 """
@@ -282,8 +282,9 @@ def _read_rl_step(table: str, row: dict) -> Iterator[PublishedFigure]:
     workload = tuple(row.get(key) or "" for key in keys) if not row["id"].startswith(("openrlhf", "dschat")) else (
         row["model"], row["gpu"], str(gpus))  # fmt: skip
     layout = (row["mode"], row.get("train_backend") or "", row.get("gen_gpus") or "", row.get("notes") or "")
+    tested = re.search(r"step includes ([\d.]+) s of testing", row.get("notes") or "")
     yield PublishedFigure(
-        table, row["id"], _number(row, "step_s"), lambda c: _predicted(job, cluster, c).seconds * parts, workload,
+        table, row["id"], _number(row, "step_s") - (float(tested[1]) if tested else 0.0), lambda c: _predicted(job, cluster, c).seconds * parts, workload,
         layout, is_whole,
     )  # fmt: skip
     if not is_whole or row["mode"] != "colocate" or not row.get("gen_s"):
@@ -336,7 +337,7 @@ def _rl_job(row: dict) -> tuple[JobShape, ClusterSpec, int]:
     )  # fmt: skip
     critic = bool(_whole(row, "critic", 0))
     fsdp2 = row.get("train_backend") == "fsdp2"
-    offload = row.get("optimizer_offload") or ("full" if fsdp2 else "")
+    offload = row.get("optimizer_offload") or ("full" if fsdp2 and mode == "colocate" else "")
     group = "shared" if mode == "colocate" else "trainer"
     separate = mode == "split_sync"
     layout = _trainer_layout(row, size, train_gpus)

@@ -5,7 +5,7 @@
 Without tables: those of data/planner. Prints for each table the median and worst error with the constants as shipped,
 and with constants fitted on the other tables only; and in how many pairs of rows (the same work in two ways that
 differ by 5 % and more) the faster one is predicted to be so. ``--fit`` finds these constants again and writes them to
-data/planner/fits.json (some minutes). ``--rows`` prints every row. A table of one's own needs the columns of one of
+data/planner/fits.json. ``--rows`` prints every row. A table of one's own needs the columns of one of
 these kinds.
 """
 
@@ -21,18 +21,28 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 from plan_tables import DATA, PublicTable, PublishedFigure, read_table
 
 from coalign.planner.constants import Constants
 
 TIE = 1.05  # rows whose published figures are nearer than this are no pair
 FITS = DATA / "fits.json"
-# Constants that fits may change, and how sure their physical defaults are (standard deviation of the logarithm).
-FITTED = {
-    "matmul": 0.1, "narrow_matmul": 0.15, "attention": 0.2, "memory": 0.1, "traffic": 0.3, "link": 0.2, "network": 0.3,
-    "overlap": 0.3, "tile": 0.4, "expert_launches": 0.4, "layer": 0.5, "eager_layer": 0.5, "sequence": 0.5, "decode_step": 0.7,
-    "sync_tensor": 0.7, "sample": 0.7,
+# What a person would assume before any fit, and how sure that is (standard deviation of the logarithm).
+PRIORS = Constants(
+    matmul=0.92, narrow_matmul=0.8, attention=0.58, memory=0.8, traffic=2.0, tile=100.0, expert_launches=2.5,
+    link=0.7, network=0.6, overlap=0.5, layer=40e-6, eager_layer=450e-6, sequence=10e-6, decode_step=2e-3,
+    sync_tensor=0.6e-3, sample=1.5e-3,
+)  # fmt: skip
+PRIOR_WIDTHS = {
+    "matmul": 0.1, "narrow_matmul": 0.15, "attention": 0.2, "memory": 0.1, "traffic": 0.3, "tile": 0.4,
+    "expert_launches": 0.4, "link": 0.2, "network": 0.3, "overlap": 0.3, "layer": 0.5, "eager_layer": 0.5,
+    "sequence": 0.5, "decode_step": 0.5, "sync_tensor": 0.5, "sample": 0.7,
 }  # fmt: skip
+SHARES = ("matmul", "narrow_matmul", "memory", "link", "network", "overlap")  # cannot be above 1
+HUBER = 0.25  # a residual beyond which a row pulls no harder
+CAUTION = 0.02  # weight of the priors against a table
+STEP = 0.05
 
 
 @dataclass(frozen=True)
@@ -91,37 +101,61 @@ def is_pair(a: PublishedFigure, b: PublishedFigure) -> bool:
     return max(a.published, b.published) >= TIE * min(a.published, b.published)
 
 
-def loss(tables: Sequence[PublicTable], constants: Constants, defaults: Constants) -> float:
-    """Mean over tables of the mean absolute logarithm of predicted over published, and the distance from the defaults."""
-    total = 0.0
-    for table in tables:
-        logs = [abs(math.log(f.predict(constants) / f.published)) for f in table.figures if f.is_counted]
-        if logs:
-            logs.sort()
-            logs = logs[: max(1, math.ceil(0.9 * len(logs)))]  # without the tenth that fits worst
-            total += sum(logs) / len(logs)
-    total /= max(1, len(tables))
-    distance = sum(
-        (math.log(getattr(constants, name) / getattr(defaults, name)) / width) ** 2 for name, width in FITTED.items()
-    )
-    return total + 0.004 * distance
+class ConstantsFit:
+    """Fits the logarithms of constants to tables by Gauss-Newton steps with Huber's weights, near physical priors.
+
+    The derivatives of all rows are taken once at the priors and once at the fit to all tables. A fit without some
+    tables is the same least squares without their rows.
+    """
+
+    def __init__(self, tables: Sequence[PublicTable], rows: int = 24) -> None:
+        self.figures = []
+        self.weights = []
+        for table in tables:
+            counted = [figure for figure in table.figures if figure.is_counted]
+            counted = counted[:: 1 + len(counted) // rows]
+            self.figures += counted
+            self.weights += [1 / len(counted) for _ in counted]
+        self.widths = np.array(list(PRIOR_WIDTHS.values()))
+        self.at, self.logs, self.slopes = self._differentiate(np.zeros(len(PRIOR_WIDTHS)))
+        self.at, self.logs, self.slopes = self._differentiate(self.solve())
+
+    def solve(self, without: str | None = None) -> np.ndarray:
+        """Return the logarithms of constants over their priors that fit the tables but ``without`` and its phases."""
+        kept = np.array([without is None or figure.table.removesuffix("_phases") != without for figure in self.figures])
+        logs, slopes = self.logs[kept], self.slopes[kept]
+        even = np.array(self.weights)[kept]
+        moved = self.at.copy()
+        for _ in range(20):
+            residuals = logs + slopes @ (moved - self.at)
+            weights = even * np.minimum(1, HUBER / np.maximum(np.abs(residuals), 1e-9))
+            left = slopes.T @ (weights[:, None] * slopes) + np.diag(CAUTION / self.widths**2)
+            right = slopes.T @ (weights * (slopes @ self.at - logs))
+            moved = np.minimum(np.linalg.solve(left, right), _highest())
+        return moved
+
+    def _differentiate(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        logs = self._predict(at)
+        slopes = []
+        for index in range(len(at)):
+            step = np.zeros(len(at))
+            step[index] = STEP
+            slopes.append((self._predict(at + step) - logs) / STEP)
+        return at, logs, np.stack(slopes, axis=1)
+
+    def _predict(self, at: np.ndarray) -> np.ndarray:
+        constants = move_constants(at)
+        return np.array([math.log(figure.predict(constants) / figure.published) for figure in self.figures])
 
 
-def fit(tables: Sequence[PublicTable], start: Constants, defaults: Constants, rounds: int = 2) -> Constants:
-    """Fit constants to tables, one after another, near physical defaults."""
-    best, value = start, loss(tables, start, defaults)
-    for step in [1.25, 1.1, 1.05][:rounds]:
-        for name in FITTED:
-            for factor in (step, 1 / step):
-                while True:
-                    moved = getattr(best, name) * factor
-                    if name in ("overlap", "memory", "matmul", "link", "network") and moved > 1:
-                        break
-                    trial = replace(best, **{name: moved})
-                    if (trial_value := loss(tables, trial, defaults)) >= value:
-                        break
-                    best, value = trial, trial_value
-    return best
+def move_constants(logs: np.ndarray) -> Constants:
+    """Return the priors, moved by these logarithms."""
+    names = zip(PRIOR_WIDTHS, logs, strict=True)
+    return replace(PRIORS, **{name: float(f"{getattr(PRIORS, name) * math.exp(log):.3g}") for name, log in names})
+
+
+def _highest() -> np.ndarray:
+    return np.array([-math.log(getattr(PRIORS, name)) if name in SHARES else math.inf for name in PRIOR_WIDTHS])
 
 
 def load_fits() -> dict[str, Constants]:
@@ -141,12 +175,11 @@ def main() -> None:
     tables = [table for table in read_tables(paths) if not args.only or args.only in table.name]
     shipped = Constants()
     if args.fit:
-        fits = {}
+        search = ConstantsFit(tables)
+        fits = {"all": move_constants(search.solve())}
+        print("fitted to all:", {name: getattr(fits["all"], name) for name in PRIOR_WIDTHS})
         for table in tables:
-            kin = table.name.removesuffix("_phases")
-            others = [other for other in tables if other.name.removesuffix("_phases") != kin]
-            fits[table.name] = fit(others, shipped, shipped)
-            print(f"fitted without {table.name}", flush=True)
+            fits[table.name] = move_constants(search.solve(table.name.removesuffix("_phases")))
         FITS.write_text(json.dumps({n: asdict(c) for n, c in fits.items()}, indent=1) + "\n", encoding="utf-8")
     fits = load_fits() if FITS.exists() else {}
     print(f"{'table':34}{'rows':>5}{'median':>8}{'worst':>8}{'others':>8}{'pairs right':>13}  worst row")

@@ -17,27 +17,27 @@ from coalign.planner.gpus import Gpu
 class Constants:
     """What data sheets do not say about devices and software; seconds unless a comment says otherwise."""
 
-    matmul: float = 0.92  # of Gpu.matmul_share: large products inside a model against one alone
-    narrow_matmul: float = 0.8  # the same for training in fp8: scaling and casting take their part
-    attention: float = 0.58  # share of the bf16 peak that fused attention reaches, forward
-    memory: float = 0.8  # share of the memory's bandwidth
-    traffic: float = 2.0  # numbers moved around matrix products, over those that these read and write
-    link: float = 0.7  # share of the links in a node that a collective reaches
-    network: float = 0.6  # share of the network between nodes that a collective reaches
-    overlap: float = 0.5  # share of FSDP's and DDP's collectives that computation can hide
-    tile: float = 100.0  # rows or columns of a matrix product at which it runs at half its rate
-    expert_launches: float = 2.5  # kernels of a layer with routed experts over those of one without
+    matmul: float = 0.9  # of Gpu.matmul_share: large products inside a model against one alone
+    narrow_matmul: float = 0.82  # the same for training in fp8: scaling and casting take their part
+    attention: float = 0.54  # share of the bf16 peak that fused attention reaches, forward
+    memory: float = 0.78  # share of the memory's bandwidth
+    traffic: float = 2.3  # numbers moved around matrix products, over those that these read and write
+    link: float = 0.75  # share of the links in a node that a collective reaches
+    network: float = 0.67  # share of the network between nodes that a collective reaches
+    overlap: float = 0.52  # share of FSDP's and DDP's collectives that computation can hide
+    tile: float = 120  # rows or columns of a matrix product at which it runs at half its rate
+    expert_launches: float = 3.2  # kernels of a layer with routed experts over those of one without
     collective_latency: float = 12e-6  # of one small collective in a node; between nodes three times that
-    layer: float = 40e-6  # of a layer's kernels in one decode step with captured graphs, whatever the batch
-    eager_layer: float = 450e-6  # of launching a layer's kernels one by one from Python
-    sequence: float = 10e-6  # of scheduling, sampling and answering one sequence in one decode step
-    decode_step: float = 2e-3  # of the engine's host in one decode step, whatever the batch
-    sync_tensor: float = 0.6e-3  # of a tensor that a sync sends as a message of its own
+    layer: float = 4.6e-05  # of a layer's kernels in one decode step with captured graphs, whatever the batch
+    eager_layer: float = 0.00079  # of launching a layer's kernels one by one from Python
+    sequence: float = 1.1e-05  # of scheduling, sampling and answering one sequence in one decode step
+    decode_step: float = 0.0025  # of the engine's host in one decode step, whatever the batch
+    sync_tensor: float = 0.00062  # of a tensor that a sync sends as a message of its own
     sync_fixed: float = 0.3  # of a weight sync, whatever the weights: pausing, handshakes, caches
     host_gb_s: float = 20.0  # GB/s of one device to and from host memory
     host_adam_gb_s: float = 10.0  # GB/s of parameters and states that a device's share of host cores steps
     step: float = 1.0  # of a step's driver: data, advantages, logging
-    sample: float = 1.5e-3  # of a step's driver for each sample: texts, rewards, collation
+    sample: float = 0.0017  # of a step's driver for each sample: texts, rewards, collation
 
 
 """Sources: matmul, attention, memory, link, network: usual figures of NVIDIA's and AMD's public benchmarks, then fitted."""

@@ -209,13 +209,16 @@ def simulate_steps(
     """Simulate steps whose batches are ``batch``: (count, prompt tokens, response tokens), until they are steady."""
     offered = sum(count for count, _, _ in batch)
     is_memoryless = rules.staleness == 0 and (rules.oversample == 1 or not rules.carries)
-    steps = 1 if is_memoryless else 2 * int(rules.staleness + 1) + 6
+    cycle = int(rules.staleness) + 1  # batches may be complete together, so whole cycles are counted
+    counted = 1 if is_memoryless else cycle * -(-4 // cycle)
+    steps = counted if is_memoryless else 2 * counted + 1
     admitted = trained = dropped = 0.0
-    trainer_free, last, ends, waits, begins = 0.0, 0.0, [], [], []
+    trainer_free, last, busy_before = 0.0, 0.0, 0.0
+    ends: list[float] = []
+    waits: list[float] = []
     ages: list[float] = []
-    drawn = 0
-    served = 0
-    busy_before = 0.0
+    versions: list[int] = []  # that served when each batch was drawn
+    drawn = served = 0
     for version in range(steps):
         allowed = (rules.staleness + served + 1) * rules.needed + (rules.oversample - 1) * rules.needed + dropped
         while admitted < allowed - EPSILON * offered:
@@ -225,7 +228,7 @@ def simulate_steps(
             replica.submit([SequenceGroup(share * n, drawn, prompt, length) for n, prompt, length in batch])
             admitted += share * offered
             drawn += 1
-        begins.append(replica.time)
+            versions.append(served)
         while not _is_ready(replica, rules, version, trained):
             if not replica.has_work:
                 raise RuntimeError("a roll-out ended without enough samples")  # admitted < needed
@@ -234,7 +237,7 @@ def simulate_steps(
         start = max(ready, trainer_free)
         waits.append(start - trainer_free)
         trained += rules.needed
-        ages.append(version - served)
+        ages.append(version - versions[min(version, drawn - 1)])
         end = start + rules.train_seconds
         if rules.staleness == 0:
             if not rules.carries:
@@ -251,9 +254,8 @@ def simulate_steps(
             trainer_free = replica.time if rules.staleness == 0 else max(end, end + rules.sync_seconds)
             served = version + 1
         ends.append(trainer_free)
-        if version == steps // 2 - 1:
+        if version == steps - counted - 1:
             last, busy_before = trainer_free, replica.busy
-    counted = steps - steps // 2
     period = (ends[-1] - last) / counted
     waiting = replica.sequences + sum(group.count for group in replica.waiting)
     untrained = sum(replica.complete.values()) - trained
@@ -262,9 +264,9 @@ def simulate_steps(
         generation=max(0.0, period - rules.train_seconds - rules.sync_seconds - rules.delay_seconds)
         if rules.staleness == 0
         else period,
-        trainer_wait=sum(waits[steps // 2 :]) / counted,
+        trainer_wait=sum(waits[-counted:]) / counted,
         replica_busy=min(1.0, (replica.busy - busy_before) / max(EPSILON, period * counted)),
-        staleness=sum(ages[steps // 2 :]) / counted,
+        staleness=sum(ages[-counted:]) / counted,
         admitted=admitted,
         trained=trained,
         dropped=dropped,
