@@ -13,6 +13,9 @@ from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
 
 
+LISTED = 16  # processes whose devices are listed one by one
+
+
 def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:
     """Describe what each model needs and with which it shares devices. ConfigError for numbers that do not divide."""
     slots = plan_slots(models, config.runtime.colocation)
@@ -65,7 +68,8 @@ def _places(slot: Slot, name: str) -> str:
         return "CPU"
     own = slot.places[name]
     single = [device for devices in own if len(devices) == 1 for device in devices]
-    devices = describe_range(single) if len(single) == len(own) else " ".join(map(describe_range, own))
+    ranges = [describe_range(single)] if len(single) == len(own) else [*map(describe_range, own)]
+    devices = " ".join(ranges if len(ranges) <= LISTED else [*ranges[:2], "…", ranges[-1]])
     return f"{slot.name}: {devices}"
 
 

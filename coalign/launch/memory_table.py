@@ -58,14 +58,14 @@ def estimate_models(
 
 def build_memory_table(estimates: Estimates) -> Table:
     """Build the table of each model's bytes on the fullest of its devices."""
-    table = Table(box=None, pad_edge=False, title="memory of one device, by model", title_justify="left")
-    columns = ("model", "size", "weights", "gradients", "optimizer", "activations", "buffers", "KV", "total")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for name, stages in estimates.items():
-        e = max(stages, key=lambda stage: stage.total)
+    fullest = {name: max(stages, key=lambda stage: stage.total) for name, stages in estimates.items()}
+    unit, size = ("GiB", 2**30) if max((e.total for e in fullest.values()), default=0) >= 2**30 else ("MiB", 2**20)
+    table = Table(box=None, pad_edge=False, title=f"memory of one device, {unit}", title_justify="left")
+    for column in ("model", "size", "weights", "gradients", "optimizer", "activations", "buffers", "KV", "total"):
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    for name, e in fullest.items():
         parts = (e.weights, e.gradients, e.optimizer, e.activations, e.buffers, e.cache, e.total)
-        table.add_row(name, format_count(e.parameters), *map(format_bytes, parts))
+        table.add_row(name, format_count(e.parameters), *(f"{part / size:,.1f}" for part in parts))
     return table
 
 
@@ -94,12 +94,13 @@ def describe_loads(loads: Sequence[DeviceLoad], slots: Mapping[str, Slot], confi
 def build_device_table(loads: Sequence[DeviceLoad], cluster: ClusterSpec) -> Table:
     """Build the table of the devices of a cluster: what each holds at its fullest."""
     table = Table(box=None, pad_edge=False, title="memory of every device", title_justify="left")
-    for column in ("devices", "of", "holds", "peak", f"of {cluster.gpu.memory_gib:g} GiB", "at the turn of"):
-        table.add_column(column, justify="right" if column in ("devices", "peak") or "GiB" in column else "left")
+    for column in ("devices", "peak", f"of {cluster.gpu.memory_gib:g} GiB", "at the turn of", "hold"):
+        is_number = column in ("devices", "peak") or "GiB" in column
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=column != "hold")
     for load in loads:
         share = load.peak / cluster.memory_bytes
         holds = ", ".join(f"{name} stage {stage}" if stage else name for name, stage in load.stages.items())
-        table.add_row(f"{load.count:,}", load.slot, holds, format_bytes(load.peak), f"{share:.0%}", load.turn)
+        table.add_row(f"{load.count:,}", format_bytes(load.peak), f"{share:.0%}", load.turn, holds)
     return table
 
 
