@@ -25,7 +25,7 @@ from coalign.planner.constants import Constants
 from coalign.planner.generation import EngineReplica
 from coalign.planner.gpus import ClusterSpec, find_gpu
 from coalign.planner.hf_config import read_model_size
-from coalign.planner.job import JobShape, ModelWork, Parallelism, ResponseLengths
+from coalign.planner.job import JobShape, LengthDistribution, ModelWork, Parallelism
 from coalign.planner.model_size import ModelSize
 from coalign.planner.prediction import StepPrediction, predict_step
 from coalign.planner.simulation import ReplicaSimulation, SequenceGroup
@@ -71,7 +71,7 @@ def _models() -> tuple[dict[str, dict], dict[str, str]]:
 
 @cache
 def find_model(name: str) -> ModelSize:
-    """Return the sizes of a public model by its name, in any spelling. Raises ValueError if it is not in models.json."""
+    """Return the sizes of a public model, its name in any spelling. Raises ValueError if it is not in models.json."""
     models, same = _models()
     names = {_plain(known): known for known in [*models, *same]}
     plain = _plain(name)
@@ -149,7 +149,7 @@ def _training_work(row: dict, size: ModelSize, gpus: int, recompute: str) -> Mod
     )
     micro = _whole(row, "mbs") * _whole(row, "seq_len") // context
     return ModelWork(
-        "trainer", "trainer", size, layout, precision=row["precision"].removeprefix("mx").removeprefix("nv"), micro_batch_tokens=micro,
+        "trainer", "trainer", size, layout, precision=row["precision"].removeprefix("mx"), micro_batch_tokens=micro,
         recompute=recompute if recompute in ("none", "selective", "full") else "none",
         attention_tflops=FLASH2_TFLOPS if row.get("attention") == "flash_attention_2" else None,
     )  # fmt: skip
@@ -178,7 +178,9 @@ def _read_mfu(table: str, row: dict) -> Iterator[PublishedFigure]:
     length, batch = _number(row, "seq_len"), _number(row, "gbs", 1152)
     tensor, pipeline = _usual_layout(size, gpus)
     expert = 8 if size.is_moe else 1
-    filled = {"tp": str(tensor), "pp": str(pipeline), "ep": str(expert), "mbs": "1", "vp": "4" if pipeline > 1 else "1"} | row
+    chunks = 4 if pipeline > 1 else 1
+    assumed = {"tp": tensor, "pp": pipeline, "ep": expert, "mbs": 1, "vp": chunks}
+    filled = {key: str(value) for key, value in assumed.items()} | row
     work = _training_work(filled, size, gpus, "selective")
     cluster = _cluster(row, gpus)
     tokens = TokenBatch(batch * length, length, length)
@@ -284,15 +286,20 @@ def _read_rl_step(table: str, row: dict) -> Iterator[PublishedFigure]:
     layout = (row["mode"], row.get("train_backend") or "", row.get("gen_gpus") or "", row.get("notes") or "")
     tested = re.search(r"step includes ([\d.]+) s of testing", row.get("notes") or "")
     yield PublishedFigure(
-        table, row["id"], _number(row, "step_s") - (float(tested[1]) if tested else 0.0), lambda c: _predicted(job, cluster, c).seconds * parts, workload,
-        layout, is_whole,
-    )  # fmt: skip
+        table,
+        row["id"],
+        _number(row, "step_s") - (float(tested[1]) if tested else 0.0),
+        lambda constants: _predicted(job, cluster, constants).seconds * parts,
+        workload,
+        layout,
+        is_whole,
+    )
     if not is_whole or row["mode"] != "colocate" or not row.get("gen_s"):
         return
     phases = f"{table}_phases"
     yield PublishedFigure(
         phases, row["id"] + " generate", _number(row, "gen_s"),
-        lambda c: sum(_predicted(job, cluster, c).phase_seconds().get(key, 0.0) for key in ("generate", "load", "sync")),
+        lambda c: sum(_predicted(job, cluster, c).phase_seconds().get(k, 0.0) for k in ("generate", "load", "sync")),
     )  # fmt: skip
     if row.get("logp_s") and _whole(row, "forwards"):
         yield PublishedFigure(
@@ -368,7 +375,7 @@ def _rl_job(row: dict) -> tuple[JobShape, ClusterSpec, int]:
         max(1, prompts // parts),
         samples,
         _number(row, "prompt_len", 200),
-        ResponseLengths(mean, longest),
+        LengthDistribution(mean, longest),
         max_staleness=staleness,
         partial_rollout=mode == "async",
         in_order=mode != "async",

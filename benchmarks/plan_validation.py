@@ -198,13 +198,15 @@ def main() -> None:
             for figure in table.figures:
                 value = figure.predict(shipped)
                 mark = "" if figure.is_counted else "  (direction only)"
-                print(f"    {value / figure.published - 1:+7.0%} {figure.published:10.2f} s{value:10.2f} s  {figure.name}{mark}")
+                off = value / figure.published - 1
+                print(f"    {off:+7.0%} {figure.published:10.2f} s{value:10.2f} s  {figure.name}{mark}")
             for line in result.wrong:
                 print(f"    wrong direction: {line}")
         for line in table.refused:
             print(f"    not read: {line}")
     share = totals["right"] / max(1, totals["pairs"])
-    print(f"direction right in {totals['right']} of {totals['pairs']} pairs ({share:.0%}); rows not read: {totals['refused']}")
+    print(f"direction right in {totals['right']} of {totals['pairs']} pairs ({share:.0%})")
+    print(f"rows not read: {totals['refused']}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The few constants of the physics, each with its meaning and source.
 
-A share is of what the data sheet says. The defaults are those that fit the public tables of benchmarks/plan_validation.py;
-`coalign plan --measure` keeps a machine's own in a file, which replaces them.
+A share is of what the data sheet says. Sixteen of the defaults are fitted to the public tables of
+benchmarks/plan_validation.py, near the values that are usual (PRIORS there). The others are round figures: NCCL's
+latency, PCIe 4 under load, torch's AdamW on a host. `coalign plan --measure` keeps a machine's own in a file, which
+replaces them.
 """
 
 from __future__ import annotations
@@ -38,9 +40,6 @@ class Constants:
     host_adam_gb_s: float = 10.0  # GB/s of parameters and states that a device's share of host cores steps
     step: float = 1.0  # of a step's driver: data, advantages, logging
     sample: float = 0.0017  # of a step's driver for each sample: texts, rewards, collation
-
-
-"""Sources: matmul, attention, memory, link, network: usual figures of NVIDIA's and AMD's public benchmarks, then fitted."""
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,13 @@ class EngineReplica:
             return (dense + ends + experts) / layout.pipeline
         return (dense / layout.tensor + ends / layout.tensor + experts) / layout.pipeline
 
-    @cached_property
+    @property
     def cache_bytes(self) -> float:
         """Bytes for keys and values in the whole replica. Raises ValueError if the weights leave no room."""
+        return self._free_bytes
+
+    @cached_property
+    def _free_bytes(self) -> float:
         gpu = self.cluster.gpu
         free = gpu.memory_gib * GIB * (self.work.memory_share - ACTIVATION_SHARE) - self.weight_bytes
         if free <= 0:
@@ -106,8 +110,9 @@ class EngineReplica:
         if tokens <= 0:
             return 0.0
         layout, size = self.work.layout, self.work.size
-        matmul = tokens * (self._matmul_flops(min(tokens, PREFILL_TOKENS)) - 2.0 * size.head * layout.pipeline) / self._rate
-        rate = self.cluster.gpu.bf16_tflops * 1e12 * self.constants.attention
+        head = 2.0 * size.head * layout.pipeline  # for the last token of a prompt only
+        matmul = tokens * (self._matmul_flops(min(tokens, PREFILL_TOKENS)) - head) / self._rate
+        rate = self.cluster.gpu.flops("fp32" if self.work.precision == "fp32" else "bf16") * self.constants.attention
         attention = tokens * size.attention_flops(length) / rate
         numbers = sum(layer.count * layer.matrix_numbers for layer in size.layers)
         traffic = tokens * numbers * BF16 / (self.cluster.gpu.memory_gb_s * 1e9 * self.constants.memory)

@@ -1,7 +1,6 @@
 """Reads a ModelSize from a Hugging Face configuration: the content of config.json, or a PretrainedConfig.
 
-Nothing is imported and no weights are needed. Families differ in what their fields are called and in which layers are
-of which kind; each kind has one function here.
+Neither weights nor transformers are needed. Each kind of layer has one function here.
 """
 
 from __future__ import annotations
@@ -194,18 +193,9 @@ def _has_experts(fields: ConfigFields, index: int) -> bool:
 
 
 def _mixer(fields: ConfigFields, hidden: int, kind: str) -> LayerSize:
-    match kind:
-        case "delta":
-            return _gated_delta(fields, hidden)
-        case "mamba":
-            return _mamba(fields, hidden)
-        case "mamba2":
-            return _mamba2(fields, hidden)
-        case "lightning":
-            return _lightning(fields, hidden)
-        case "conv":
-            kernel = fields.get("conv_L_cache", default=3)
-            return LayerSize(1, 4 * hidden * hidden, state=kernel * hidden, matrix_width=6 * hidden)
+    recurrent = {"delta": _gated_delta, "mamba": _mamba, "mamba2": _mamba2, "lightning": _lightning, "conv": _convolve}
+    if kind in recurrent:
+        return recurrent[kind](fields, hidden)
     window = fields.get("sliding_window", "attention_chunk_size") if kind == "window" else None
     return _attention(fields, hidden, window)
 
@@ -321,6 +311,12 @@ def _lightning(fields: ConfigFields, hidden: int) -> LayerSize:
     return LayerSize(1, 5 * hidden * inner, state=state, state_flops=4 * state, matrix_width=3 * hidden + 5 * inner)
 
 
+def _convolve(fields: ConfigFields, hidden: int) -> LayerSize:
+    """A gated short convolution (LFM2)."""
+    kernel = fields.get("conv_L_cache", default=3)
+    return LayerSize(1, 4 * hidden * hidden, state=kernel * hidden, matrix_width=6 * hidden)
+
+
 # ---- feed-forward parts ----------------------------------------------------------------------------------------------
 
 
@@ -333,7 +329,8 @@ def _mlp_width(fields: ConfigFields, hidden: int) -> int:
     if fields.get("model_type") in ("gpt2", "gptj", "gpt_neo", "gpt_bigcode", "falcon", "bloom"):
         return fields.get("n_inner", "ffn_hidden_size", "intermediate_size", default=4 * hidden)
     if fields.get("block_auto_adjust_ff_dim"):  # LFM2
-        width = int(2 * fields.need("block_ff_dim", "intermediate_size") / 3 * fields.get("block_ffn_dim_multiplier", default=1))  # fmt: skip
+        scale = fields.get("block_ffn_dim_multiplier", default=1)
+        width = int(2 * fields.need("block_ff_dim", "intermediate_size") / 3 * scale)
         step = fields.get("block_multiple_of", default=256)
         return -(-width // step) * step
     return fields.get(

@@ -68,6 +68,7 @@ class ModelWork:
     offload_weights: bool = False
     offload_activations: bool = False
     attention_tflops: float | None = None  # the most that the attention kernel reaches on any device
+    recomputes_head: bool = False  # logits are not kept for the backward pass (fused losses)
     lora_rank: int | None = None
     is_moved: bool = False
     gathers_weights: bool = False  # an engine with the trainer's sharded weights, gathered for each decode step
@@ -79,7 +80,7 @@ class ModelWork:
 
 
 @dataclass(frozen=True)
-class ResponseLengths:
+class LengthDistribution:
     """A distribution of response lengths in tokens: lognormal with this mean, cut at ``maximum``; or ``values``."""
 
     mean: float
@@ -88,7 +89,7 @@ class ResponseLengths:
     values: tuple[float, ...] = ()
 
     @classmethod
-    def from_file(cls, path: Path) -> ResponseLengths:
+    def from_file(cls, path: Path) -> LengthDistribution:
         """Read one length a line. Raises ValueError for a line that is not a positive number."""
         values = []
         for number, line in enumerate(path.read_text(encoding="utf-8").split(), 1):
@@ -101,7 +102,7 @@ class ResponseLengths:
         return cls(sum(values) / len(values), max(values), values=tuple(sorted(values)))
 
     @classmethod
-    def parse(cls, text: str) -> ResponseLengths:
+    def parse(cls, text: str) -> LengthDistribution:
         """Read `mean,max`, such as `2000,8192`, or the path of a file of lengths. Raises ValueError."""
         parts = text.split(",")
         try:
@@ -115,7 +116,7 @@ class ResponseLengths:
         return cls(mean, maximum)
 
     def shares(self, count: float) -> list[tuple[float, float]]:
-        """Return (share of all, tokens), shortest first: the distribution, its tail down to one of ``count`` samples."""
+        """Return (share of all, tokens), shortest first; the tail is resolved down to one of ``count`` samples."""
         points = _tail_points(max(2, round(count)))
         if self.values:
             last = len(self.values) - 1
@@ -124,8 +125,8 @@ class ResponseLengths:
             return [(1.0, self.maximum)]
         normal, sigma = NormalDist(), self.spread
         draws = [(share, math.exp(sigma * normal.inv_cdf(at))) for share, at in points]
-        low, high = 0.0, self.maximum  # of a scale such that, after the cut, the mean is the one asked for
-        for _ in range(30):
+        low, high = 0.0, 10 * self.maximum  # of a scale such that, after the cut, the mean is the one asked for
+        for _ in range(40):
             scale = (low + high) / 2
             if sum(share * min(self.maximum, scale * draw) for share, draw in draws) < self.mean:
                 low = scale
@@ -160,15 +161,16 @@ class JobShape:
 
     ``max_staleness`` 0 takes turns; 1 and more generate beside training, at most that many weight versions ahead.
     ``partial_rollout`` continues unfinished samples with new weights; without it a weight sync waits for them.
-    ``in_order``: a step trains on the samples drawn for it; without it, on those complete first. ``oversample`` begins that many times the prompts and takes those that are complete first. A job without a model of
-    role "rollout" trains on data.
+    ``in_order``: a step trains on the samples drawn for it; without it, on those complete first. ``oversample`` begins
+    that many times the prompts and takes those that are complete first. A job without a model of role "rollout" trains
+    on data.
     """
 
     models: tuple[ModelWork, ...]
     prompts: int
     samples: int = 1
     prompt_tokens: float = 256.0
-    responses: ResponseLengths = field(default_factory=lambda: ResponseLengths(1024, 4096))
+    responses: LengthDistribution = field(default_factory=lambda: LengthDistribution(1024, 4096))
     max_staleness: float = 0  # a fraction of a batch is possible in other systems
     partial_rollout: bool = True
     in_order: bool = True

@@ -158,7 +158,7 @@ class _StepModel:
         devices: dict[str, int],
         engine: ModelWork | None,
     ) -> list[StepPhase]:
-        """Return the phases after generation, from 0: scorers first, then trainers; within a group one after another."""
+        """Return the phases after generation, from 0: scorers, then trainers; within a group one after another."""
         free: dict[str, float] = defaultdict(float)
         phases: list[StepPhase] = []
         begin = self.job.reward_seconds

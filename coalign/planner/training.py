@@ -100,9 +100,7 @@ class TrainingModel:
         layout, size = self.work.layout, self.work.size
         own = batch.tokens / layout.data  # of the devices that hold one copy together
         micro_batches = max(1, math.ceil(own / (self.work.micro_batch_tokens * layout.context) - 1e-9))
-        tokens = (
-            own / micro_batches / layout.context
-        )  # of one device's micro-batch; split further by tensor parallelism
+        tokens = own / micro_batches / layout.context  # that a device and its tensor-parallel peers compute together
         passes = _Passes.of(self.work, trains)
         matmul = self._matmul(tokens, batch, passes)
         attention = self._attention(tokens, batch, passes) / layout.tensor
@@ -112,7 +110,7 @@ class TrainingModel:
         kernels = sum(layer.count * (self.constants.expert_launches if layer.experts else 1) for layer in size.layers)
         launched = self.constants.eager_layer * passes.launches * kernels * stage_layers
         launches = math.hypot(busy, launched) - busy
-        collectives = self._collectives(tokens, passes, (busy + launches)) * stage_layers
+        collectives = self._collectives(tokens, passes) * stage_layers
         collectives += self._sharded_weights(passes, busy + launches + collectives)
         step = busy + launches + collectives
         bubble = step * (layout.pipeline - 1) / layout.virtual_pipeline
@@ -137,12 +135,17 @@ class TrainingModel:
         return gpu.flops(precision) * share * self.constants.narrow_matmul ** NARROW.get(precision, 0)
 
     @property
+    def _width(self) -> float:
+        """Bytes of a number that is computed with; around quantised products they are in bf16."""
+        return 4.0 if self.work.precision == "fp32" else BF16
+
+    @property
     def _bandwidth(self) -> float:
         return self.cluster.gpu.memory_gb_s * 1e9 * self.constants.memory
 
     def _matmul(self, tokens: float, batch: TokenBatch, passes: _Passes) -> float:
         """Seconds of a micro-batch's products with all weights of a copy."""
-        layout, size = self.work.layout, self.work.size
+        size = self.work.size
         seconds = 0.0
         for layer in size.layers:
             once = self._product(tokens, layer.dense, size.hidden, size.hidden, self.work.precision)
@@ -150,7 +153,8 @@ class TrainingModel:
                 once += self._expert_product(tokens, layer)
             seconds += layer.count * once
         outputs = size.vocabulary if self.work.head_outputs is None else self.work.head_outputs
-        logits = self._product(tokens * batch.head_share, outputs * size.hidden, size.hidden, outputs, "bf16")
+        precision = "bf16" if self.work.precision in NARROW else self.work.precision  # heads are not quantised
+        logits = self._product(tokens * batch.head_share, outputs * size.hidden, size.hidden, outputs, precision)
         return seconds * passes.matmul + logits * passes.head
 
     def _product(self, tokens: float, weights: float, inputs: float, outputs: float, precision: str) -> float:
@@ -159,30 +163,30 @@ class TrainingModel:
         parts = self.work.layout.tensor
         share = fill_tiles(tokens, inputs, outputs / parts, tile=self.constants.tile)
         computing = 2 * tokens * weights / (self._rate(precision) * share)
-        return math.hypot(computing, weights * BF16 / self._bandwidth) / parts
+        return math.hypot(computing, weights * self._width / self._bandwidth) / parts
 
     def _expert_product(self, tokens: float, layer: LayerSize) -> float:
         """Seconds of one layer's routed experts, of which each gets its part of the tokens."""
         layout, hidden = self.work.layout, self.work.size.hidden
-        local = layer.experts / layout.expert
-        tensor = layout.tensor if layout.expert == 1 else 1  # experts that are divided are whole
-        assigned = tokens * layer.active_experts / (1 if layout.expert == 1 else layout.tensor)
+        is_whole = layout.expert > 1  # otherwise each expert is cut by tensor parallelism
+        local, parts = layer.experts / layout.expert, 1 if is_whole else layout.tensor
+        assigned = tokens * layer.active_experts / (layout.tensor if is_whole else 1)
         width = layer.expert / (3 * hidden)
-        share = fill_tiles(assigned / local, hidden, width / tensor, tile=self.constants.tile)
+        share = fill_tiles(assigned / local, hidden, width / parts, tile=self.constants.tile)
         computing = 2 * assigned * layer.expert / (self._rate(self.work.precision) * share)
-        return math.hypot(computing, local * layer.expert * BF16 / self._bandwidth) / tensor
+        return math.hypot(computing, local * layer.expert * self._width / self._bandwidth) / parts
 
     def _attention(self, tokens: float, batch: TokenBatch, passes: _Passes) -> float:
-        rate = self.cluster.gpu.bf16_tflops * 1e12 * self.constants.attention
+        rate = self.cluster.gpu.flops("fp32" if self.work.precision == "fp32" else "bf16") * self.constants.attention
         if self.work.attention_tflops:
             rate = min(rate, self.work.attention_tflops * 1e12)
         return tokens * self.work.size.attention_flops(batch.length) * passes.attention / rate
 
     def _traffic(self, tokens: float, passes: _Passes) -> float:
         numbers = sum(layer.count * layer.matrix_numbers for layer in self.work.size.layers)
-        return tokens * numbers * BF16 * self.constants.traffic * passes.traffic / self._bandwidth
+        return tokens * numbers * self._width * self.constants.traffic * passes.traffic / self._bandwidth
 
-    def _collectives(self, tokens: float, passes: _Passes, busy: float) -> float:
+    def _collectives(self, tokens: float, passes: _Passes) -> float:
         """Seconds of a micro-batch's collectives of tensor, context and expert parallelism over all layers."""
         layout, size, network = self.work.layout, self.work.size, self.network
         seconds = 0.0
@@ -240,7 +244,8 @@ class TrainingModel:
         work, layout, network = self.work, self.work.layout, self.network
         ranks = layout.data * layout.context
         if work.lora_rank:
-            groups = [(work.size.lora_parameters(work.lora_rank) / layout.tensor / layout.pipeline, ranks, layout.tensor)]
+            adapters = work.size.lora_parameters(work.lora_rank) / layout.tensor / layout.pipeline
+            groups = [(adapters, ranks, layout.tensor)]
         else:
             groups = self._weight_groups(ranks)
         shards = layout.shard_group or ranks
@@ -285,7 +290,7 @@ class _Passes:
             True,
             matmul=2 + again + weights,
             attention=4 + scores,  # backward has 2.5 times the products (2307.08691), and is slower at them
-            head=2 + weights,
+            head=2 + weights + work.recomputes_head,
             traffic=(3 + again) * (1 + adapters),
             launches=(2.5 + again) * (1 + adapters),
             exchanges=2 + again,
@@ -299,6 +304,6 @@ def fill_tiles(rows: float, inputs: float, outputs: float, *, tile: float) -> fl
 
 
 def _exposed(collective: float, busy: float, overlap: float) -> float:
-    """Return what a collective adds to computation that can hide the share ``overlap`` of it, and no more than itself."""
+    """Return what a collective adds to computation that can hide the share ``overlap`` of it, if it is long enough."""
     hidden = min(overlap * collective, busy)
     return collective - hidden

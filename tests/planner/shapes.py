@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_model_size
-from coalign.planner.job import JobShape, ModelWork, Parallelism, ResponseLengths
+from coalign.planner.job import JobShape, LengthDistribution, ModelWork, Parallelism
 from coalign.planner.model_size import ModelSize
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -22,7 +22,8 @@ def model(name: str) -> ModelSize:
 
 
 def trainer(name: str = "Qwen2.5-7B", data: int = 8, **settings) -> ModelWork:
-    layout = {key: settings.pop(key) for key in ("tensor", "pipeline", "context", "expert", "sharding") if key in settings}
+    keys = {"tensor", "pipeline", "context", "expert", "sharding"} & set(settings)
+    layout = {key: settings.pop(key) for key in keys}
     return ModelWork("trainer", "trainer", model(name), Parallelism(data=data, **layout), **settings)
 
 
@@ -32,5 +33,5 @@ def engine(name: str = "Qwen2.5-7B", data: int = 8, **settings) -> ModelWork:
 
 
 def job(*works: ModelWork, **settings) -> JobShape:
-    settings = {"prompts": 128, "samples": 8, "responses": ResponseLengths(1000, 8000)} | settings
+    settings = {"prompts": 128, "samples": 8, "responses": LengthDistribution(1000, 8000)} | settings
     return JobShape(works or (engine(), trainer()), **settings)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from coalign.planner.constants import Constants, MeasuredMachine, load_machine
 from coalign.planner.gpus import ClusterSpec, find_gpu
-from coalign.planner.job import ResponseLengths
+from coalign.planner.job import LengthDistribution
 from coalign.planner.prediction import predict_step
 from tests.planner.shapes import CLUSTER, engine, job, trainer
 
@@ -26,7 +27,7 @@ def test_in_turns_a_step_is_the_sum_of_its_phases():
     names = [phase.name for phase in step.phases]
     assert names == ["generate", "score", "train", "overhead", "sync"]
     assert step.seconds == pytest.approx(sum(phase.seconds for phase in step.phases))
-    for before, after in zip(step.phases, step.phases[1:], strict=False):
+    for before, after in pairwise(step.phases):
         assert after.start == pytest.approx(before.end)
     assert step.tokens_per_second == pytest.approx(shape.tokens / step.seconds)
     assert 0 < step.mfu < step.trainer_mfu < 1
@@ -49,8 +50,8 @@ def test_one_step_ahead_takes_the_longer_side():
 def test_staleness_and_longer_responses():
     works = engine(data=16, group="rollout"), trainer(data=16, group="trainer")
     seconds = [predict(job(*works, max_staleness=staleness)).seconds for staleness in (0, 1, 2, 4)]
-    assert all(later <= earlier * 1.02 for earlier, later in zip(seconds, seconds[1:], strict=False))
-    longer = [predict(job(responses=ResponseLengths(mean, 16000))).seconds for mean in (500, 1000, 2000, 4000)]
+    assert all(later <= earlier * 1.02 for earlier, later in pairwise(seconds))
+    longer = [predict(job(responses=LengthDistribution(mean, 16000))).seconds for mean in (500, 1000, 2000, 4000)]
     assert longer == sorted(longer)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.planner.job import ResponseLengths
+from coalign.planner.job import LengthDistribution
 from coalign.planner.simulation import ReplicaSimulation, SequenceGroup, StepRules, simulate_steps
 
 
@@ -78,7 +78,7 @@ def test_one_step_ahead_takes_the_longer_of_both():
 
 
 def test_more_batches_in_flight_hide_the_longest_response():
-    """One response in a hundred is twenty times as long. In turns each step waits for it; with carried ones, none does."""
+    """One response in a hundred is twenty times as long. In turns, each step waits for it; if it is carried, none."""
     batch = [(99, 10, 5), (1, 10, 100)]
     rules = StepRules(needed=100, train_seconds=10, carries=True)
     periods = [simulate(batch, replace(rules, staleness=staleness)).period for staleness in (0, 1, 2, 4, 8)]
@@ -138,7 +138,7 @@ def test_staleness_is_never_slower(batch, train):
 @settings(max_examples=40, deadline=None)
 @given(mean=st.floats(10, 5000), ratio=st.floats(1.0, 30), count=st.integers(2, 100_000))
 def test_lengths_have_their_mean_and_maximum(mean, ratio, count):
-    shares = ResponseLengths(mean, mean * ratio).shares(count)
+    shares = LengthDistribution(mean, mean * ratio).shares(count)
     assert sum(share for share, _ in shares) == pytest.approx(1)
     assert sum(share * length for share, length in shares) == pytest.approx(mean, rel=0.01)
     assert all(1 <= length <= mean * ratio * (1 + 1e-9) for _, length in shares)
@@ -148,14 +148,14 @@ def test_lengths_have_their_mean_and_maximum(mean, ratio, count):
 def test_lengths_of_a_file(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("10\n30\n20\n")
-    lengths = ResponseLengths.parse(str(file))
+    lengths = LengthDistribution.parse(str(file))
     assert (lengths.mean, lengths.maximum) == (20, 30)
     assert lengths.shares(3)[-1][1] == 30
-    assert ResponseLengths.parse("100,400") == ResponseLengths(100, 400)
+    assert LengthDistribution.parse("100,400") == LengthDistribution(100, 400)
     file.write_text("10\nlong\n")
     with pytest.raises(ValueError, match="line 2 is 'long'"):
-        ResponseLengths.parse(str(file))
+        LengthDistribution.parse(str(file))
     with pytest.raises(ValueError, match="MEAN,MAX"):
-        ResponseLengths.parse("100")
+        LengthDistribution.parse("100")
     with pytest.raises(ValueError, match="not above the maximum"):
-        ResponseLengths.parse("400,100")
+        LengthDistribution.parse("400,100")

@@ -59,7 +59,7 @@ def test_shipped_constants_are_those_fitted_to_all_tables(validation):
 
 def test_tables_of_ones_own_are_recognised_and_refused_by_row(validation, tmp_path):
     file = tmp_path / "mine.csv"
-    columns = "gpu,model,n_gpus,precision,gbs,mbs,seq_len,tokens_s_gpu".split(",")
+    columns = ["gpu", "model", "n_gpus", "precision", "gbs", "mbs", "seq_len", "tokens_s_gpu"]
     with open(file, "w", newline="") as out:
         writer = csv.writer(out)
         writer.writerows([columns, ["H100", "Llama-3.1-8B", 8, "bf16", 128, 1, 8192, 9000]])
