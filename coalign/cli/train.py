@@ -89,6 +89,9 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(help="A new file, .png or .json: the predicted step beside a measured one.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine first, keep the figures, and plan for it.")
+    ] = False,
     no_code: NoCode = False,
 ):
     """Predict the seconds, memory and cost of a step on a cluster that need not be there, and search better layouts."""
@@ -97,24 +100,31 @@ def plan(
     from coalign.config.yaml_edit import emit_inline
     from coalign.planner.constants import Constants
     from coalign.planner.gpus import ClusterSpec
-    from coalign.planner.job import ResponseLengths
+    from coalign.planner.job import LengthDistribution
     from coalign.report.display import Display
 
-    if cluster is None:
-        raise ValueError("--cluster is missing: NODESxGPUS:NAME, such as `--cluster 4x8:H100`")
+    if cluster is None and not measure:
+        raise ValueError("--cluster is missing: NODESxGPUS:NAME, such as `--cluster 4x8:H100`, or `here`")
+    if measure and cluster not in (None, "here"):
+        raise ValueError(f"--measure is for this machine, and --cluster names {cluster}; leave one of them out")
     if objective not in ("seconds", "gpu-hours"):
         raise ValueError(f"--objective is '{objective}'; expected seconds or gpu-hours")
-    simulated, distribution = ClusterSpec.parse(cluster), ResponseLengths.parse(lengths) if lengths else None
+    here = measure or cluster == "here"
+    simulated = None if here or cluster is None else ClusterSpec.parse(cluster)
+    distribution = LengthDistribution.parse(lengths) if lengths else None
 
     def load(settings):
         more = [f"{key}={emit_inline(value)}" for key, value in settings.items()]
         return load_config(config, [*(overrides or []), *more], planned=True)
 
     load({})
-    from coalign.commands.plan.run_plan import PlanRequest, plan_run  # slow to import: a wrong file is named before
+    from coalign.commands.plan.run_plan import PlanRequest, find_machine, plan_run  # slow to import: see above
 
-    request = PlanRequest(simulated, Constants(), distribution, objective, top, price, write, trace)
-    plan_run(config, load, request, Display())
+    display, constants, devices = Display(), Constants(), None
+    if simulated is None:
+        simulated, constants, devices = find_machine(measure=measure, display=display)
+    request = PlanRequest(simulated, constants, distribution, objective, top, price, write, trace, devices)
+    plan_run(config, load, request, display)
 
 
 def pipeline(

@@ -12,7 +12,6 @@ from coalign.cluster.placement.nodes import Node, ProcessPlacement
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
 
-
 LISTED = 16  # processes whose devices are listed one by one
 
 

@@ -8,12 +8,16 @@ from coalign.launch.devices import assign_devices
 from coalign.launch.memory_table import find_role
 from coalign.launch.plan import find_shared_bases, outline_run
 from coalign.planner.gpus import ClusterSpec
-from coalign.planner.job import ResponseLengths
+from coalign.planner.job import LengthDistribution
 from coalign.planner.layouts.adapter import PlannedRun, read_run
 
 
-def describe_run(config: RunConfig, cluster: ClusterSpec, lengths: ResponseLengths | None = None) -> PlannedRun:
+def describe_run(
+    config: RunConfig, cluster: ClusterSpec, lengths: LengthDistribution | None = None, devices: int | None = None
+) -> PlannedRun:
     """Describe a run on a cluster. Backends are imported only where `num_gpu: auto` is to become a number.
+
+    ``devices``: what `auto` may use, if not all of the cluster (0: the cluster is a CPU).
 
     ConfigError for a run without weights, and for a model whose config.json does not say how large it is.
     """
@@ -23,7 +27,7 @@ def describe_run(config: RunConfig, cluster: ClusterSpec, lengths: ResponseLengt
     configs = {name: model for name, (_, model) in listed.items()}
     config = config.model_copy(update={"models": config.models | configs})
     if any(model.num_gpu == "auto" and model.load for model in configs.values()):
-        config = assign_devices(config, [*roles], devices=cluster.gpus)
+        config = assign_devices(config, [*roles], devices=cluster.gpus if devices is None else devices)
     bases = find_shared_bases(roles, config.models)
     run = read_run(
         config, {name: find_role(role) for name, role in roles.items()}, outline.recipe.source, bases, lengths

@@ -111,7 +111,8 @@ class PlanPage:
             told = told.replace("responses", "of")
         lines = [f"{run.config.algorithm} on {self.cluster}", *_fold(models), told]
         if run.assumes:
-            lines += _fold("assumed: " + "; ".join(run.assumes) + ("; --lengths says better" if run.assumes else ""))
+            hint = "; --lengths says better" if any("average" in text for text in run.assumes) else ""
+            lines += _fold("assumed: " + "; ".join(run.assumes) + hint)
         return "\n".join(lines)
 
     def _timeline(self, prediction: StepPrediction) -> list[str]:
@@ -239,7 +240,7 @@ class PlanPage:
         if self.cluster.nodes > 1:
             each = self.cluster.gpus_per_node
             lines.append(
-                f"tensor_parallel above {each}, and engines of more than {each} GPUs: refused, since they would cross nodes"
+                f"tensor_parallel above {each}, and engines on more than {each} GPUs: would cross nodes, so refused"
             )
         others = [(model, reason) for (model, reason) in search.rejected.counts if reason != "memory"]
         for model, reason in sorted(others, key=lambda each: each[0] != THE_RUN)[:REASONS]:

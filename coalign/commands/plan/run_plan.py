@@ -13,9 +13,9 @@ from coalign.config import locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.yaml_edit import edit_yaml
 from coalign.launch.planned_run import describe_run
-from coalign.planner.constants import Constants
+from coalign.planner.constants import Constants, load_machine
 from coalign.planner.gpus import ClusterSpec
-from coalign.planner.job import ResponseLengths
+from coalign.planner.job import LengthDistribution
 from coalign.planner.layouts.adapter import PlannedRun, build_job, list_run_loads, pack_models
 from coalign.planner.layouts.devices import DeviceLoad
 from coalign.planner.layouts.search import (
@@ -37,12 +37,13 @@ class PlanRequest:
 
     cluster: ClusterSpec
     constants: Constants
-    lengths: ResponseLengths | None = None
+    lengths: LengthDistribution | None = None
     objective: Objective = "seconds"
     top: int = 5
     price: float | None = None  # dollars of a GPU-hour
     write: Path | None = None
     trace: Path | None = None
+    devices: int | None = None  # that `num_gpu: auto` may use, if not all of the cluster
 
 
 def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Display) -> None:
@@ -56,12 +57,13 @@ def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Displa
             raise ValueError(f"{file} is there already, and is left as it is; name another file")
     config = load({})
     with locate_problems(config):
-        run = describe_run(config, request.cluster, request.lengths)
+        run = describe_run(config, request.cluster, request.lengths, request.devices)
         page = PlanPage(request.cluster, request.price, run)
         configured = predict_configured(run, request)
         display.show(page.show_configured(configured))
-        found = None
-        if request.top:
+        if request.top and not any(model.devices for model in run.started.values()):
+            display.show("no model has devices, so there are no layouts to search")
+        elif request.top:
             found = search_run(run, request)
             proposed = choose_layouts(found, run, load, request)
             display.show(page.show_search(found, proposed, configured, request.objective))
@@ -72,6 +74,23 @@ def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Displa
         if best is None:
             raise ValueError("--trace: the configured layout cannot be predicted, so there is nothing to draw")
         display.show(draw_trace(best, Path(config.output), request.trace))
+
+
+def find_machine(*, measure: bool, display: Display) -> tuple[ClusterSpec, Constants, int]:
+    """Return this machine as a cluster, its constants, and the devices that `num_gpu: auto` may use.
+
+    ``measure``: measure it now and keep the figures; otherwise take those that were kept. ValueError without any.
+    """
+    import torch
+
+    from coalign.commands.plan.probe import FOLDER, measure_machine, name_machine
+
+    file = FOLDER / f"{name_machine()}.json"
+    if not measure and not file.is_file():
+        raise ValueError(f"--cluster here: this machine is not measured yet ({file}); add --measure")
+    machine = measure_machine(display.show)[0] if measure else load_machine(file)
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return ClusterSpec(1, max(devices, 1), machine.gpu, machine.gpu.network_gb_s), machine.constants, devices
 
 
 @dataclass(frozen=True)

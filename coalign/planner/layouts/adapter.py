@@ -15,7 +15,7 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.hub import find_directory
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
-from coalign.planner.job import JobShape, ModelWork, Parallelism, Recompute, ResponseLengths, Sharding
+from coalign.planner.job import JobShape, LengthDistribution, ModelWork, Parallelism, Recompute, Sharding
 from coalign.planner.layouts.devices import DeviceLoad, list_device_loads
 from coalign.planner.layouts.partition import TRAINERS, ModelPartition, ModelRole, find_partition, is_cut
 from coalign.planner.memory import (
@@ -55,7 +55,7 @@ class PlannedRun:
     config: RunConfig
     models: Mapping[str, RunModel]
     kind: str
-    lengths: ResponseLengths
+    lengths: LengthDistribution
     prompt_tokens: float
     assumes: tuple[str, ...] = ()
 
@@ -86,7 +86,7 @@ def read_run(
     roles: Mapping[str, ModelRole],
     kind: str,
     bases: Mapping[str, str],
-    lengths: ResponseLengths | None = None,
+    lengths: LengthDistribution | None = None,
 ) -> PlannedRun:
     """Describe a run for the planner. ``roles``: of its models; ``bases``: which of them share another's weights.
 
@@ -111,7 +111,7 @@ def read_run(
         prompt = PROMPT_SHARE * config.data.max_prompt_tokens
         assumes.append(f"prompts of {prompt:,.0f} tokens (half of data.max_prompt_tokens)")
         if lengths is None:
-            lengths = ResponseLengths(max(1.0, RESPONSE_SHARE * limit), float(limit))
+            lengths = LengthDistribution(max(1.0, RESPONSE_SHARE * limit), float(limit))
             assumes.append(
                 f"responses of {lengths.mean:,.0f} tokens on average ({RESPONSE_SHARE:.0%} of max_new_tokens)"
             )
@@ -119,7 +119,7 @@ def read_run(
         prompt = 0.0
         if lengths is None:
             limit = config.data.max_tokens or UNKNOWN_LENGTH
-            lengths = ResponseLengths(max(1.0, PROMPT_SHARE * limit), float(limit))
+            lengths = LengthDistribution(max(1.0, PROMPT_SHARE * limit), float(limit))
             assumes.append(f"rows of {lengths.mean:,.0f} tokens on average, {limit:,} at most")
     return PlannedRun(config, models, kind, lengths, prompt, tuple(assumes))
 
@@ -172,7 +172,8 @@ def build_job(
         base = run.models[model.base_of or model.name].config
         shared = len(slot.places) > 1 and model.base_of is None and runtime.device_memory is None
         parts = list_movable_parts(base, slot.footprints[model.base_of or model.name].devices, shared)
-        work = build_work(run, model, slot.name, is_moved=shared and "weights" in parts, cluster=cluster)
+        group = slot.name if slot.devices else "CPU"  # where all models compute in turn
+        work = build_work(run, model, group, is_moved=shared and "weights" in parts, cluster=cluster)
         works.append(work)
         works += _list_passes_before(run, model, work, staleness)
     trainer = next((model.config for model in run.models.values() if model.role == "trainer"), None)
@@ -218,12 +219,18 @@ def build_work(run: PlannedRun, model: RunModel, group: str, *, is_moved: bool, 
         offload_weights=own.cpu_offload or (own.module == "deepspeed" and own.deepspeed.offload_parameters),
         lora_rank=own.lora.rank if own.lora and model.role == "trainer" else None,
         is_moved=is_moved,
-        is_eager=model.role == "rollout" and (own.module != "vllm" or bool(own.vllm.get("enforce_eager"))),
+        is_eager=model.role == "rollout" and own.devices > 0 and is_eager_engine(own),
         max_sequences=count_engine_sequences(own, cluster.memory_bytes),
         memory_share=own.vllm.get("gpu_memory_utilization", VLLM_SHARE),
         passes=own.epochs_per_batch if model.role == "trainer" else 1,
         head_outputs=None if own.head == "lm" else 1,
+        recomputes_head=model.role == "trainer" and own.head == "lm",  # blocks of logits (algorithms/logprobs.py)
     )
+
+
+def is_eager_engine(model: ModelConfig) -> bool:
+    """Whether the host launches each kernel of a decode step: in all engines but vLLM with captured graphs."""
+    return model.module != "vllm" or bool(model.vllm.get("enforce_eager"))
 
 
 def find_parallelism(partition: ModelPartition) -> Parallelism:
