@@ -3,7 +3,7 @@
     python benchmarks/plan_validation.py [TABLE.csv ...] [--rows] [--fit] [--constants FILE]
 
 Without tables: those of data/planner. Prints for each table the median and worst error with the constants as shipped,
-and with constants fitted on the other tables only; and in how many pairs of rows (the same work in two ways that
+and with constants fitted on tables of other sources only; and in how many pairs of rows (the same work in two ways that
 differ by 5 % and more) the faster one is predicted to be so. ``--fit`` finds these constants again and writes them to
 data/planner/fits.json. ``--rows`` prints every row. A table of one's own needs the columns of one of
 these kinds.
@@ -121,8 +121,8 @@ class ConstantsFit:
         self.at, self.logs, self.slopes = self._differentiate(self.solve())
 
     def solve(self, without: str | None = None) -> np.ndarray:
-        """Return the logarithms of constants over their priors that fit the tables but ``without`` and its phases."""
-        kept = np.array([without is None or figure.table.removesuffix("_phases") != without for figure in self.figures])
+        """Return the fit to all tables but those whose names begin with ``without``, as logarithms over the priors."""
+        kept = np.array([without is None or not figure.table.startswith(without) for figure in self.figures])
         logs, slopes = self.logs[kept], self.slopes[kept]
         even = np.array(self.weights)[kept]
         moved = self.at.copy()
@@ -146,6 +146,11 @@ class ConstantsFit:
     def _predict(self, at: np.ndarray) -> np.ndarray:
         constants = move_constants(at)
         return np.array([math.log(figure.predict(constants) / figure.published) for figure in self.figures])
+
+
+def find_source(name: str, names: Sequence[str]) -> str:
+    """Return the shortest name that a table's begins with: other tables of its source begin with it, too."""
+    return min((other for other in names if name.startswith(other)), key=len)
 
 
 def move_constants(logs: np.ndarray) -> Constants:
@@ -178,8 +183,9 @@ def main() -> None:
         search = ConstantsFit(tables)
         fits = {"all": move_constants(search.solve())}
         print("fitted to all:", {name: getattr(fits["all"], name) for name in PRIOR_WIDTHS})
-        for table in tables:
-            fits[table.name] = move_constants(search.solve(table.name.removesuffix("_phases")))
+        names = [table.name for table in tables]
+        for name in names:
+            fits[name] = move_constants(search.solve(find_source(name, names)))
         FITS.write_text(json.dumps({n: asdict(c) for n, c in fits.items()}, indent=1) + "\n", encoding="utf-8")
     fits = load_fits() if FITS.exists() else {}
     print(f"{'table':34}{'rows':>5}{'median':>8}{'worst':>8}{'others':>8}{'pairs right':>13}  worst row")

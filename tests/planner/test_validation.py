@@ -1,6 +1,6 @@
 """Predictions against the public tables: the bounds that the planner promises.
 
-The constants of each table were fitted without it (``python benchmarks/plan_validation.py --fit``).
+The constants of each table were fitted without any of its source (``python benchmarks/plan_validation.py --fit``).
 """
 
 from __future__ import annotations
