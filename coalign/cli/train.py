@@ -64,6 +64,8 @@ def check(config: Config, overrides: Overrides = None, no_code: NoCode = False, 
     from coalign.report.display import Display
 
     if is_pipeline(config):
+        if simulated is not None:
+            raise ValueError(f"--cluster {simulated}: {config} is a pipeline; check the YAML of its training stage")
         from coalign.commands.pipeline import check_pipeline as examine_stages
 
         return examine_stages(load_pipeline(config, overrides or []), Display())
@@ -113,12 +115,17 @@ def plan(
     simulated = None if here or cluster is None else ClusterSpec.parse(cluster)
     distribution = LengthDistribution.parse(lengths) if lengths else None
 
+    configured = load_config(config, overrides, planned=True)
+
     def load(settings):
         more = [f"{key}={emit_inline(value)}" for key, value in settings.items()]
-        return load_config(config, [*(overrides or []), *more], planned=True)
+        return load_config(config, [*(overrides or []), *more], planned=True) if more else configured
 
-    load({})
-    from coalign.commands.plan.run_plan import PlanRequest, find_machine, plan_run  # slow to import: see above
+    from coalign.commands.plan.run_plan import (
+        PlanRequest,
+        find_machine,
+        plan_run,
+    )  # slow to import: a wrong file is named before
 
     display, constants, devices = Display(), Constants(), None
     if simulated is None:
