@@ -48,6 +48,7 @@ def show_options(
 COMMANDS = {
     "train": train.train,
     "check": train.check,
+    "plan": train.plan,
     "scale": train.scale,
     "doctor": train.doctor,
     "check-sync": models.check_sync,
@@ -69,7 +70,7 @@ COMMANDS = {
     "schema": train.schema,
 }
 # Their settings may be written with dashes by mistake: these reach the configuration, which says what is right.
-TAKE_SETTINGS = ("train", "check", "doctor", "pipeline", "sweep", "eval", "inspect-data")
+TAKE_SETTINGS = ("train", "check", "plan", "doctor", "pipeline", "sweep", "eval", "inspect-data")
 for name, command in COMMANDS.items():
     app.command(name=name, context_settings={"ignore_unknown_options": name in TAKE_SETTINGS})(command)
 app.add_typer(launch.app, name="launch")

@@ -19,6 +19,10 @@ Overrides = Annotated[
 ]
 
 
+Cluster = Annotated[
+    str | None,
+    typer.Option(help="Place the run on this cluster, which need not be there: NODESxGPUS:NAME, `4x8:H100`."),
+]
 NoCode = Annotated[
     bool, typer.Option("--no-code", help="Run no code that the file or this directory names: for files of strangers.")
 ]
@@ -49,21 +53,85 @@ def scale(
     scale_run(run, processes, Display())
 
 
-def check(config: Config, overrides: Overrides = None, no_code: NoCode = False):
+def check(config: Config, overrides: Overrides = None, no_code: NoCode = False, cluster: Cluster = None):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     _refuse(no_code)
+    from coalign.planner.gpus import ClusterSpec
+
+    simulated = ClusterSpec.parse(cluster) if cluster else None
     from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
     from coalign.report.display import Display
 
     if is_pipeline(config):
+        if simulated is not None:
+            raise ValueError(f"--cluster {simulated}: {config} is a pipeline; check the YAML of its training stage")
         from coalign.commands.pipeline import check_pipeline as examine_stages
 
         return examine_stages(load_pipeline(config, overrides or []), Display())
     loaded = load_config(config, overrides, planned=True)
     from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
 
-    examine(loaded, Display())
+    examine(loaded, Display(), simulated)
+
+
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Response lengths in tokens: MEAN,MAX, or a file of one length a line.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="What the best layouts are best at: seconds or gpu-hours.")
+    ] = "seconds",
+    top: Annotated[int, typer.Option(min=0, help="How many layouts to propose; 0: do not search.")] = 5,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Dollars of a GPU-hour.")] = None,
+    write: Annotated[Path | None, typer.Option(help="A new file: the YAML with the lines of the best layout.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A new file, .png or .json: the predicted step beside a measured one.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine first, keep the figures, and plan for it.")
+    ] = False,
+    no_code: NoCode = False,
+):
+    """Predict the seconds, memory and cost of a step on a cluster that need not be there, and search better layouts."""
+    _refuse(no_code)
+    from coalign.api import load_config
+    from coalign.config.yaml_edit import emit_inline
+    from coalign.planner.constants import Constants
+    from coalign.planner.gpus import ClusterSpec
+    from coalign.planner.job import LengthDistribution
+    from coalign.report.display import Display
+
+    if cluster is None and not measure:
+        raise ValueError("--cluster is missing: NODESxGPUS:NAME, such as `--cluster 4x8:H100`, or `here`")
+    if measure and cluster not in (None, "here"):
+        raise ValueError(f"--measure is for this machine, and --cluster names {cluster}; leave one of them out")
+    if objective not in ("seconds", "gpu-hours"):
+        raise ValueError(f"--objective is '{objective}'; expected seconds or gpu-hours")
+    here = measure or cluster == "here"
+    simulated = None if here or cluster is None else ClusterSpec.parse(cluster)
+    distribution = LengthDistribution.parse(lengths) if lengths else None
+
+    configured = load_config(config, overrides, planned=True)
+
+    def load(settings):
+        more = [f"{key}={emit_inline(value)}" for key, value in settings.items()]
+        return load_config(config, [*(overrides or []), *more], planned=True) if more else configured
+
+    from coalign.commands.plan.run_plan import (
+        PlanRequest,
+        find_machine,
+        plan_run,
+    )  # slow to import: a wrong file is named before
+
+    display, constants, devices = Display(), Constants(), None
+    if simulated is None:
+        simulated, constants, devices = find_machine(measure=measure, display=display)
+    request = PlanRequest(simulated, constants, distribution, objective, top, price, write, trace, devices)
+    plan_run(config, load, request, display)
 
 
 def pipeline(

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from coalign.cluster.future import CallDeadlines, DeviceMemoryUse, Future, Meta, WorkerHandle, WorkerTask, wait
-from coalign.cluster.placement.slots import Slot
+from coalign.cluster.placement.slots import Slot, list_movable_parts
 from coalign.config.schema import ModelConfig
-from coalign.memory import PARTS
 from coalign.types import Max, Stats, Total
 
 GROWTH = 1.25  # a call's memory grows with its samples: so much more is kept free than it took so far
@@ -55,13 +54,6 @@ class ResidentModel:
 
     def missing(self, parts: Iterable[str]) -> list[str]:
         return [part for part in parts if part in self.on_host]
-
-
-def list_movable_parts(config: ModelConfig, devices: int, colocated: bool) -> frozenset[str]:
-    """The parts that may leave the ``devices`` of each process of a model."""
-    if config.offload != "auto":
-        return frozenset(config.offload)
-    return frozenset(PARTS) if devices and colocated else frozenset()
 
 
 class Residency:

@@ -2,5 +2,5 @@
 pipeline.
 
 Open generate.py first. judges.py scores responses, resumable.py keeps finished work across a kill, run_history.py
-reads journals.
+reads journals. plan/ predicts and searches.
 """

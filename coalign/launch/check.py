@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from rich.table import Table
 
 from coalign.algorithms.segments import LossTotals
 from coalign.backends.base import Module, Objective, loss_input
 from coalign.cluster.base import Cluster, plan_slots
 from coalign.cluster.dry import STANDINS, DryCluster, FlowGraph, TracedCall, draw_graph
 from coalign.cluster.placement.nodes import find_accelerator
-from coalign.cluster.placement.slots import list_slots
-from coalign.cluster.residency import list_movable_parts
-from coalign.config import locate_problems
+from coalign.config import ConfigError, locate_problems
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.devices import count_devices
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import describe_reward
 from coalign.hub import is_hub_name
+from coalign.launch.cluster_check import describe_groups, place_models
 from coalign.launch.data_check import check_data
 from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
-from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
+from coalign.launch.memory_table import (
+    build_device_table,
+    build_memory_table,
+    describe_loads,
+    estimate_models,
+    find_overload,
+    find_role,
+    list_loads,
+)
 from coalign.launch.plan import Plan, PlannedModel, prepare
+from coalign.launch.planned_run import describe_run
+from coalign.launch.refusal import offer_layout
 from coalign.launch.validate import check_context, check_directories, check_folders, check_rope
+from coalign.planner.gpus import ClusterSpec
+from coalign.planner.layouts.partition import ModelRole
 from coalign.report.display import Display
 from coalign.types import LossInput
 
@@ -38,13 +47,15 @@ from coalign.types import LossInput
 OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
 
 
-def check(config: RunConfig, display: Display) -> None:
+def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = None) -> None:
     """Print what the run would do. Raises ValueError for whatever would stop it.
 
     Of models of the hub it fetches configuration and tokenizer, no weights; of data of the hub which files there are.
-    Of files that are here it reads the first rows.
+    Of files that are here it reads the first rows. With ``cluster`` the run is placed on that one, which need not be
+    there, and refused if a device would not hold its part.
     """
-    plan = prepare(fetch_sources(config, weights=False, rows=False))
+    fetched = fetch_sources(config, weights=False, rows=False)
+    plan = prepare(fetched, devices=cluster.gpus) if cluster else prepare(fetched)
     config = plan.config
     graph = trace(plan)
     count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"
@@ -58,21 +69,32 @@ def check(config: RunConfig, display: Display) -> None:
         check_context(present)
         check_rope(present, config, plan.recipe.source)
         for model in present:
-            _check_backend(model, config)
+            _check_backend(model, config, simulated=cluster is not None)
         notes = [
             f"{model.name}: {note}"
             for model in present
             if model.config.load
             for note in model.module.notes(model.config)
         ]
-        display.show("\n".join([*check_data(plan, present), ""]))
+        display.show("\n".join([*check_data(plan, present, simulated=cluster is not None), ""]))
     if rewards := describe_reward(plan.rewards, plan.configs):
         display.show(rewards + "\n")
     with locate_problems(config):
         display.show(describe_requested_layout(plan.started, config))
         if plan.devices:
             display.show(plan.devices)
-        check_devices(plan.started, config)
+        if cluster is None:
+            check_devices(plan.started, config)
+        else:
+            roles: dict[str, ModelRole] = {name: find_role(model.role) for name, model in plan.models.items()}
+            display.show("")
+            try:
+                placement = place_models(plan.started, config, cluster)
+            except ConfigError as error:
+                offer = offer_layout(describe_run(fetched, cluster), cluster)
+                problems = [replace(problem, message=problem.message + offer) for problem in error.problems]
+                raise ConfigError(problems) from error
+            display.show(describe_groups(placement, plan.started, roles))
     display.show("")
     if planned:
         for load in dict.fromkeys(model.config.load for model in planned):
@@ -82,8 +104,17 @@ def check(config: RunConfig, display: Display) -> None:
                 "backend and memory are not checked"
             )
     else:
-        display.show(_memory_table(plan))
-        notes = [*_device_memory(plan), *notes]
+        estimates = estimate_models(plan, cluster)
+        display.show(build_memory_table(estimates))
+        loads = list_loads(plan, estimates)
+        if cluster is None:
+            notes = [*describe_loads(loads, plan_slots(plan.started, config.runtime.colocation), config), *notes]
+        else:
+            display.show("")
+            display.show(build_device_table(loads, cluster))
+            if problem := find_overload(loads, cluster):
+                raise ValueError(problem + offer_layout(describe_run(fetched, cluster), cluster))
+            notes = ["", *notes]
     for line in notes:
         display.show(line)
     display.show("\nno problem found")
@@ -138,8 +169,8 @@ def _try_loss(model: PlannedModel, objective: Objective, call: TracedCall) -> li
     return [f"loss/{stat}" for stat in stats]
 
 
-def _check_backend(model: PlannedModel, config: RunConfig) -> None:
-    """Raise what the setup of a model would raise before it reads weights."""
+def _check_backend(model: PlannedModel, config: RunConfig, *, simulated: bool) -> None:
+    """Raise what the setup of a model would raise before it reads weights. ``simulated``: on other machines."""
     device = torch.device(find_accelerator(config.runtime.accelerator).device if model.config.devices else "cpu")
     # A cache, or a template to read by, and the backend behind it.
     for module in dict.fromkeys((model.module, resolve_class(model.config.module, "coalign.backends"))):
@@ -148,7 +179,7 @@ def _check_backend(model: PlannedModel, config: RunConfig) -> None:
             _check_architecture(module, model.config, model.name)
         if model.context.routing_replay:
             module.check_routing_replay(model.config, model.name)
-        if _runs_here(device, config):
+        if not simulated and _runs_here(device, config):
             module.check_machine(model.config, model.name, device)
 
 
@@ -164,48 +195,3 @@ def _check_architecture(module: type[Module], model: ModelConfig, name: str) -> 
 def _runs_here(device: torch.device, config: RunConfig) -> bool:
     """Whether this machine is one of those that compute, as far as it is known before the run starts."""
     return not config.runtime.ray_address and (device.type == "cpu" or count_devices(device.type) > 0)
-
-
-def _memory_table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, title="memory, over all processes of a model", title_justify="left")
-    for column in ("model", "size", "weights", "gradients", "optimizer", "activations", "KV", "total"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for model in plan.models.values():
-        if model.config.load is None:
-            continue
-        e: MemoryEstimate = estimate_memory(model.config, model.role, plan.config)
-        parts = (e.weights, e.gradients, e.optimizer, e.activations, e.cache, e.total)
-        table.add_row(model.name, f"{e.parameters / 1e6:,.1f}M", *map(_size, parts))
-    return table
-
-
-def _device_memory(plan: Plan) -> Iterator[str]:
-    """What models that share devices take of each, and whether that is there."""
-    models, runtime = plan.configs, plan.config.runtime
-    slots = plan_slots(models, runtime.colocation)
-    for slot in (slot for slot in list_slots(slots) if len(slot.places) > 1):
-        sizes = {
-            name: _estimate_per_device(plan.models[name], plan.config) for name in slot.places if models[name].load
-        }
-        if not sizes:
-            continue
-        leaves = {
-            name: list_movable_parts(models[name], slot.footprints[name].devices, colocated=True) for name in sizes
-        }
-        turns, together = estimate_largest_phase(sizes, leaves), estimate_largest_phase(sizes, {})
-        text = f"{slot.name} on each device: {_size(turns)} at most"
-        yield f"{text} ({_size(together)} if nothing left it)" if turns < together else text
-        if runtime.device_memory is not None and turns > runtime.device_memory * 2**30:
-            yield f"  more than runtime.device_memory ({runtime.device_memory:g} GiB)"
-
-
-def _estimate_per_device(model: PlannedModel, config: RunConfig) -> MemoryEstimate:
-    """The share of a model that one device has: of a group of processes a part, of a replica all of it."""
-    own = model.config
-    shards = own.processes // own.dp_replicate if model.module.one_group(own) else own.tensor_parallel
-    whole = asdict(estimate_memory(own, model.role, config))
-    return MemoryEstimate(**{name: number // shards for name, number in whole.items()})
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.0f} MiB"

@@ -22,8 +22,8 @@ from coalign.data.shuffle import DataPhase
 from coalign.data.sources import open_rows
 from coalign.data.templates import decode
 from coalign.engine.reward import list_reward_models
-from coalign.engine.vocabulary import find_tokenizer_name
-from coalign.hub import is_hub_name
+from coalign.engine.vocabulary import TOKENIZER_FILES, find_tokenizer_name
+from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
 from coalign.launch.data_load import load_tokenizer
 from coalign.launch.plan import Plan, PlannedModel
@@ -60,8 +60,10 @@ class RowSample:
         return max((len(example.tokens) for examples in self.used for example in examples), default=0)
 
 
-def check_data(plan: Plan, present: Sequence[PlannedModel]) -> Iterator[str]:
+def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool = False) -> Iterator[str]:
     """Yield lines that describe the data, and warnings. ``present``: the models whose directories are there.
+
+    ``simulated``: the run is placed on a cluster that is not there, for which config.json is enough of a model.
 
     Raises ConfigError, with the key and the place of the row, for what would end the run or teach it nothing.
     """
@@ -71,6 +73,9 @@ def check_data(plan: Plan, present: Sequence[PlannedModel]) -> Iterator[str]:
     name, _ = find_tokenizer_name(config)
     if not is_hub_name(name) and not os.path.exists(name):
         yield f"data: not read, because its tokenizer, that of {name}, is not there yet"
+        return
+    if simulated and not any((find_directory(name) / file).is_file() for file in TOKENIZER_FILES):
+        yield f"data: not read, because {name} has no tokenizer; a run is refused until it has one"
         return
     with located_at("models"):
         tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})

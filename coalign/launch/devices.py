@@ -15,24 +15,28 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.devices import count_devices
 
 
-def assign_devices(config: RunConfig, names: Sequence[str], *, join: bool = True) -> RunConfig:
+def assign_devices(
+    config: RunConfig, names: Sequence[str], *, join: bool = True, devices: int | None = None
+) -> RunConfig:
     """Replace `num_gpu: auto` by numbers, and let models share devices where the configuration does not say which.
 
     The models called ``names`` share all devices that are there and that no model asks for by number. In one process
     (`runtime.cluster: local`, or Ray is not installed) each gets one device, or all share one if there are too few.
     With `runtime.colocation` each group, and each model in none, gets an equal part. All other models get none.
     ConfigError if no device is left. Without ``join`` a Ray cluster is not asked, and counts as one without devices.
+    ``devices``: those of a cluster that is not there, in place of what this machine has.
     """
     models, runtime = config.models, config.runtime
     with located_at("runtime", "accelerator"):
         find_accelerator(runtime.accelerator)
     waiting = {name for name in names if name in models and _waits(name, models[name])}
-    total = _count(config, join) if waiting else 0
+    total = (_count(config, join) if devices is None else devices) if waiting else 0
     grouped = {name for group in runtime.colocation for name in group}
     alone = [name for name in names if name in waiting - grouped]
     taken = [[name] for name in names if name in models and models[name].devices and name not in grouped]
     free = total - _size(taken, models) - _size(runtime.colocation, models)
-    in_one_process = runtime.cluster == "local" or (not runtime.ray_address and find_spec("ray") is None)
+    ray = runtime.ray_address or devices is not None or find_spec("ray") is not None
+    in_one_process = runtime.cluster == "local" or not ray
     apart = bool(runtime.colocation) or len(alone) < 2 or (in_one_process and free >= len(alone))
     new = [[name] for name in alone] if apart else [alone]
     sharing = [group for group in [*runtime.colocation, *new] if waiting & {*group} and not _size([group], models)]

@@ -12,6 +12,8 @@ from coalign.cluster.placement.nodes import Node, ProcessPlacement
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
 
+LISTED = 16  # processes whose devices are listed one by one
+
 
 def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:
     """Describe what each model needs and with which it shares devices. ConfigError for numbers that do not divide."""
@@ -65,9 +67,11 @@ def _places(slot: Slot, name: str) -> str:
         return "CPU"
     own = slot.places[name]
     single = [device for devices in own if len(devices) == 1 for device in devices]
-    devices = _format_range(single) if len(single) == len(own) else " ".join(map(_format_range, own))
+    ranges = [describe_range(single)] if len(single) == len(own) else [*map(describe_range, own)]
+    devices = " ".join(ranges if len(ranges) <= LISTED else [*ranges[:2], "…", ranges[-1]])
     return f"{slot.name}: {devices}"
 
 
-def _format_range(devices: Sequence[int]) -> str:
-    return f"{devices[0]}–{devices[-1]}" if len(devices) > 1 else f"{devices[0]}"
+def describe_range(numbers: Sequence[int]) -> str:
+    """Return the first and the last of neighbouring numbers: `0–7`."""
+    return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"

@@ -136,11 +136,24 @@ def find_recipe(algorithm: str) -> type[Engine]:
     return resolve_class(algorithm, "coalign.recipes")
 
 
-def prepare(config: RunConfig, *, join: bool = True) -> Plan:
-    """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place.
+@dataclass(frozen=True)
+class RunOutline:
+    """The recipe of a run, its loss, the roles that the recipe names, and the parts of the reward. No backend yet."""
 
-    ``join``: ask the Ray cluster of `runtime.ray_address`, if there is one, for the devices behind `num_gpu: auto`.
-    """
+    recipe: type[Engine]
+    loss: Objective | None
+    roles: Mapping[str, type]
+    rewards: Sequence[RewardConfig]
+
+    def list_models(self, config: RunConfig) -> dict[str, tuple[type, ModelConfig]]:
+        """Return role and settings of every model. ValueError for one that the configuration lacks."""
+        roles = _roles_of_models(self.roles, self.rewards)
+        configs = _configs_of_models(roles, self.rewards, config)
+        return {name: (role, configs[name]) for name, role in roles.items()}
+
+
+def outline_run(config: RunConfig) -> RunOutline:
+    """Find the recipe of a run and the roles of its models. ValueError names the key that is wrong."""
     recipe = find_recipe(config.algorithm)
     if recipe.source not in KINDS:
         raise ValueError(
@@ -152,8 +165,20 @@ def prepare(config: RunConfig, *, join: bool = True) -> Plan:
         roles = dict(recipe.roles(config, loss))
         check_names(config, [*recipe.models, *roles, *judges])
         rewards = list_reward_parts(config) if roles.get("reward") is Scorer else []
+    return RunOutline(recipe, loss, roles, rewards)
+
+
+def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None) -> Plan:
+    """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place.
+
+    ``join``: ask the Ray cluster of `runtime.ray_address`, if there is one, for the devices behind `num_gpu: auto`.
+    ``devices``: how many they are, on a cluster that is not there.
+    """
+    outline = outline_run(config)
+    recipe, loss, roles, rewards = outline.recipe, outline.loss, outline.roles, outline.rewards
+    with locate_problems(config):
         planned_roles = _roles_of_models(roles, rewards)
-        config, before = assign_devices(config, [*planned_roles], join=join), config
+        config, before = assign_devices(config, [*planned_roles], join=join, devices=devices), config
         check_functions_are_imported(config)
         recipe.check(config, loss)
         check_sections(config, recipe)

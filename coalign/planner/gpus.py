@@ -60,7 +60,8 @@ GPUS = {
     )
 }
 ALIASES = {"A100": "A100-80", "4090": "RTX4090", "A6000": "RTXA6000"}
-CLUSTER = re.compile(r"(\d+)x(\d+):(.+)")
+CLUSTER = re.compile(r"(\d{1,9})x(\d{1,9}):(.+)", re.ASCII)
+LARGEST = 100_000  # GPUs of a cluster
 
 
 def find_gpu(name: str) -> Gpu:
@@ -87,13 +88,23 @@ class ClusterSpec:
         """Read `NODESxGPUS:NAME`, such as `4x8:H100`. Raises ValueError."""
         found = CLUSTER.fullmatch(text.strip())
         if not found or int(found[1]) < 1 or int(found[2]) < 1:
-            raise ValueError(f"cluster '{text}' should be NODESxGPUS:NAME, such as 4x8:H100")
-        gpu = find_gpu(found[3])
-        return cls(int(found[1]), int(found[2]), gpu, gpu.network_gb_s)
+            raise ValueError(f"cluster '{text}' should be NODESxGPUS:NAME, such as 4x8:H100 (4 nodes of 8 H100)")
+        nodes, each, gpu = int(found[1]), int(found[2]), find_gpu(found[3])
+        if nodes * each > LARGEST:
+            raise ValueError(f"cluster '{text}' has {nodes * each:,} GPUs; at most {LARGEST:,} can be planned")
+        return cls(nodes, each, gpu, gpu.network_gb_s)
 
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def memory_bytes(self) -> float:
+        """Return the memory of a device."""
+        return self.gpu.memory_gib * 2**30
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.gpus_per_node}:{self.gpu.name}"
 
     @property
     def domain(self) -> int:

@@ -17,9 +17,10 @@ from coalign.cluster.future import (
     WorkerFailure,
     WorkerTask,
 )
-from coalign.cluster.placement.slots import Footprint, pack_slots
-from coalign.cluster.residency import PARTS, Residency, list_movable_parts
+from coalign.cluster.placement.slots import MOVABLE, Footprint, list_movable_parts, pack_slots
+from coalign.cluster.residency import Residency
 from coalign.config.schema import ModelConfig
+from coalign.memory import PARTS
 
 MIB = 2**20
 TRAIN = ("weights", "gradients", "optimizer")
@@ -277,6 +278,7 @@ def test_a_process_that_cannot_move_fails_the_call_that_waits_for_it():
     ],
 )
 def test_what_may_leave_by_configuration(offload, devices, colocated, parts):
+    assert MOVABLE == PARTS
     assert list_movable_parts(ModelConfig(offload=offload), devices, colocated) == frozenset(parts)
 
 

@@ -109,7 +109,7 @@ WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 
 def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
     """Why the plan of a model cannot be applied; None if it can."""
-    blocks = [block for layer in layers for block in _cut_blocks(model, layer)]
+    blocks = [block for found in _cut_blocks(model, layers) for block in found]
     names = {module: name for name, module in model.named_modules()}
     styles = {names[module]: find_style(names[module], model.tp_plan) for block in blocks for module in block.modules()}
     for name, style in styles.items():
@@ -122,8 +122,8 @@ def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], m
     """Cut the weights and the computation of ``layers`` (on the meta device) over ``mesh``, which has one dimension.
     Raises ValueError for weights that do not divide."""
     names = {module: name for name, module in model.named_modules()}
-    for layer in layers:
-        for block in _cut_blocks(model, layer):
+    for layer, blocks in zip(layers, _cut_blocks(model, layers), strict=True):
+        for block in blocks:
             for module in block.modules():
                 if (style := find_style(names[module], model.tp_plan)) in (OUTPUTS, INPUTS):
                     _cut(module, style, mesh)
@@ -132,12 +132,16 @@ def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], m
             _keep_whole(module, mesh)
 
 
-def _cut_blocks(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
-    """The blocks of a layer that the plan cuts. A block with experts computes each rank's part of the row instead."""
+def _cut_blocks(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks of each layer that the plan cuts. One with experts computes each rank's part of the row instead."""
     names = {module: name for name, module in model.named_modules()}
     experts = set(find_experts(model))
-    planned = {m for m in layer.modules() if find_style(names[m], model.tp_plan)}
-    return [b for b in layer.children() if experts.isdisjoint(b.modules()) and not planned.isdisjoint(b.modules())]
+
+    def is_cut(block: nn.Module) -> bool:
+        inner = set(block.modules())
+        return experts.isdisjoint(inner) and any(find_style(names[module], model.tp_plan) for module in inner)
+
+    return [[block for block in layer.children() if is_cut(block)] for layer in layers]
 
 
 def _cut(linear: nn.Module, style: str, mesh: DeviceMesh) -> None:

@@ -85,6 +85,7 @@ def read_nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict
     return buses
 
 
+LISTED = 8  # nodes that a message lists one by one
 Domain = list[str]  # devices of one node that are close to each other, in their order
 Nodes = tuple[int, ...]  # of each place of a slot
 
@@ -155,18 +156,21 @@ def place_processes(
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
+    """Places of a slot on one node. ``size``: the devices among them; there may be places of CPU processes, too."""
+
     slot: Slot
     places: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of devices among the places, which may have CPU processes, too."""
-        return sum(place < self.slot.devices for place in self.places)
+    size: int
 
 
 def _device_units(slots: Sequence[Slot]) -> list[_Unit]:
     """Large ones first."""
-    units = [_Unit(slot, places) for slot in slots for places in slot.units if places[0] < slot.devices]
+    units = [
+        _Unit(slot, places, sum(place < slot.devices for place in places))
+        for slot in slots
+        for places in slot.units
+        if places[0] < slot.devices
+    ]
     return sorted(units, key=lambda unit: -unit.size)
 
 
@@ -251,17 +255,25 @@ def _candidates(
 
     ``rest``: the devices that its slot still needs; ``last``: the node of its neighbour.
     """
+    name, size = unit.slot.name, unit.size
 
     def packed(node: int) -> tuple[bool, bool, int]:
         """A node with units of its slot; else the smallest node for the whole rest, or the largest."""
-        here = placed[unit.slot.name, node] > 0
+        here = placed[name, node] > 0
         return not here, node != last, free[node] if free[node] >= rest else (1 << 30) - free[node]
 
     def spread(node: int) -> tuple[int, int]:
-        return placed[unit.slot.name, node], -free[node]
+        return placed[name, node], -free[node]
 
-    fitting = [node for node in range(len(free)) if free[node] >= unit.size]
     met = set()
+    if not unit.slot.spread and last >= 0 and free[last] >= size:  # the best one, without a look at the others
+        met.add(free[last])
+        yield last
+    fitting = [node for node, number in enumerate(free) if number >= size and number not in met]
+    if not met and fitting:  # the others are sorted only if this one leads nowhere
+        best = min(fitting, key=spread if unit.slot.spread else packed)
+        met.add(free[best])
+        yield best
     for node in sorted(fitting, key=spread if unit.slot.spread else packed):
         if free[node] not in met:
             met.add(free[node])
@@ -300,7 +312,7 @@ def _refusal(slots: Sequence[Slot], units: Sequence[_Unit], nodes: Sequence[Node
     wanted = ", ".join(f"{name}: {number}" for name, number in asked.items())
     there = f"there are {total} on {len(nodes)} node(s)"
     if free < total:
-        by_node = ", ".join(f"{node.name}: {node.free} of {node.total}" for node in nodes if node.total)
+        by_node = _list_nodes({node.name: f"{node.free} of {node.total}" for node in nodes if node.total})
         there += f", of which other jobs leave {free} free ({by_node})"
     if sum(asked.values()) > free:
         return (
@@ -309,8 +321,15 @@ def _refusal(slots: Sequence[Slot], units: Sequence[_Unit], nodes: Sequence[Node
         )
     together = Counter((unit.slot.name, unit.size) for unit in units if unit.size > 1)
     pieces = ", ".join(f"{name}: {count} × {size}" for (name, size), count in together.items())
-    per_node = ", ".join(f"{node.name}: {node.free}" for node in nodes if node.free)
+    per_node = _list_nodes({node.name: str(node.free) for node in nodes if node.free})
     return (
         f"the models ask for {sum(asked.values())} devices ({wanted}), some of which have to be on one node "
         f"({pieces}), and the nodes cannot hold them ({per_node}). Lower tensor_parallel or pipeline_parallel"
     )
+
+
+def _list_nodes(texts: Mapping[str, str]) -> str:
+    """List what each node has; of many nodes, how many have the same."""
+    if len(texts) <= LISTED:
+        return ", ".join(f"{name}: {text}" for name, text in texts.items())
+    return ", ".join(f"{count} nodes: {text} each" for text, count in Counter(texts.values()).items())

@@ -25,6 +25,7 @@ from coalign.config.schema import ModelConfig
 # The settings that divide the ranks of a trained model: for rows, and for experts.
 ROWS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "dp_replicate")
 EXPERTS = ("expert_parallel", "dp_replicate")
+MOVABLE = ("weights", "gradients", "optimizer", "kv")  # coalign.memory.PARTS, which needs torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,13 @@ def list_slots(slots: Mapping[str, Slot]) -> list[Slot]:
     return list({id(slot): slot for slot in slots.values()}.values())
 
 
+def list_movable_parts(config: ModelConfig, devices: int, colocated: bool) -> frozenset[str]:
+    """The parts that may leave the ``devices`` of each process of a model."""
+    if config.offload != "auto":
+        return frozenset(config.offload)
+    return frozenset(MOVABLE) if devices and colocated else frozenset()
+
+
 def _slot(name: str, members: Mapping[str, Footprint]) -> Slot:
     """Pack the members: device models first, large before small ones, each where the fewest others are."""
     devices = max(footprint.total for footprint in members.values())
@@ -147,9 +155,12 @@ def _slot(name: str, members: Mapping[str, Footprint]) -> Slot:
     places: dict[str, tuple[tuple[int, ...], ...]] = {}
     for model, footprint in sorted(members.items(), key=lambda item: (-item[1].total, -item[1].places)):
         places[model] = packed.add(footprint, limit=devices if footprint.devices else size)
-    units = tuple(tuple(p for p in range(size) if packed.unit[p] == unit) for unit in sorted(set(packed.unit)))
+    units: dict[int, list[int]] = {}
+    for place, unit in enumerate(packed.unit):  # a unit is called by its first place, so they come in order
+        units.setdefault(unit, []).append(place)
     locks = tuple(threading.Lock() for _ in range(size))
-    return Slot(name, size, devices, {model: places[model] for model in members}, units, dict(members), locks)
+    grouped = tuple(map(tuple, units.values()))
+    return Slot(name, size, devices, {model: places[model] for model in members}, grouped, dict(members), locks)
 
 
 @dataclass(slots=True)
@@ -166,16 +177,20 @@ class _Packed:
         """
         size, wide = footprint.processes * footprint.places, footprint.places * footprint.together
         sizes = Counter(self.unit)
+        # How many windows of ``wide`` places, from each place on in steps of ``wide``, would make a unit larger.
+        enlarged = [0] * (limit + wide)
+        for first in range(limit - wide, -1, -1) if wide > 1 else ():
+            window = {unit if sizes[unit] > 1 else -1 for unit in self.unit[first : first + wide]}
+            enlarged[first] = enlarged[first + wide] + (len(window) > 1)
 
         def cost(start: int) -> tuple[int, int, int]:
-            windows = (self.unit[first : first + wide] for first in range(start, start + size, wide))
-            enlarged = sum(len({unit if sizes[unit] > 1 else -1 for unit in window}) > 1 for window in windows)
-            return enlarged, max(self.models[start : start + size]), start
+            return enlarged[start] - enlarged[start + size], max(self.models[start : start + size]), start
 
         start = min(range(limit - size + 1), key=cost)
         for first in range(start, start + size, wide) if wide > 1 else ():
             units = set(self.unit[first : first + wide])
-            self.unit = [min(units) if unit in units else unit for unit in self.unit]
+            if len(units) > 1:
+                self.unit = [min(units) if unit in units else unit for unit in self.unit]
         for place in range(start, start + size):
             self.models[place] += 1
         firsts = range(start, start + size, footprint.places)
