@@ -23,7 +23,7 @@ from torch import Tensor
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Sample, Status
 
 Column = Tensor | list[Any]
-ListColumn = Literal["rows", "messages"]  # Coalign's own columns that are lists of Python objects
+ListColumn = Literal["rows", "messages", "images"]  # Coalign's own columns that are lists of Python objects
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +268,7 @@ class Batch:
                     status=Status(int(row.get("status", 0))),
                     messages=row.get("messages") or [],
                     meta=row.get("rows") or {},
+                    images=row.get("images") or (),
                 )
             )
         return out

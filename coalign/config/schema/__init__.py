@@ -15,7 +15,7 @@ from coalign.config.schema.base import (
     RewardConfig,
     Section,
 )
-from coalign.config.schema.data import DataConfig, SourceConfig
+from coalign.config.schema.data import DataConfig, ImagesConfig, SourceConfig
 from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
 from coalign.config.schema.pipeline import (
     STAGES,
@@ -62,6 +62,7 @@ __all__ = [
     "Function",
     "GenerateConfig",
     "GuardsConfig",
+    "ImagesConfig",
     "InputPath",
     "JudgeConfig",
     "LoraConfig",
