@@ -16,7 +16,7 @@ from coalign.config.schema.base import (
     Section,
 )
 from coalign.config.schema.data import DataConfig, ImagesConfig, SourceConfig
-from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
+from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig, VisionConfig
 from coalign.config.schema.pipeline import (
     STAGES,
     GenerateConfig,
@@ -89,4 +89,5 @@ __all__ = [
     "SyncConfig",
     "TrackerConfig",
     "TransformersConfig",
+    "VisionConfig",
 ]
