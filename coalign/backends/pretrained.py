@@ -365,12 +365,13 @@ def _options(config: ModelConfig, hf: PretrainedConfig, *, packed: bool) -> dict
         "dtype": getattr(torch, config.dtype),
         "trust_remote_code": config.trust_remote_code,
     }
-    return options | {"attn_implementation": choose_attention(config, hf, attention.NAME)} if packed else options
+    sees = config.vision is not None
+    return options | {"attn_implementation": choose_attention(hf, attention.NAME, sees=sees)} if packed else options
 
 
-def choose_attention(config: ModelConfig, hf: PretrainedConfig, name: str) -> str | dict[str, str]:
-    """``name`` for the language model of ``hf``; its towers, if they are there, compute by torch."""
-    if config.vision is None:
+def choose_attention(hf: PretrainedConfig, name: str, *, sees: bool) -> str | dict[str, str]:
+    """``name`` for the language model of ``hf``; the towers of a model that sees compute by torch."""
+    if not sees:
         return name
     text = hf.get_text_config()
     return {"": name} | {key: name if getattr(hf, key) is text else "sdpa" for key in hf.sub_configs}

@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from coalign.backends.base import Objective
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.vision import name_parts
+from coalign.config.functions import resolve_class
 from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
@@ -119,3 +120,26 @@ def test_packed_rows_are_those_of_each_image_alone(family, tmp_path):
         error = sum(float((trainer.gradients[n] - gradients[n]).square().sum()) for n in names) ** 0.5
         norm = sum(float(gradients[n].square().sum()) for n in names) ** 0.5
         assert error <= 1e-5 * norm, f"{part}: {error / norm:.1e}"
+
+
+def build_policy(engine: str, path: Path, **config: Any) -> Any:
+    own = {"module": engine, "load": str(path), "vision": {}, "sampling": {"max_new_tokens": 8}} | config
+    policy = resolve_class(engine, "coalign.backends")(ModelConfig(**own), Context(model="policy", seed=5))
+    policy.setup()
+    return policy
+
+
+@pytest.mark.parametrize("engine", ["transformers"])
+@pytest.mark.parametrize("family", ALL)
+def test_what_is_sampled_has_the_trainers_log_probs(engine, family, tmp_path):
+    path = vision_model_dir(tmp_path / "model", family)
+    prompts, policy = load_prompts(tmp_path, path), build_policy(engine, path)
+    policy.engine.end_tokens = frozenset()
+    batch = policy.generate(prompts, samples=3)
+    met = batch["rollout_logprobs"]
+    found = build_trainer(path).forward_step(batch)["ref_logprobs"]
+    torch.testing.assert_close(found, met, rtol=0, atol=1e-5)
+    assert policy.engine.model.images.pixels.made == 2  # pictures; 9 samples of 3 prompts read them
+    other = policy.generate(prompts.select([2, 1]), samples=3)  # in another batch
+    again = batch.select([*range(6, 9), *range(3, 6)])
+    assert torch.equal(other["tokens"], again["tokens"])
