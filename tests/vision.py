@@ -1,4 +1,4 @@
-"""Tiny vision-language models of many families, with tokenizer, template and processor: real Hugging Face directories."""
+"""Tiny vision-language models of many families, with tokenizer and processor: real Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-SPECIAL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|> <image> "
-    "<IMG_CONTEXT> <img> </img> <video> <boi> <eoi> <soft> <fake_token_around_image> <global-img> <end_of_utterance> "
-    "<|image|> <|video|> <|begin_of_image|> <|end_of_image|> <|begin_of_video|> <|end_of_video|>"
-).split()
+SPECIAL = [
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
+    *("<|video_pad|>", "<image>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>", "<boi>", "<eoi>", "<soft>"),
+    *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|image|>", "<|video|>"),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+]
 VOCABULARY = 320
 ID = {token: 256 + number for number, token in enumerate(SPECIAL)}
 # family -> what a template writes for an image
@@ -103,7 +104,10 @@ def configuration(family: str) -> Any:
         text["rope_parameters"] = rope | {"partial_rotary_factor": 1.0}
         ids = {"image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"]}
         for kind in ("image", "video"):
-            ids |= {f"{kind}_{end}_token_id": ID[f"<|{name}_of_{kind}|>"] for end, name in (("start", "begin"), ("end", "end"))}
+            ids |= {
+                f"{kind}_{end}_token_id": ID[f"<|{name}_of_{kind}|>"]
+                for end, name in (("start", "begin"), ("end", "end"))
+            }
         return AutoConfig.for_model(family, text_config=text, vision_config=grid | {"image_size": 32}, **ids)
     if family == "llava":
         return AutoConfig.for_model(

@@ -192,8 +192,8 @@ class Module:
     for modules that mostly wait (rewards). ``adopts``: ``load_weights(…, adopt=True)`` uses the given tensors without a
     copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``exact``: it supports
     `reduction: exact`. ``adapters``: low-rank adapters can be sent or received beside the weights
-    (Context.adapter_rank). ``reads_images``: it computes rows with images. ``needs``: for each method, the parts of the model (coalign.memory.PARTS) that it computes
-    with; a method that is not listed needs all of them on the device.
+    (Context.adapter_rank). ``reads_images``: it computes rows with images. ``needs``: for each method, the parts of the
+    model (coalign.memory.PARTS) that it computes with; a method that is not listed needs all of them on the device.
     """
 
     spmd: ClassVar[bool] = False
@@ -230,8 +230,8 @@ class Module:
             )
         if config.vision is not None and not cls.reads_images:
             raise ValueError(
-                f"models.{name}.module is `{config.module}`, which reads no images yet (data.images); trainers: `fsdp`, "
-                "policies: `native`, `transformers` (docs/images.md)"
+                f"models.{name}.module is `{config.module}`, which reads no images yet (data.images); a "
+                "trainer that does is `fsdp`, a policy `native` or `transformers` (docs/images.md)"
             )
 
     @classmethod

@@ -70,7 +70,8 @@ class RowPlan:
     ``kernel``: how attention is computed (coalign.backends.attention.KERNELS). ``stacking[i]``: of block i, the tokens
     i64[n · longest] that stack its spans, each padded with its last token, and those i64[tokens] that take the stack
     apart; (None, None) for spans of one length. ``index``: `index_stacking` of the blocks, if it is there already.
-    ``two_way``: (start, stop) of places in the row that see each other in both directions; a block with any has one span.
+    ``two_way``: (start, stop) of places in the row that see each other in both directions; a block that has any holds
+    one span.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ def pack(
         own = [n - shared for n in batch.lengths[start:stop].tolist() if n > shared]
         blocks += _blocks(at + shared, own, (at, at + shared) if shared else None)
     images = _place_images(batch, place, repeated)
-    two_way = _join_neighbours(images) if two_way_images else ()
+    two_way = join_neighbours(images) if two_way_images else ()
     if two_way:
         blocks = [part for block in blocks for part in _split_block(block, two_way)]
     return Layout(
@@ -310,7 +311,7 @@ def _place_images(batch: Batch, place: Tensor, repeated: Tensor) -> tuple[ImageS
     )
 
 
-def _join_neighbours(images: Iterable[ImageSpan]) -> tuple[tuple[int, int], ...]:
+def join_neighbours(images: Iterable[ImageSpan]) -> tuple[tuple[int, int], ...]:
     """(start, stop) of each run of placeholders; images side by side are one run."""
     runs: list[tuple[int, int]] = []
     for span in sorted(images, key=lambda span: span.start):

@@ -340,7 +340,7 @@ def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> N
     if config.vision is not None:
         if not has_towers(model.config):
             raise ValueError(
-                f"models.{name}.load: {type(model).__name__} reads no images, and data.images asks for a model that does"
+                f"models.{name}.load: {type(model).__name__} reads no images, and data.images is for models that do"
             )
         return
     if config.init == "random" and has_towers(model.config):

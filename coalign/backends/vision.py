@@ -109,8 +109,12 @@ class ImageEmbedder:
             counts = [sizes[name] for name in names]
             if len(layers[0]) != sum(counts):
                 where = ", ".join(images[name].path or name for name in names)
-                raise ValueError(f"the tower makes {len(layers[0])} features of {where}, and {sum(counts)} have a place")
-            found |= dict(zip(names, map(list, zip(*(layer.split(counts) for layer in layers), strict=True)), strict=True))
+                raise ValueError(
+                    f"the tower makes {len(layers[0])} features of {where}, and {sum(counts)} have a place"
+                )
+            found |= dict(
+                zip(names, map(list, zip(*(layer.split(counts) for layer in layers), strict=True)), strict=True)
+            )
         return found
 
     def _group(self, pixels: Mapping[str, Pixels]) -> list[list[str]]:
@@ -156,7 +160,8 @@ class ImageEmbedder:
                 added = [layer.to(row.dtype) for layer in layers[1:]]
                 return {"inputs_embeds": row[None], "visual_pos_masks": where[None], "deepstack_visual_embeds": added}
         elif self.always:
-            row = row + sum(layer.sum() for layer in self._compute([self._blank])).to(row.dtype) * 0
+            unread = torch.stack([layer.sum() for layer in self._compute([self._blank])]).sum()
+            row = row + unread.to(row.dtype) * 0
         return {"inputs_embeds": row[None]}
 
     @property
@@ -180,20 +185,23 @@ class ImageEmbedder:
         """i64[3, n] up to the end of the last image."""
         owner, *_ = self._modules
         if any(start == before + length for (before, length, _), (start, _, _) in pairwise(spans)):
-            raise ValueError("two images stand side by side without a token between them, which M-RoPE cannot tell apart")
+            raise ValueError(
+                "two images stand side by side without a token between them, which M-RoPE cannot tell apart"
+            )
         end = spans[-1][0] + spans[-1][1]
         kinds = torch.zeros(1, end, dtype=torch.int32)
         for start, length, _ in spans:
             kinds[:, start : start + length] = 1
         grids = torch.tensor([grid for *_, grid in spans])
-        positions, _ = owner.get_rope_index(torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, image_grid_thw=grids)
+        positions, _ = owner.get_rope_index(
+            torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, image_grid_thw=grids
+        )
         return positions[:, 0]
 
     # ---- beside the model's own forward
 
     def list_plain_inputs(self, tokens: Tensor, spans: Sequence[ImageSpan]) -> dict[str, Any]:
         """The arguments of the model's own forward for one sequence i64[n], as its processor would make them."""
-        owner, *_ = self._modules
         images = [self.pixels.get(span) for span in spans if not span.first]
         kinds = torch.zeros_like(tokens)
         for span in spans:
@@ -248,7 +256,9 @@ def _flatten(features: Any) -> Tensor:
 def install_embeddings(body: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Within this context ``body`` computes with these arguments in place of the embeddings of its tokens."""
 
-    def replace_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replace_inputs(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, "input_ids": None, **arguments}
 
     handle = body.register_forward_pre_hook(replace_inputs, with_kwargs=True)

@@ -347,7 +347,9 @@ def pack_rows_with_images(
     most = max_tokens or max(1, int(lengths.sum()))
     if (largest := max((sum(own.values()) for own in images), default=0)) > max_patches:
         remedy = "raise it, or scale images down (data.images.max_pixels)"
-        raise ValueError(f"images of a sequence have {largest} patches; max_patches_per_micro is {max_patches}; {remedy}")
+        raise ValueError(
+            f"images of a sequence have {largest} patches; max_patches_per_micro is {max_patches}; {remedy}"
+        )
     sizes = lengths.tolist()
     costs = [max(size, -(-sum(own.values()) * most // max_patches)) for size, own in zip(sizes, images, strict=True)]
     for start, stop in _units(sizes, keep):

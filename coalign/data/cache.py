@@ -103,7 +103,7 @@ class ExampleStore:
 
 
 def _read_span(own: dict[str, Any]) -> ImageSpan:
-    return ImageSpan(**own | {"grid": tuple(own["grid"])})
+    return ImageSpan(**{**own, "grid": tuple(own["grid"])})
 
 
 def store_examples(folder: Path, scan: SourceScan) -> None:
@@ -139,7 +139,7 @@ def store_examples(folder: Path, scan: SourceScan) -> None:
 def _encode_rest(example: Example, row: Mapping[str, Any]) -> bytes:
     marks = (*MARKS, SOURCE_KEY)  # `mark_origin` adds them again
     added = {k: v for k, v in example.row.items() if k not in marks and (k not in row or row[k] != v)}
-    rest = {"row": added, "columns": example.columns}
+    rest: dict[str, Any] = {"row": added, "columns": example.columns}
     if example.images is not None:
         rest["images"] = [asdict(span) for span in example.images]
     return json.dumps(rest).encode()

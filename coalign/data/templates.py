@@ -35,7 +35,7 @@ from coalign.data.messages import (
     split_reasoning,
 )
 from coalign.data.sources import BadRow
-from coalign.types import Sample, Status
+from coalign.types import ImageSpan, Sample, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,8 +70,8 @@ def load_template(
 
     ``chat_template_kwargs`` are the template's arguments, ``reasoning`` the policy for that of assistant messages.
     ``keep_special_tokens``: a special token that a message spells is that token, not text (see ContentGuard).
-    ``placeholders``: what images in messages become; None: they have none. ValueError if the tokenizer has no end-of-sequence token or, with `auto`, no template, and for arguments that the
-    template never reads.
+    ``placeholders``: what images in messages become; None: they have none. ValueError if the tokenizer has no
+    end-of-sequence token or, with `auto`, no template, and for arguments that the template never reads.
     """
     if tokenizer.eos_token_id is None:
         name = tokenizer.name_or_path
@@ -533,18 +533,29 @@ def _runs(mask: list[bool]) -> list[Span]:
 def read_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return the sequences of a batch (with ``prompt_length``) as Samples with their texts.
 
-    ``prompt`` is what the model saw, special tokens included; ``raw_response`` is all that follows, likewise.
+    ``prompt`` is what the model saw, special tokens included, with one placeholder for each run of them;
+    ``raw_response`` is all that follows, likewise.
     ``response`` is the policy's last turn without special tokens. ``messages`` is the episode's conversation; for a
     single turn the row's messages (or else the prompt as the user's) and the response.
     """
     samples = batch.samples()
     for sample, start in zip(samples, batch["prompt_length"].tolist(), strict=True):
-        sample.prompt = decode(tokenizer, sample.tokens[:start])
+        sample.prompt = decode(tokenizer, collapse_images(sample.tokens[:start], sample.images))
         sample.raw_response = decode(tokenizer, sample.tokens[start:])
         sample.response = decode(tokenizer, sample.tokens[_find_last_turn(sample, start) :], skip_special=True)
         prompt = sample.meta.get("messages") or [{"role": "user", "content": sample.prompt}]
         sample.messages = sample.messages or [*prompt, {"role": "assistant", "content": sample.response}]
     return samples
+
+
+def collapse_images(tokens: Tensor, images: Sequence[ImageSpan]) -> Tensor:
+    """The tokens with a single placeholder in place of each span."""
+    if not images:
+        return tokens
+    kept = [True] * len(tokens)
+    for span in images:
+        kept[span.start + 1 : span.stop] = [False] * len(kept[span.start + 1 : span.stop])
+    return tokens[kept]
 
 
 def _find_last_turn(sample: Sample, start: int) -> int:

@@ -27,9 +27,15 @@ ALL = [pytest.param(each, marks=() if each in QUICK else pytest.mark.backends) f
 ROWS: list[dict[str, Any]] = [
     {"content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]},
     {"content": "Only text."},
-    {"content": [{"type": "text", "text": "One "}, {"type": "image", "image": "b.png"}]
-     + [{"type": "text", "text": " and two "}, {"type": "image", "image": "a.png"}]},
-]  # fmt: skip
+    {
+        "content": [
+            {"type": "text", "text": "One "},
+            {"type": "image", "image": "b.png"},
+            {"type": "text", "text": " and two "},
+            {"type": "image", "image": "a.png"},
+        ]
+    },
+]
 
 
 class Gradients(FSDPModule):
@@ -76,7 +82,9 @@ def answer(prompts: Batch, samples: int = 3) -> Batch:
     )
 
 
-def compute_alone(path: Path, images: Path, batch: Batch, samples: int = 3) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def compute_alone(
+    path: Path, images: Path, batch: Batch, samples: int = 3
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs f32[T] and gradients, by the whole processor and the model's own forward of each row."""
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -84,8 +92,14 @@ def compute_alone(path: Path, images: Path, batch: Batch, samples: int = 3) -> t
     loss, found = torch.zeros(()), []
     for number, row in enumerate(batch.rows()):
         content = ROWS[number // samples]["content"]
-        text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
-        pictures = [Image.open(images / part["image"]).convert("RGB") for part in content if part["type"] == "image"] if isinstance(content, list) else []
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        pictures = (
+            [Image.open(images / part["image"]).convert("RGB") for part in content if part["type"] == "image"]
+            if isinstance(content, list)
+            else []
+        )
         inputs: Any = processor(text=[text], images=pictures or None, return_tensors="pt", add_special_tokens=False)
         prompt, tokens, mask = inputs["input_ids"][0], row["tokens"].long(), row["loss_mask"][1:]
         assert prompt.tolist() == tokens[: len(prompt)].tolist()
@@ -95,7 +109,9 @@ def compute_alone(path: Path, images: Path, batch: Batch, samples: int = 3) -> t
             if key in inputs:
                 inputs[key] = torch.cat([inputs[key], rest if key == "input_ids" else torch.zeros_like(rest)], 1)
         logits = model(**inputs, use_cache=False).logits[0, :-1]
-        forbidden = [i for i in (model.config.image_token_id, getattr(model.config, "video_token_id", None)) if i is not None]
+        forbidden = [
+            i for i in (model.config.image_token_id, getattr(model.config, "video_token_id", None)) if i is not None
+        ]
         logits = logits.index_fill(1, torch.tensor(forbidden), -torch.inf)
         own = torch.where(mask, logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0], 0.0)
         loss = loss - own.sum() / len(batch)
@@ -129,7 +145,7 @@ def build_policy(engine: str, path: Path, **config: Any) -> Any:
     return policy
 
 
-@pytest.mark.parametrize("engine", ["transformers"])
+@pytest.mark.parametrize("engine", ["native", "transformers"])
 @pytest.mark.parametrize("family", ALL)
 def test_what_is_sampled_has_the_trainers_log_probs(engine, family, tmp_path):
     path = vision_model_dir(tmp_path / "model", family)

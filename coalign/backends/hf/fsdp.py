@@ -358,7 +358,6 @@ class HuggingFaceModule(TrainableModule):
             return packed
         return ScalarModel(model, rows, output=HEADS[self.config.head][0])
 
-
     def _let_see(self, model: LanguageModel, vision: VisionConfig) -> None:
         """Give the model what reads images, forbid it to say their placeholders, and freeze the parts that stay."""
         if model.rows != "packed":
@@ -403,12 +402,14 @@ def check_vision(model: PackedModel, config: ModelConfig, name: str) -> None:
     """Raises ValueError or NotImplementedError for a model, without weights, that cannot read images as configured."""
     if model.rows != "packed":
         raise NotImplementedError(
-            f"models.{name}: {type(model.model).__name__} computes {model.rows} rows, and images are read in packed rows"
+            f"models.{name}: {type(model.model).__name__} computes {model.rows} rows, and images need packed ones"
         )
     find_owner(model.model)
     for key in ("tensor_parallel", "context_parallel", "expert_parallel"):
         if getattr(config, key) > 1:
-            raise ValueError(f"models.{name}.{key} is {getattr(config, key)}: rows with images are not cut yet; set it to 1")
+            raise ValueError(
+                f"models.{name}.{key} is {getattr(config, key)}: rows with images are not cut yet; set it to 1"
+            )
     for key in ("compile", "fp8"):
         if getattr(config, key):
             raise ValueError(f"models.{name}.{key}: not with images yet (data.images); leave it out")

@@ -275,10 +275,13 @@ class LanguageModel(PackedModel):
         try:
             prompt, spans = images.make_probe()
             answers = [prompt + own for own in ([5, 6, 7], [8, 9])]
-            lengths, mask = [len(own) for own in answers], [t >= len(prompt) for own in answers for t in range(len(own))]
+            lengths, mask = (
+                [len(own) for own in answers],
+                [t >= len(prompt) for own in answers for t in range(len(own))],
+            )
             batch = Batch(
                 torch.tensor(lengths),
-                {"tokens": torch.tensor(sum(answers, [])), "loss_mask": torch.tensor(mask)},
+                {"tokens": torch.tensor([*answers[0], *answers[1]]), "loss_mask": torch.tensor(mask)},
                 {"group": torch.zeros(2).long(), "prompt_length": torch.tensor([len(prompt)] * 2)}
                 | {"images": [tuple(spans)] * 2},
             )
@@ -294,8 +297,8 @@ class LanguageModel(PackedModel):
         difference = float((found.double() - torch.cat(expected)).abs().max())
         if not difference < rounding:
             raise NotImplementedError(
-                f"{kind} reads images in a way that Coalign does not know: log-probs differ by {difference:.3g} from its "
-                "own"
+                f"{kind} reads images in a way that Coalign does not know: log-probs differ by {difference:.3g} "
+                "from its own"
             )
 
     def _compute_plain_logprobs(self, images: ImageEmbedder, tokens: Tensor, spans: Sequence[ImageSpan]) -> Tensor:

@@ -44,7 +44,9 @@ class ImageFiles:
 
     def __init__(self, root: Path, most_pixels: int) -> None:
         self.root, self.most_pixels = root, most_pixels
-        self._known: dict[str, tuple[tuple[int, int], ImageFile]] = {}  # path -> (time and bytes of the file, what it is)
+        self._known: dict[
+            str, tuple[tuple[int, int], ImageFile]
+        ] = {}  # path -> (time and bytes of the file, what it is)
 
     def store(self, value: Any) -> str:
         """Return the path of an image in a row: a path, a file or data URL, bytes, or {bytes, path} as `datasets` has.
@@ -54,7 +56,9 @@ class ImageFiles:
         if isinstance(value, Mapping):
             inner = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
             if inner is None:
-                raise BadRow(f"an image is an object with {', '.join(value) or 'nothing'}, and no bytes or path", REASON)
+                raise BadRow(
+                    f"an image is an object with {', '.join(value) or 'nothing'}, and no bytes or path", REASON
+                )
             return self.store(inner)
         if isinstance(value, bytes):
             return self._keep(value)

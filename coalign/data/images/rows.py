@@ -1,4 +1,4 @@
-"""The images of a row: in columns of their own, in parts of messages, as paths, URLs, bytes or objects of `datasets`."""
+"""The images of a row: in its columns or in parts of messages, as paths, URLs, bytes or objects of `datasets`."""
 
 from __future__ import annotations
 
