@@ -39,6 +39,13 @@ def list_placeholders(model: PreTrainedModel) -> list[int]:
     return sorted(token for token in found if token is not None and token < size)
 
 
+def list_plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    """``count`` ids that stand for no image, for probes; they repeat in a small vocabulary."""
+    size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    plain = [token for token in range(min(size, count + len(PLACEHOLDERS))) if token not in list_placeholders(model)]
+    return [plain[number % len(plain)] for number in range(count)]
+
+
 def find_owner(model: PreTrainedModel) -> Any:
     """The module that makes features of images. NotImplementedError for a model without one."""
     for module in (model.base_model, model):
@@ -89,6 +96,7 @@ class ImageEmbedder:
         self.has_deepstack = "deepstack_visual_embeds" in inspect.signature(body.forward).parameters
         self.has_two_way_images = has_two_way_images(model)
         self.has_axes = hasattr(owner, "get_rope_index")
+        self.plain = list_plain_tokens(model, 16)
         self._place = lru_cache(maxsize=256)(self._compute_positions)
 
     # ---- features
@@ -216,7 +224,7 @@ class ImageEmbedder:
 
     def make_probe(self) -> tuple[list[int], list[ImageSpan]]:
         """A prompt with two pictures of random pixels, and where they stand in it."""
-        tokens, spans = [1, 2], []
+        tokens, spans = self.plain[:2], []
         for number, size in enumerate(((44, 30), (30, 52))):
             text, _ = self._draw(f"{PROBE} {number}", size)
             shape = self.processor.measure(size)
@@ -230,7 +238,7 @@ class ImageEmbedder:
                 else:
                     spans.append(ImageSpan(f"{PROBE} {number}", "", place, 1, shape.grid, first))
                 first += 1
-            tokens += [*own, 3, 4]
+            tokens += [*own, *self.plain[2:4]]
         return tokens, spans
 
     def _draw(self, name: str, size: tuple[int, int]) -> tuple[str, Pixels]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ class Gradients(FSDPModule):
         return super().optimizer_step()
 
 
-def build_trainer(path: Path, **config: Any) -> Gradients:
+def build_trainer(path: Path, *, context: Mapping[str, Any] | None = None, **config: Any) -> Gradients:
     own = {"load": str(path), "vision": {}, "optimizer": {"lr": 0.0}, "max_tokens_per_micro": 400} | config
-    context = Context(model="trainer", steps=1, loss=Objective("tests.backends.test_fsdp:sequence_loss"))
-    trainer = Gradients(ModelConfig(**own), context)
+    loss = Objective("tests.backends.test_fsdp:sequence_loss")
+    trainer = Gradients(ModelConfig(**own), Context(model="trainer", steps=1, loss=loss, **context or {}))
     trainer.setup()
     return trainer
 

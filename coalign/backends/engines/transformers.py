@@ -270,8 +270,9 @@ class TransformersModel(MetaModel):
         try:
             after, rows = self.prefill([prompt, prompt[:2]], [spans, []])
             rows = rows.select([0])
-            found = [after[:1], *(self.extend(rows, self._as_tensor([[token]])) for token in (5, 6))]
-            inputs = self.images.list_plain_inputs(torch.tensor([*prompt, 5, 6], device=self.device), spans)
+            later = self.images.plain[5:7]
+            found = [after[:1], *(self.extend(rows, self._as_tensor([[token]])) for token in later)]
+            inputs = self.images.list_plain_inputs(torch.tensor([*prompt, *later], device=self.device), spans)
             expected = self.module(**inputs).logits[0, len(prompt) - 1 :]
         except torch.OutOfMemoryError:
             raise

@@ -145,7 +145,10 @@ class PackedModel(nn.Module):
 
     def _pack_probe(self) -> Layout:
         vocabulary = cast(nn.Embedding, self.model.get_input_embeddings()).weight.shape[0]
-        row = self.pack(Batch(torch.tensor(LENGTHS), {"tokens": torch.arange(sum(LENGTHS)) % vocabulary}))
+        tokens = torch.arange(sum(LENGTHS)) % vocabulary
+        if self.images is not None:
+            tokens = torch.tensor(self.images.plain[: len(tokens)])
+        row = self.pack(Batch(torch.tensor(LENGTHS), {"tokens": tokens}))
         last = read_context_length(self.model.config)
         return (
             row if last is None else replace(row, positions=torch.cat([row.positions[:-1], torch.tensor([last - 1])]))
@@ -274,7 +277,7 @@ class LanguageModel(PackedModel):
         kind = type(self.model).__name__
         try:
             prompt, spans = images.make_probe()
-            answers = [prompt + own for own in ([5, 6, 7], [8, 9])]
+            answers = [prompt + own for own in (images.plain[5:8], images.plain[8:10])]
             lengths, mask = (
                 [len(own) for own in answers],
                 [t >= len(prompt) for own in answers for t in range(len(own))],

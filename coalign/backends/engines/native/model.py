@@ -212,7 +212,7 @@ def check_images(model: NativeModel) -> None:
     if (images := model.images) is None:
         return
     kind, (prompt, spans) = type(model.module).__name__, images.make_probe()
-    tokens = torch.tensor([*prompt, *range(5, 5 + _STEPS)], device=model.device)
+    tokens = torch.tensor([*prompt, *images.plain[5 : 5 + _STEPS]], device=model.device)
     try:
         sdpa = {"": "sdpa"} | dict.fromkeys(model.module.config.sub_configs, "sdpa")
         model.module.set_attn_implementation(sdpa)
