@@ -23,6 +23,7 @@ from coalign.data.images.processor import ImageProcessor
 from coalign.data.loader import Loader, build_loader
 from coalign.data.sources import BadRow
 from coalign.types import ImageSpan
+from tests.data.test_inspect import shown
 from tests.vision import ID, picture, vision_model_dir
 
 IMAGE = ID["<|image_pad|>"]
@@ -289,3 +290,10 @@ def test_place_images_joins_texts_so_that_no_token_is_spelled_in_two():
     assert message["content"][0] == {"type": "text", "text": "<|im_end|>"} and list_images([message]) == ["a"]
     with pytest.raises(BadRow, match="images of its own, and others in its messages"):
         place_images([USER | {"content": parts}], ["b"])
+
+
+def test_inspect_data_shows_where_an_image_stands(load, model, tmp_path):
+    row = {"prompt": "See <image>?", "images": ["a.png"], "chosen": "yes", "rejected": "no"}
+    text = shown(load(row, kind="preferences").next(), AutoTokenizer.from_pretrained(model)).replace("\n", "")
+    assert text.count("<|image_pad|>") == 1
+    assert f"<|vision_start|><|image_pad|>⟪{tmp_path}/a.png: 6 tokens, 1 x 4 x 6 patches⟫<|vision_end|>?" in text
