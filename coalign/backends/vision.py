@@ -73,8 +73,9 @@ def name_parts(model: PreTrainedModel) -> dict[str, str]:
 class ImageEmbedder:
     """Turns images into what the language model of ``model`` reads in the place of their placeholders.
 
-    ``keep``: bytes of pixels to keep in memory. ``always``: the tower computes something for every row, as where its
-    gradient or its collectives are needed. ``one_by_one``: features of an image do not depend on others.
+    ``keep``: bytes of pixels to keep in memory. ``learns``, ``is_sharded``: the tower's gradient, or its collectives, are
+    needed for every row, so it computes something for each. ``one_by_one``: features of an image do not depend on
+    others.
     """
 
     def __init__(
@@ -83,10 +84,12 @@ class ImageEmbedder:
         processor: ImageProcessor,
         *,
         keep: int,
-        always: bool = False,
+        learns: bool = False,
+        is_sharded: bool = False,
         one_by_one: bool = False,
     ) -> None:
-        self.processor, self.always, self.one_by_one = processor, always, one_by_one
+        self.processor, self.is_sharded, self.one_by_one = processor, is_sharded, one_by_one
+        self.always = learns or is_sharded
         self.pixels = PixelCache(processor, keep)
         # In a list, since a module as an attribute of a module would give its weights other names.
         self._modules = [find_owner(model), find_body(model), model.get_input_embeddings()]
@@ -127,11 +130,13 @@ class ImageEmbedder:
 
     def _group(self, pixels: Mapping[str, Pixels]) -> list[list[str]]:
         """The names of images that the tower takes at once: those whose tensors can be joined."""
-        if self.one_by_one or any(own["pixel_values"].dim() > 4 for own in pixels.values()):
+        if self.one_by_one:
             return [[name] for name in pixels]
         groups: dict[Any, list[str]] = {}
         for name, own in pixels.items():
-            groups.setdefault(own["pixel_values"].shape[1:], []).append(name)
+            groups.setdefault(own["pixel_values"].shape[_find_axis(own) + 1 :], []).append(name)
+        if self.is_sharded and len(groups) > 1:  # other ranks would wait for the collectives of one call
+            raise NotImplementedError("the tower cannot take the images of a micro-batch at once: they differ in size")
         return [*groups.values()]
 
     def _compute(self, many: Sequence[Pixels]) -> Features:
@@ -140,7 +145,8 @@ class ImageEmbedder:
         device = embeddings.weight.device
         dtype = next(p.dtype for p in owner.parameters() if p.is_floating_point())
         names = self._known.intersection(many[0])
-        inputs = {name: torch.cat([pixels[name] for pixels in many]).to(device) for name in names}
+        axis = _find_axis(many[0])
+        inputs = {name: torch.cat([pixels[name] for pixels in many], axis).to(device) for name in names}
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
         found = owner.get_image_features(**inputs, return_dict=True)
         return [_flatten(layer) for layer in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
@@ -216,7 +222,7 @@ class ImageEmbedder:
             kinds[span.start : span.stop] = 1
         inputs: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
         if images:
-            axis = 1 if images[0]["pixel_values"].dim() == 5 else 0
+            axis = _find_axis(images[0])
             names = self._arguments.intersection(images[0])
             inputs |= {n: torch.cat([own[n] for own in images], axis).to(tokens.device) for n in names}
         names = [name for name in ("mm_token_type_ids", "token_type_ids") if name in self._arguments]
@@ -251,6 +257,11 @@ class ImageEmbedder:
         if name != BLANK:
             self.pixels.keep(name, pixels)
         return self.processor.measure(size).text, pixels
+
+
+def _find_axis(pixels: Pixels) -> int:
+    """The dimension along which images are joined: of [1, tiles, C, H, W] the second one."""
+    return int(pixels["pixel_values"].dim() == 5)
 
 
 def _flatten(features: Any) -> Tensor:

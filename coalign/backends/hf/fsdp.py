@@ -368,8 +368,13 @@ class HuggingFaceModule(TrainableModule):
         directory, images = pretrained.get_directory(self.config), self.context.images or ImagesConfig()
         processor = ImageProcessor(directory, pretrained.read_tokenizer(self.config), images)
         learns = any(p.requires_grad for p in model.model.parameters()) and vision.tower == "train"
-        always = not self.config.frozen and (learns or self.is_sharded)
-        model.images = ImageEmbedder(model.model, processor, keep=vision.cache_mib * 2**20, always=always)
+        model.images = ImageEmbedder(
+            model.model,
+            processor,
+            keep=vision.cache_mib * 2**20,
+            learns=learns,
+            is_sharded=self.is_sharded and not self.config.frozen,
+        )
         model.forbid(list_placeholders(model.model))
 
     def _scale_learning_rates(self) -> dict[nn.Parameter, float]:
