@@ -73,9 +73,9 @@ def name_parts(model: PreTrainedModel) -> dict[str, str]:
 class ImageEmbedder:
     """Turns images into what the language model of ``model`` reads in the place of their placeholders.
 
-    ``keep``: bytes of pixels to keep in memory. ``learns``, ``is_sharded``: the tower's gradient, or its collectives, are
-    needed for every row, so it computes something for each. ``one_by_one``: features of an image do not depend on
-    others.
+    ``keep``: bytes of pixels to keep in memory. ``learns``, ``is_sharded``: gradients of what makes features, or its
+    collectives, are needed for every row, so it computes something for each. ``one_by_one``: features of an image do
+    not depend on others.
     """
 
     def __init__(

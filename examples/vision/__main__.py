@@ -134,7 +134,7 @@ def main() -> None:
     shares = [coalign.evaluate(here / "grpo.yaml", untrained, quiet=True)["eval/mean"]]
     coalign.train(here / "sft.yaml")
     coalign.train(here / "grpo.yaml")
-    measured = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    measured = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").read_text().split("\n")[:-1]]
     means = [line["eval/mean"] for line in measured if "eval/mean" in line]
     shares += [means[0], means[-1]]
     print("right answers on held-out pictures:")

@@ -362,12 +362,14 @@ class HuggingFaceModule(TrainableModule):
         """Give the model what reads images, forbid it to say their placeholders, and freeze the parts that stay."""
         if model.rows != "packed":
             raise NotImplementedError(f"rows are {model.rows}, and images are read in packed rows alone")
+        learns = False  # of what makes features
         for name, part in name_parts(model.model).items():
+            parameter = model.model.get_parameter(name)
             if getattr(vision, part) == "freeze":
-                model.model.get_parameter(name).requires_grad_(False)
+                parameter.requires_grad_(False)
+            learns |= part != "language" and parameter.requires_grad
         directory, images = pretrained.get_directory(self.config), self.context.images or ImagesConfig()
         processor = ImageProcessor(directory, pretrained.read_tokenizer(self.config), images)
-        learns = any(p.requires_grad for p in model.model.parameters()) and vision.tower == "train"
         model.images = ImageEmbedder(
             model.model,
             processor,
