@@ -22,4 +22,4 @@ def test_a_tiny_model_learns_to_read_pictures_it_never_saw(tmp_path):
     untrained, taught, rewarded = (
         float(share) for share in re.findall(r"([\d.]+) %", done.stdout.split("pictures:")[-1])
     )
-    assert untrained < 10 and taught > 70 and rewarded > taught
+    assert untrained < 10 and taught > 50 and rewarded > taught

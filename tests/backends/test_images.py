@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from coalign.backends.base import Objective
+from coalign.backends.engines.sampling import sample
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.vision import name_parts
+from coalign.backends.vision import find_owner, list_placeholders, name_parts
 from coalign.config.functions import resolve_class
-from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig
+from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.loader import build_loader
 from coalign.roles import Context
-from tests.vision import FAMILIES, picture, vision_model_dir
+from tests.vision import FAMILIES, VOCABULARY, picture, vision_model_dir
 
 QUICK = ("qwen2_5_vl", "gemma3")
 ALL = [pytest.param(each, marks=() if each in QUICK else pytest.mark.backends) for each in FAMILIES]
@@ -160,3 +162,37 @@ def test_what_is_sampled_has_the_trainers_log_probs(engine, family, tmp_path):
     other = policy.generate(prompts.select([2, 1]), samples=3)  # in another batch
     again = batch.select([*range(6, 9), *range(3, 6)])
     assert torch.equal(other["tokens"], again["tokens"])
+
+
+def test_a_placeholder_is_never_sampled_and_never_probable(tmp_path):
+    path = vision_model_dir(tmp_path / "model")
+    model, trainer = build_policy("native", path).engine.model, build_trainer(path)
+    placeholders = list_placeholders(trainer.model.model)
+    logits = torch.randn(20_000, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    logits[:, placeholders] = 50.0
+    chances = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for sampling in (SamplingConfig(), SamplingConfig(temperature=0.0), SamplingConfig(top_k=5, min_p=0.1)):
+        tokens, logprobs = sample(model.forbid(logits), chances, sampling)
+        assert not torch.isin(tokens, torch.tensor(placeholders)).any() and torch.isfinite(logprobs).all()
+    said = Batch(torch.tensor([2 + len(placeholders)]), {"tokens": torch.tensor([7, *placeholders, 9]).int()})
+    found = trainer.model(trainer.model.pack(said), needs=("entropy",))
+    assert found["logprobs"][: len(placeholders)].exp().eq(0).all() and torch.isfinite(found["entropy"]).all()
+
+
+def test_the_tower_sees_each_image_of_a_step_once(tmp_path):
+    """64 samples of 8 prompts with a picture each."""
+    path = vision_model_dir(tmp_path / "model")
+    rows = [{"prompt": "<image>?", "images": [str(picture(tmp_path / f"{i}.png", seed=i))]} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(train=[{"path": str(tmp_path / "rows.jsonl")}], images=ImagesConfig(), shuffle=False)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = build_loader(data, tokenizer, kind="prompts", split="train", batch_size=8, seed=0).next()
+    batch, trainer = answer(prompts, samples=8), build_trainer(path, max_tokens_per_micro=10**4)
+    assert len(batch) == 64 and len(pickle.dumps(batch["images"])) < 64 * 1024
+    owner, seen = find_owner(trainer.model.model), []
+    make = owner.get_image_features
+    owner.get_image_features = lambda pixel_values, image_grid_thw, **more: (
+        seen.append(len(image_grid_thw)) or make(pixel_values, image_grid_thw, **more)
+    )
+    trainer.train_step(batch)
+    assert sum(seen) == trainer.model.images.pixels.made == 8
