@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coalign.backends.base import Objective
-    from coalign.config.schema import RewardConfig
+    from coalign.config.schema import ImagesConfig, RewardConfig
     from coalign.data.batch import Batch
     from coalign.data.messages import ReasoningPolicy
     from coalign.environments.loop import EnvironmentFunction
@@ -76,6 +76,7 @@ class Context:
     chat_template: str = "auto"  # `data.chat_template`, for the messages of an environment; so the next two
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning: ReasoningPolicy | None = None
+    images: ImagesConfig | None = None  # `data.images`; None: a run that reads text alone
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet
     output: str | None = None  # the run folder, for traces and memory reports of a process
 

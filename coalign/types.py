@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 # Dtypes of Coalign's own columns. A batch may have others; their kind follows from their leading dimension (see
-# Batch.with_). Sequence columns may also be Python lists of length N: `rows`, the data set's row of each as a dict.
+# Batch.with_). Sequence columns may also be Python lists of length N: `rows`, the data set's row of each as a dict, and
+# in runs that read images `images`, a tuple of ImageSpan for each.
 TOKEN_COLUMNS: Mapping[str, torch.dtype] = {
     "tokens": torch.int32,  # prompt and response, end to end
     "loss_mask": torch.bool,  # True where the token is trained on (the policy chose it)
@@ -73,6 +74,37 @@ class Status(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Neighbouring tokens of a sequence in whose place a model reads features of an image.
+
+    The tokens start..start+length-1 are placeholders. They stand for the image's features first..first+length-1: some
+    families cut an image into tiles, with text between their features. ``grid``: what the tower reads of the image, in
+    patches (frames or tiles, rows, columns). Pixels are not part of it: ``path`` is a file whose content has the hash
+    ``image``.
+
+    Example: an image of 4 x 6 patches, of which the tower makes 2 x 3 features.
+
+        >>> ImageSpan("9f86d081", "cat.png", start=1, length=6, grid=(1, 4, 6)).patches
+        24
+    """
+
+    image: str  # sha256 of the file
+    path: str
+    start: int
+    length: int
+    grid: tuple[int, int, int]
+    first: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    @property
+    def patches(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """What a policy chose: tokens i32[R], logprobs f32[R], versions i32[R].
 
@@ -122,6 +154,7 @@ class Sample:
     status: Status = Status.OK
     messages: list[dict[str, Any]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,12 +102,17 @@ def attend(
     maps positions i64[K] of keys to what is added to their scores, f32[heads, K] (not with ``softcap``)."""
     kernel = plan.kernel
     if kernel == "auto":
-        kernel = choose_kernel(value.dtype, value.device, plain=softcap is None and key.shape[2] == value.shape[2])
+        plain = softcap is None and key.shape[2] == value.shape[2] and not plan.two_way
+        kernel = choose_kernel(value.dtype, value.device, plain=plain)
     if bias is not None or dropout:
         kernel = "blocks"  # the only one that has them
     scale: float = query.shape[2] ** -0.5 if scaling is None else scaling
     with torch.autocast(value.device.type, enabled=False):
         if kernel == "varlen":
+            if plan.two_way:
+                raise UnsupportedAttention(
+                    "the attention kernel `varlen` is causal, and tokens of an image see each other here; use `flex`"
+                )
             if softcap is not None:
                 raise UnsupportedAttention("the attention kernel `varlen` has no soft-capped scores; use `flex`")
             return _attend_spans(query.to(value.dtype), key.to(value.dtype), value, plan.spans, scale, window)
@@ -195,9 +200,12 @@ def _flex_mask(plan: RowPlan, window: int | None) -> BlockMask:
     own, continued = plan.owners
     # The index of a token within its sequence: a span continues where its prefix ends.
     positions = plan.positions
+    groups = plan.two_way_groups if plan.two_way else None
 
     def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = ((own[q] == own[k]) & (k <= q)) | (continued[q] == own[k])
+        if groups is not None:
+            seen = seen | ((groups[q] == groups[k]) & (groups[q] >= 0))
         return seen if window is None else seen & (positions[q] - positions[k] < window)
 
     on_cuda = plan.device.type == "cuda"

@@ -192,8 +192,8 @@ class Module:
     for modules that mostly wait (rewards). ``adopts``: ``load_weights(…, adopt=True)`` uses the given tensors without a
     copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``exact``: it supports
     `reduction: exact`. ``adapters``: low-rank adapters can be sent or received beside the weights
-    (Context.adapter_rank). ``needs``: for each method, the parts of the model (coalign.memory.PARTS) that it computes
-    with; a method that is not listed needs all of them on the device.
+    (Context.adapter_rank). ``reads_images``: it computes rows with images. ``needs``: for each method, the parts of the
+    model (coalign.memory.PARTS) that it computes with; a method that is not listed needs all of them on the device.
     """
 
     spmd: ClassVar[bool] = False
@@ -202,6 +202,7 @@ class Module:
     parallel: ClassVar[Sequence[str]] = ()
     exact: ClassVar[bool] = False
     adapters: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = False
     needs: ClassVar[Mapping[str, Sequence[str]]] = {"begin_saves": (), "finish_saves": ()}
     weights_dtype: torch.dtype | None = None  # if all weights have one dtype: load_weights casts to it
     unfit: str | None = None  # why this replica must not serve (coalign.weights)
@@ -226,6 +227,11 @@ class Module:
             raise ValueError(
                 f"models.{name}.reduction is exact: module `{config.module}` adds gradients in an order that depends "
                 "on the number of processes; use `reduction: fast`, or `module: fsdp`"
+            )
+        if config.vision is not None and not cls.reads_images:
+            raise ValueError(
+                f"models.{name}.module is `{config.module}`, which reads no images yet (data.images); a "
+                "trainer that does is `fsdp`, a policy `native` or `transformers` (docs/images.md)"
             )
 
     @classmethod
@@ -592,7 +598,8 @@ class TrainableModule(Module):
     def _pack_micros(self, batch: Batch, *, whole: bool) -> list[Batch]:
         sizes = torch.bincount(groups_of(batch) if whole else torch.arange(len(batch)), batch.lengths)
         budget = self.token_budget(int(sizes.max()) if len(sizes) else 0)
-        return batch.micro(budget, keep=_group_column(batch), whole=whole)
+        patches = None if "images" not in batch else self.config.max_patches_per_micro
+        return batch.micro(budget, keep=_group_column(batch), whole=whole, max_patches=patches)
 
     def _objective(self, name: str | None) -> Objective:
         """The loss of the configuration, or the one called ``name``. ValueError without any."""

@@ -8,7 +8,7 @@ Pure index arithmetic, without models or losses. coalign.backends.attention read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coalign.data.batch import Batch
 from coalign.devices import move_tensors
+from coalign.types import ImageSpan
 
 Value = TypeVar("Value")
 
@@ -69,6 +70,8 @@ class RowPlan:
     ``kernel``: how attention is computed (coalign.backends.attention.KERNELS). ``stacking[i]``: of block i, the tokens
     i64[n · longest] that stack its spans, each padded with its last token, and those i64[tokens] that take the stack
     apart; (None, None) for spans of one length. ``index``: `index_stacking` of the blocks, if it is there already.
+    ``two_way``: (start, stop) of places in the row that see each other in both directions; a block that has any holds
+    one span.
     """
 
     def __init__(
@@ -77,8 +80,9 @@ class RowPlan:
         device: torch.device | str,
         kernel: str = "auto",
         index: Tensor | None = None,
+        two_way: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.blocks, self.device, self.kernel = blocks, torch.device(device), kernel
+        self.blocks, self.device, self.kernel, self.two_way = blocks, torch.device(device), kernel, tuple(two_way)
         self.sizes = [sum(block.lengths) for block in blocks]
         left = (index_stacking(blocks) if index is None else index).to(self.device)
         self.stacking: list[tuple[Tensor, Tensor] | tuple[None, None]] = []
@@ -99,7 +103,20 @@ class RowPlan:
     def mask(self, number: int, window: int | None) -> Tensor | None:
         """bool[longest, prefix + longest] of block ``number``, True where a query may look; None for plain causal
         attention. A token sees the ``window`` tokens up to itself."""
-        return self.keep(("mask", number, window), lambda: _mask(self.blocks[number], window, self.device))
+        return self.keep(
+            ("mask", number, window), lambda: _mask(self.blocks[number], window, self.device, self.two_way)
+        )
+
+    @property
+    def two_way_groups(self) -> Tensor:
+        """i32[P]: the number of the two-way group of each place of the row; -1: none."""
+        return self.keep("two_way", self._find_two_way_groups)
+
+    def _find_two_way_groups(self) -> Tensor:
+        groups = torch.full((sum(self.sizes),), -1, dtype=torch.int32)
+        for number, (start, stop) in enumerate(self.two_way):
+            groups[start:stop] = number
+        return groups.to(self.device)
 
     @property
     def spans(self) -> Spans:
@@ -163,14 +180,20 @@ def index_stacking(blocks: Iterable[Block]) -> Tensor:
     return torch.cat(found)
 
 
-def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
+def _mask(
+    block: Block, window: int | None, device: torch.device, two_way: Sequence[tuple[int, int]] = ()
+) -> Tensor | None:
     before = block.prefix[1] - block.prefix[0] if block.prefix else 0
     longest = max(block.lengths)
-    if not before and (window is None or window >= longest):
+    inside = [(a, b) for a, b in two_way if block.start <= a and b <= block.stop]
+    if not before and not inside and (window is None or window >= longest):
         return None
     query = torch.arange(before, before + longest, device=device)[:, None]
     key = torch.arange(before + longest, device=device)
     mask = key <= query
+    for start, stop in inside:
+        own = slice(start - block.start, stop - block.start)
+        mask[own, own.start + before : own.stop + before] = True
     return mask if window is None or window >= before + longest else mask & (key > query - window)
 
 
@@ -194,6 +217,9 @@ class Layout:
     experts: Tensor | None = None  # i16[P, L, k], the batch's column `routed_experts` at the tokens of the row
     stacking: Tensor | None = None  # i64, `index_stacking` of the blocks
     kernel: str = "auto"  # how attention over the row is computed (coalign.backends.attention.KERNELS)
+    images: tuple[ImageSpan, ...] = ()  # where images stand in the row; those of a shared prompt once
+    axes: Tensor | None = None  # i64[3, P], positions of rotary embeddings, where they are not `positions`
+    two_way: tuple[tuple[int, int], ...] = ()  # (start, stop) in the row of tokens that see each other
 
     def to(self, device: torch.device | str) -> Layout:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -202,7 +228,7 @@ class Layout:
     @cached_property
     def plan(self) -> RowPlan:
         """What attention needs to know of the blocks, on the device of the tokens."""
-        return RowPlan(self.blocks, self.tokens.device, self.kernel, self.stacking)
+        return RowPlan(self.blocks, self.tokens.device, self.kernel, self.stacking, self.two_way)
 
 
 def get_loss_mask(batch: Batch) -> Tensor:
@@ -221,8 +247,12 @@ def get_loss_mask(batch: Batch) -> Tensor:
     return mask
 
 
-def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
+def pack(
+    batch: Batch, *, share_prefix: bool = True, axes: Tensor | None = None, two_way_images: bool = False
+) -> Layout:
     """The layout of ``batch``.
+
+    ``axes`` i64[3, sum T]: rotary positions of its tokens. ``two_way_images``: the tokens of an image see each other.
 
     With ``share_prefix``, neighbouring sequences of one ``group`` with equal prompts (column ``prompt_length``) share
     one copy of the prompt; a batch without these columns shares nothing. Exact for models that mix tokens by attention
@@ -246,6 +276,10 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
             blocks.append(Block(at, (shared,)))
         own = [n - shared for n in batch.lengths[start:stop].tolist() if n > shared]
         blocks += _blocks(at + shared, own, (at, at + shared) if shared else None)
+    images = _place_images(batch, place, repeated)
+    two_way = join_neighbours(images) if two_way_images else ()
+    if two_way:
+        blocks = [part for block in blocks for part in _split_block(block, two_way)]
     return Layout(
         tokens=tokens[kept],
         positions=position[kept],
@@ -258,7 +292,45 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
         copies=place.bincount(minlength=int(kept.sum())),
         stacking=index_stacking(blocks),
         experts=batch.token["routed_experts"][kept] if "routed_experts" in batch else None,
+        images=images,
+        axes=None if axes is None else axes[:, kept],
+        two_way=two_way,
     )
+
+
+def _place_images(batch: Batch, place: Tensor, repeated: Tensor) -> tuple[ImageSpan, ...]:
+    """The spans of the batch's images in the row. Of a prompt that is laid down once there is one of each."""
+    if (column := batch.get("images")) is None:
+        return ()
+    starts, hidden = batch.offsets.tolist(), repeated.tolist()
+    return tuple(
+        replace(span, start=int(place[starts[row] + span.start]))
+        for row, spans in enumerate(column)
+        for span in spans
+        if span.start >= hidden[row]
+    )
+
+
+def join_neighbours(images: Iterable[ImageSpan]) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of each run of placeholders; images side by side are one run."""
+    runs: list[tuple[int, int]] = []
+    for span in sorted(images, key=lambda span: span.start):
+        if runs and runs[-1][1] == span.start:
+            runs[-1] = (runs[-1][0], span.stop)
+        else:
+            runs.append((span.start, span.stop))
+    return tuple(runs)
+
+
+def _split_block(block: Block, two_way: Iterable[tuple[int, int]]) -> Iterator[Block]:
+    """Give each span a block of its own, if any has a mask of its own."""
+    if len(block.lengths) == 1 or not any(block.start <= start < block.stop for start, _ in two_way):
+        yield block
+        return
+    start = block.start
+    for length in block.lengths:
+        yield Block(start, (length,), block.prefix)
+        start += length
 
 
 def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> Iterator[Block]:
@@ -305,4 +377,8 @@ def _same_prompt(batch: Batch, a: int, b: int, prompts: list[int]) -> bool:
         return False
     i, j = int(batch.offsets[a]), int(batch.offsets[b])
     tokens = batch.token["tokens"]
+    if (images := batch.get("images")) is not None:
+        one, other = ([span for span in images[row] if span.start < n] for row in (a, b))
+        if one != other:
+            return False
     return torch.equal(tokens[i : i + n], tokens[j : j + n])

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coalign.backends.vision_language import has_towers
+from coalign.backends.vision_language import find_body, has_towers
 from coalign.config.schema import LoraConfig as LoraSettings
 from coalign.config.schema import ModelConfig
 from coalign.devices import seed_generator
@@ -102,6 +102,9 @@ def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str
     head, embeddings = names[_head(model)], names[model.get_input_embeddings()]
     linears = [name for module, name in names.items() if isinstance(module, nn.Linear)]
     inner = [name for name in linears if name != head]
+    if has_towers(model.config):  # patterns reach the tower, if it is there
+        inside = {id(module) for module in find_body(model).modules()}
+        inner = [name for module, name in names.items() if name in inner and id(module) in inside]
     chosen: dict[str, None] = {}
     for pattern in patterns:
         hits = inner if pattern == "all-linear" else [name for name in linears if fnmatchcase(name, pattern)]

@@ -6,7 +6,7 @@ Every optimizer allocates its state when it is built, so that checkpoints have t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, cast
@@ -23,36 +23,49 @@ SMALLEST_RMS = 1e-3  # of Adafactor: a parameter moves at least as if its entrie
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, layers: Sequence[nn.Module], exact: bool = False
+    parameters: Iterable[nn.Parameter],
+    config: OptimizerConfig,
+    *,
+    layers: Sequence[nn.Module],
+    exact: bool = False,
+    scales: Mapping[nn.Parameter, float] | None = None,
 ) -> Optimizer | CombinedOptimizer:
     """The optimizer ``config.name`` of those ``parameters`` that require a gradient.
 
     Muon takes the matrices in ``layers`` (a model's decoder layers), AdamW the rest: embeddings, head, norms and
     biases. Parameters of one dimension have no weight decay. ``exact``: AdamW gives each entry of a parameter the same
-    bits however the parameter is sharded. Raises ValueError if nothing is trained, and what `check_adamw_8bit` raises.
+    bits however the parameter is sharded. ``scales``: multiples of the learning rate, as `lr_scale` in the groups; not
+    for Muon. Raises ValueError if nothing is trained, and what `check_adamw_8bit` raises.
     """
+    scales = scales or {}
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient, so there is nothing to train")
     if config.name == "adafactor":
-        return Adafactor(_groups(trained, config), lr=config.lr)
+        return Adafactor(_groups(trained, config, scales), lr=config.lr)
     if config.name == "adamw_8bit":
-        return build_adamw_8bit(_groups(trained, config), config)
+        return build_adamw_8bit(_groups(trained, config, scales), config)
     if config.name == "muon":
+        if scales:
+            raise ValueError("optimizer.name is muon, which has one learning rate: leave out vision.*_lr_scale")
         inside = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
         parts = (
             (build_muon, [p for p in trained if p in inside]),
             (build_adamw, [p for p in trained if p not in inside]),
         )
         return CombinedOptimizer(*(make(own, config) for make, own in parts if own))
-    return build_adamw(trained, config, exact=exact)
+    return build_adamw(trained, config, exact=exact, scales=scales)
 
 
 def build_adamw(
-    parameters: Sequence[nn.Parameter], config: OptimizerConfig, *, exact: bool = False
+    parameters: Sequence[nn.Parameter],
+    config: OptimizerConfig,
+    *,
+    exact: bool = False,
+    scales: Mapping[nn.Parameter, float] | None = None,
 ) -> torch.optim.AdamW:
     """AdamW (1711.05101)."""
-    groups = _groups(parameters, config)
+    groups = _groups(parameters, config, scales or {})
     # torch's fused kernel for CPUs rounds the last entries of a tensor, which fill no vector, in another way.
     fused = not (exact and any(p.device.type == "cpu" for p in parameters))
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
@@ -154,7 +167,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, *, e
     return total
 
 
-def _groups(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+def _groups(
+    parameters: Sequence[nn.Parameter], config: OptimizerConfig, scales: Mapping[nn.Parameter, float]
+) -> list[dict[str, Any]]:
+    if scales:
+        alike: dict[float, list[nn.Parameter]] = {}
+        for p in parameters:
+            alike.setdefault(scales.get(p, 1.0), []).append(p)
+        return [group | {"lr_scale": scale} for scale, own in alike.items() for group in _groups(own, config, {})]
     decayed, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
     groups = [{"params": alike, "weight_decay": config.weight_decay} for alike in _by_mesh(decayed)]
     return groups + [{"params": alike, "weight_decay": 0.0} for alike in _by_mesh(rest)]

@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
-from coalign.backends.vision_language import carry_towers, drop_towers, has_towers
+from coalign.backends.vision_language import carry_towers, copy_processor, drop_towers, has_towers
 from coalign.config.schema import ModelConfig
 from coalign.devices import seed_generator
 from coalign.files import list_weight_files
@@ -106,7 +106,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     hf, quantization = read_config(config), _quantization(config)
     auto = find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
     refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
-    options = _options(config, packed=packed)
+    options = _options(config, hf, packed=packed)
     if config.init == "random":
         with seed_generator("cpu", seed):
             model = build_model(auto.from_config, refusal, hf, **options)
@@ -133,7 +133,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
         hint = f"; {new}" if "score.weight" in missing else ""
         raise ValueError(f"{config.load} lacks {sorted(missing)} for a model with head '{config.head}'{hint}")
     _reduce_to_text(model, config, name)
-    if has_towers(model.config) and not config.frozen and not list_weight_files(get_directory(config)):
+    dropped = has_towers(model.config) and config.vision is None
+    if dropped and not config.frozen and not list_weight_files(get_directory(config)):
         raise ValueError(f"{config.load} has no model.safetensors, from which an export takes the vision tower")
     if packed:
         _check_interface(model)
@@ -153,7 +154,7 @@ def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True)
     with torch.device("meta"):
         refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
         auto = find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
-        model = build_model(auto.from_config, refusal, hf, **_options(config, packed=packed))
+        model = build_model(auto.from_config, refusal, hf, **_options(config, hf, packed=packed))
         _reduce_to_text(model, config, name)
         if packed:
             _check_interface(model)
@@ -224,7 +225,7 @@ def build_writer(
     A vision-language model gets the rest of it from the directory that was loaded. The function reads no values of
     ``model``, so another thread may call it while the model trains.
     """
-    carries = config.head == "lm" and has_towers(model.config)
+    carries = config.head == "lm" and has_towers(model.config) and config.vision is None
     # Here, because FSDP reshards a model that is asked for its state.
     own = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()} if carries else {}
 
@@ -232,6 +233,8 @@ def build_writer(
         save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
         if carries:
             carry_towers(model, own, get_directory(config), Path(dir))
+        elif config.vision is not None:
+            copy_processor(get_directory(config), Path(dir))
         read_tokenizer(config).save_pretrained(dir)
 
     return write
@@ -326,14 +329,20 @@ def describe_encoder(model: PreTrainedModel) -> str | None:
 
 
 def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> None:
-    """Take the towers out of a vision-language model. Raises ValueError for one that reads no text without an image,
-    and for one without weights: an export needs those of the towers."""
+    """Take the towers out of a vision-language model, unless it is to see. Raises ValueError for one that reads no text
+    without an image, and for one without weights: an export needs those of the towers."""
     arguments = inspect.signature(model.forward).parameters.values()
     needed = {a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD} - {"input_ids"}
     if needed:
         raise ValueError(
             f"models.{name}.load: {type(model).__name__} computes no text alone: it needs {sorted(needed)}"
         )
+    if config.vision is not None:
+        if not has_towers(model.config):
+            raise ValueError(
+                f"models.{name}.load: {type(model).__name__} reads no images, and data.images is for models that do"
+            )
+        return
     if config.init == "random" and has_towers(model.config):
         raise ValueError(
             f"models.{name}.init is random: {type(model).__name__} learns from text alone, so its vision tower has to "
@@ -351,9 +360,21 @@ def _check_interface(model: PreTrainedModel) -> None:
         raise NotImplementedError(OWN_ATTENTION.format(type(model).__name__))
 
 
-def _options(config: ModelConfig, *, packed: bool) -> dict[str, Any]:
-    options = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
-    return options | {"attn_implementation": attention.NAME} if packed else options
+def _options(config: ModelConfig, hf: PretrainedConfig, *, packed: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, config.dtype),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    sees = config.vision is not None
+    return options | {"attn_implementation": choose_attention(hf, attention.NAME, sees=sees)} if packed else options
+
+
+def choose_attention(hf: PretrainedConfig, name: str, *, sees: bool) -> str | dict[str, str]:
+    """``name`` for the language model of ``hf``; the towers of a model that sees compute by torch."""
+    if not sees:
+        return name
+    text = hf.get_text_config()
+    return {"": name} | {key: name if getattr(hf, key) is text else "sdpa" for key in hf.sub_configs}
 
 
 def _quantization(config: ModelConfig) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = 
 
 TRAINED = "bold green"
 JUDGED = "bold magenta"
+SEEN = "bold cyan"
 
 
 def split_groups(batch: Batch) -> Iterator[list[dict[str, Any]]]:
@@ -74,14 +75,15 @@ def split_groups(batch: Batch) -> Iterator[list[dict[str, Any]]]:
 def describe(group: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, tokens: bool = False) -> Group:
     """Render the sequences of one drawn row (see `split_groups`): their origin, and their text as the model sees it.
 
-    Trained text is green between ⟦ and ⟧, which show without colours too. Where a process reward model scores, the
+    Trained text is green between ⟦ and ⟧, which show without colours too. Placeholders of an image are one, followed by
+    the file, the number of tokens and the patches between ⟪ and ⟫. Where a process reward model scores, the
     label is shown between ⟨ and ⟩. Responses to compare follow their common prompt, each with its preference.
     ``tokens`` adds a table of all tokens: position, id, text, trained or not, label.
     """
     shared = int(group[0]["prompt_length"]) if len(group) > 1 and "preference" in group[0] else 0
     parts: list[Any] = [_header(group)]
     if shared:
-        parts.append(Text(decode(tokenizer, group[0]["tokens"][:shared])))
+        parts.append(_decode_with_images(group[0], range(shared), tokenizer))
     for row in group:
         if len(group) > 1 or "preference" in row:
             parts.append(_title(row))
@@ -118,12 +120,23 @@ def _text(row: dict[str, Any], start: int, tokenizer: PreTrainedTokenizerBase) -
         places = list(run)
         piece = decode(tokenizer, [ids[t] for t in places])
         if not trained:
-            text.append(piece)
+            text.append(_decode_with_images(row, range(places[0], places[-1] + 1), tokenizer))
         elif labels is None:
             text.append(f"⟦{piece}⟧", style=TRAINED)
         else:
             text.append(f"⟨{', '.join(f'{labels[t]:g}' for t in places)}⟩", style=JUDGED).append(piece)
     return text
+
+
+def _decode_with_images(row: dict[str, Any], places: range, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The text of some neighbouring tokens, with the images that stand there."""
+    text, start, ids = Text(), places.start, row["tokens"].tolist()
+    for span in row.get("images") or ():
+        if span.start in places:
+            what = f"⟪{span.path}: {span.length} tokens, {' x '.join(map(str, span.grid))} patches⟫"
+            text.append(decode(tokenizer, ids[start : span.start + 1])).append(what, style=SEEN)
+            start = span.stop
+    return text.append(decode(tokenizer, ids[start : places.stop]))
 
 
 def _table(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Table:

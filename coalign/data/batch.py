@@ -23,7 +23,7 @@ from torch import Tensor
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Sample, Status
 
 Column = Tensor | list[Any]
-ListColumn = Literal["rows", "messages"]  # Coalign's own columns that are lists of Python objects
+ListColumn = Literal["rows", "messages", "images"]  # Coalign's own columns that are lists of Python objects
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,14 +210,23 @@ class Batch:
         ranges = split_ranges(self.lengths, n, keep=self[keep] if keep else None, by=by)
         return [self.slice(a, b) for a, b in ranges]
 
-    def micro(self, max_tokens: int | None, *, keep: str | None = None, whole: bool = False) -> list[Batch]:
+    def micro(
+        self, max_tokens: int | None, *, keep: str | None = None, whole: bool = False, max_patches: int | None = None
+    ) -> list[Batch]:
         """Pack the sequences into few micro-batches of at most ``max_tokens`` tokens each (None: a single one).
+
+        With ``max_patches`` their images (column ``images``) have at most as many patches, each image counted once.
 
         Micro-batches with long sequences come first. ``keep`` names a column: neighbours with equal values stay
         together and in order as far as they fit, or always if ``whole``. ValueError if something that must stay whole
         exceeds ``max_tokens``: cutting it would change the result, and keeping it could exhaust the memory.
         """
-        rows = pack_rows(self.lengths, max_tokens, keep=self[keep] if keep else None, whole=whole)
+        column = self[keep] if keep else None
+        if max_patches is None:
+            rows = pack_rows(self.lengths, max_tokens, keep=column, whole=whole)
+        else:
+            images = [{span.image: span.patches for span in spans} for spans in self["images"]]
+            rows = pack_rows_with_images(self.lengths, images, max_tokens, max_patches, keep=column, whole=whole)
         return [self.select(inside) for inside in rows]
 
     @staticmethod
@@ -268,6 +277,7 @@ class Batch:
                     status=Status(int(row.get("status", 0))),
                     messages=row.get("messages") or [],
                     meta=row.get("rows") or {},
+                    images=row.get("images") or (),
                 )
             )
         return out
@@ -318,6 +328,39 @@ def pack_rows(
         pieces += [(start, stop)] if size <= max_tokens else _cut_to_fit(start, sizes[start:stop], max_tokens)
     bins = pack_bins([sum(sizes[a:b]) for a, b in pieces], max_tokens)
     return [[row for piece in inside for row in range(*pieces[piece])] for inside in bins]
+
+
+def pack_rows_with_images(
+    lengths: Tensor,
+    images: Sequence[Mapping[str, int]],
+    max_tokens: int | None,
+    max_patches: int,
+    *,
+    keep: Column | None = None,
+    whole: bool = False,
+) -> list[list[int]]:
+    """`pack_rows` with a second limit: the patches of the different images in a micro-batch.
+
+    ``images``: of each row {image: patches}. A unit counts as the larger of its shares of both limits, so what fits by
+    that measure fits by both. Rows of a unit that must be cut count all of their images.
+    """
+    most = max_tokens or max(1, int(lengths.sum()))
+    if (largest := max((sum(own.values()) for own in images), default=0)) > max_patches:
+        remedy = "raise it, or scale images down (data.images.max_pixels)"
+        raise ValueError(
+            f"images of a sequence have {largest} patches; max_patches_per_micro is {max_patches}; {remedy}"
+        )
+    sizes = lengths.tolist()
+    costs = [max(size, -(-sum(own.values()) * most // max_patches)) for size, own in zip(sizes, images, strict=True)]
+    for start, stop in _units(sizes, keep):
+        together: dict[str, int] = {}
+        for own in images[start:stop]:
+            together |= own
+        tokens = sum(sizes[start:stop])
+        cost = max(tokens, -(-sum(together.values()) * most // max_patches))
+        if cost <= most or whole:  # it stays in one piece, whose first row has what the images need beyond the tokens
+            costs[start:stop] = [sizes[start] + cost - tokens, *sizes[start + 1 : stop]]
+    return pack_rows(torch.tensor(costs), most, keep=keep, whole=whole)
 
 
 def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:

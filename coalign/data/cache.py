@@ -9,7 +9,7 @@ An entry is a folder of arrays of fixed width, which are mapped:
     sequences   i64 [sequences, 2]   end in `tokens`, end in `rest`
     tokens      i32
     loss_mask   u8, empty for prompts
-    rest        JSON of each sequence: its columns, and those values of its row that the source's row does not have
+    rest        JSON of each sequence: its columns and images, and what its row has beyond the source's row
     meta.json   counts, hash and number of tokens; a checksum of each other file
 
 The rows themselves stay in the source's files.
@@ -27,6 +27,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ from coalign.data.order import FileSource, SourceScan
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows
 from coalign.files import WatchedFiles, describe_problem, hash_file, hash_samples, list_files
-from coalign.types import SOURCE_KEY
+from coalign.types import SOURCE_KEY, ImageSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +98,12 @@ class ExampleStore:
         token_end, text_end = self._sequences[i].tolist()
         rest = json.loads(self._rest[text:text_end].tobytes())
         mask = self._mask[token:token_end].tolist() if len(self._mask) else None
-        return Example(self._tokens[token:token_end].tolist(), {**row, **rest["row"]}, mask, rest["columns"])
+        images = tuple(_read_span(own) for own in rest["images"]) if "images" in rest else None
+        return Example(self._tokens[token:token_end].tolist(), {**row, **rest["row"]}, mask, rest["columns"], images)
+
+
+def _read_span(own: dict[str, Any]) -> ImageSpan:
+    return ImageSpan(**{**own, "grid": tuple(own["grid"])})
 
 
 def store_examples(folder: Path, scan: SourceScan) -> None:
@@ -133,7 +139,10 @@ def store_examples(folder: Path, scan: SourceScan) -> None:
 def _encode_rest(example: Example, row: Mapping[str, Any]) -> bytes:
     marks = (*MARKS, SOURCE_KEY)  # `mark_origin` adds them again
     added = {k: v for k, v in example.row.items() if k not in marks and (k not in row or row[k] != v)}
-    return json.dumps({"row": added, "columns": example.columns}).encode()
+    rest: dict[str, Any] = {"row": added, "columns": example.columns}
+    if example.images is not None:
+        rest["images"] = [asdict(span) for span in example.images]
+    return json.dumps(rest).encode()
 
 
 class CachedSource(FileSource):
@@ -185,8 +194,11 @@ def hash_settings(
     encoder: RowEncoder, config: DataConfig, source: SourceConfig, phase: DataPhase | None, files: Any
 ) -> str:
     """Hash everything that decides what the rows of a source become; ``files`` describes their contents."""
+    placeholders = encoder.template.placeholders
+    images = [] if placeholders is None else [placeholders.processor.identity, str(placeholders.files.root)]
     return _digest(
         [
+            *images,
             type(encoder).__qualname__,
             type(encoder.template).__qualname__,
             encoder.template.jinja,
@@ -223,7 +235,7 @@ def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 @cache
 def _hash_code() -> str:
     """Hash this package's code, because a new version may read the same rows differently."""
-    return _digest([hash_file(file, HASH) for file in sorted(Path(__file__).parent.glob("*.py"))])
+    return _digest([hash_file(file, HASH) for file in sorted(Path(__file__).parent.rglob("*.py"))])
 
 
 @contextmanager

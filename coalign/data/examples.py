@@ -12,10 +12,13 @@ import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
+from coalign.data.images.files import REASON as IMAGE
+from coalign.data.images.rows import RowImages
+from coalign.data.messages import Message
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, SourceRow
 from coalign.data.templates import Template, get_bos
-from coalign.types import SEQUENCE_COLUMNS, SOURCE_KEY, TOKEN_COLUMNS
+from coalign.types import SEQUENCE_COLUMNS, SOURCE_KEY, TOKEN_COLUMNS, ImageSpan
 
 KEEPS_SPECIAL_TOKENS = "_keep_special_tokens"
 # Keys added to each row: the name of its source, and its number there; to those of a source that may write special
@@ -28,16 +31,21 @@ class Example:
     """One token sequence; ``loss_mask`` is None for a prompt.
 
     ``row`` is the data set's row. ``columns`` holds further columns of the batch: a number is a sequence column, a list
-    of length T a token column. All examples of a kind have the same columns.
+    of length T a token column. All examples of a kind have the same columns. ``images``: where images stand; None in a
+    run that reads text alone.
     """
 
     tokens: list[int]
     row: dict[str, Any]
     loss_mask: list[bool] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSpan, ...] | None = None
 
     def cut_left(self, drop: int, bos: int | None) -> Example:
-        """Remove ``drop`` tokens from the beginning, after a BOS, and lower ``prompt_length`` by as many."""
+        """Remove ``drop`` tokens from the beginning, after a BOS, and lower ``prompt_length`` by as many.
+
+        BadRow (long) if an image would be cut in two.
+        """
         first = int(self.tokens[0] == bos)
 
         def cut(column: list[Any]) -> list[Any]:
@@ -47,7 +55,19 @@ class Example:
         if "prompt_length" in columns:
             columns["prompt_length"] = self.columns["prompt_length"] - drop
         mask = None if self.loss_mask is None else cut(self.loss_mask)
-        return replace(self, tokens=cut(self.tokens), loss_mask=mask, columns=columns)
+        images = self.images and _cut_images(self.images, first, drop)
+        return replace(self, tokens=cut(self.tokens), loss_mask=mask, columns=columns, images=images)
+
+
+def _cut_images(images: tuple[ImageSpan, ...], first: int, drop: int) -> tuple[ImageSpan, ...]:
+    kept = tuple(span for span in images if span.start >= first + drop)
+    gone = {id(span): span for span in images if span not in kept}.values()
+    # An image may have several spans: it goes as a whole, or not at all.
+    if any(span.stop > first + drop for span in gone) or any(
+        span.first and (index == 0 or kept[index - 1].image != span.image) for index, span in enumerate(kept)
+    ):
+        raise BadRow(f"to cut {drop} tokens on the left would cut an image in two", "long")
+    return tuple(replace(span, start=span.start - drop) for span in kept)
 
 
 class RowEncoder(ABC):
@@ -61,13 +81,15 @@ class RowEncoder(ABC):
     keys: ClassVar[str]  # what a row needs, in words
     longest: ClassVar[str]  # the key of DataConfig that limits the tokens of a row
     from_tokens: ClassVar[bool] = False  # whether an indexed dataset can replace rows of text
+    reads_images: ClassVar[bool] = True  # whether rows may hold images
     counted: ClassVar[Mapping[str, str]] = {}  # further counts of used rows: {name in `count`: words for the report}
 
     def __init__(self, name: str, config: DataConfig, source: SourceConfig, template: Template) -> None:
         self.name = name
         self.source = source.called
         self.config = config
-        self.reader = RowReader(config, source)
+        placeholders = template.placeholders
+        self.reader = RowReader(config, source, None if placeholders is None else RowImages(placeholders.files))
         self.max_tokens: int | None = getattr(config, self.longest)
         self.template = template
         self.counts: Counter[str] = Counter()
@@ -76,6 +98,7 @@ class RowEncoder(ABC):
             "empty": config.on_empty,
             "identical": config.on_identical,
             "long": config.on_long,
+            IMAGE: config.on_bad_image,
         }
 
     @abstractmethod
@@ -87,7 +110,15 @@ class RowEncoder(ABC):
 
     def read(self, row: dict[str, Any], number: int) -> list[Example]:
         """Encode row ``number`` within ``max_tokens`` and mark its origin. BadRow if the row is unusable."""
-        return self.mark_origin(self.fit(self.encode(self.reader.add_names(row))), number)
+        try:
+            return self.mark_origin(self.fit(self.encode(self.reader.add_names(row))), number)
+        except BadRow as error:  # its images may be others than when all rows were read
+            raise BadRow(f"{self.name} row {number}: {error}", error.reason) from error
+
+    def locate_images(self, tokens: list[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...] | None:
+        """Find where the images of ``messages`` stand in their tokens; None in a run that reads text alone."""
+        placeholders = self.template.placeholders
+        return None if placeholders is None else placeholders.locate(tokens, placeholders.find(messages))
 
     def use(self, entry: SourceRow) -> list[Example] | None:
         """Encode and count a new row: None if it is dropped, ValueError if it is refused."""
@@ -143,6 +174,7 @@ class RowEncoder(ABC):
             "empty": "empty",
             "identical": "with nothing to choose between",
             "long": f"over {self.limit}",
+            IMAGE: "with images that cannot be used",
             "cut": f"of these cut to {self.limit}",
             "markers": "of these with a special token's text, read as text (see keep_special_tokens)",
             **self.counted,
@@ -207,5 +239,6 @@ def build_batch(drawn: Sequence[Sequence[Example]], groups: Sequence[int]) -> Ba
         torch.tensor([len(e.tokens) for e in examples], dtype=torch.int64),
         {name: torch.tensor(column, dtype=TOKEN_COLUMNS.get(name)) for name, column in token.items()},
         {name: torch.tensor(column, dtype=SEQUENCE_COLUMNS.get(name)) for name, column in sequence.items()}
-        | {"rows": [e.row for e in examples]},
+        | {"rows": [e.row for e in examples]}
+        | ({"images": [e.images for e in examples]} if examples and examples[0].images is not None else {}),
     )

@@ -15,6 +15,7 @@ from coalign.data.examples import Example, RowEncoder, exclude_first_token
 from coalign.data.messages import ContentGuard, Message, format_prompt, tokenize
 from coalign.data.sources import BadRow, is_number, read_number
 from coalign.data.templates import encode_learned, get_bos, get_eos
+from coalign.types import ImageSpan
 
 
 class ResponseEncoder(RowEncoder):
@@ -43,8 +44,12 @@ class ResponseEncoder(RowEncoder):
             for response in responses
         ]
         shared = count_shared_tokens(encoded)
+        images = [
+            self.locate_images(tokens, [*prompt, *response])
+            for (tokens, _), response in zip(encoded, responses, strict=True)
+        ]
         return [
-            Example(tokens, dict(row), mask, {"index": i, "prompt_length": shared} | own)
+            Example(tokens, dict(row), mask, {"index": i, "prompt_length": shared} | own, images[i])
             for i, ((tokens, mask), own) in enumerate(zip(encoded, columns, strict=True))
         ]
 
@@ -111,7 +116,8 @@ class PromptEncoder(RowEncoder):
             raise BadRow("the prompt has no tokens", "empty")
         reference = self.reader.reference(row)
         answer = {} if reference is None else {"answer": reference}
-        return [Example(tokens, row | {"prompt": format_prompt(messages), "messages": messages} | answer)]
+        row = row | {"prompt": format_prompt(messages), "messages": messages} | answer
+        return [Example(tokens, row, images=self.locate_images(tokens, messages))]
 
 
 class ConversationEncoder(RowEncoder):
@@ -133,7 +139,8 @@ class ConversationEncoder(RowEncoder):
             if self.config.train_on == "all":
                 mask = [True] * len(tokens)
             columns = {"index": index} if self.config.reasoning == "last" else {}
-            examples.append(Example(tokens, dict(row), mask, columns))
+            images = self.locate_images(tokens, messages[:stop])
+            examples.append(Example(tokens, dict(row), _exclude_images(mask, images), columns, images))
         return examples
 
     def _find_learned(self, messages: list[Message]) -> list[tuple[int, int]]:
@@ -155,6 +162,13 @@ class ConversationEncoder(RowEncoder):
         return cut
 
 
+def _exclude_images(mask: list[bool], images: tuple[ImageSpan, ...] | None) -> list[bool]:
+    """The mask without the placeholders of images, which no model predicts."""
+    for span in images or ():
+        mask[span.start : span.stop] = [False] * span.length
+    return mask
+
+
 def _find_last_answer(mask: list[bool]) -> int:
     """Position at which the last run of trained tokens begins."""
     end = len(mask) - mask[::-1].index(True)
@@ -172,6 +186,7 @@ class DocumentEncoder(RowEncoder):
     keys = "`text`"
     longest = "max_tokens"
     from_tokens = True
+    reads_images = False
     counted = {"split": "of these cut into pieces"}
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
@@ -297,6 +312,7 @@ class StepEncoder(ResponseEncoder):
     """
 
     keys = "`prompt`, `steps` and `labels`"
+    reads_images = False
     counted = {"steps": "steps"}
 
     @cached_property

@@ -17,6 +17,9 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import hash_file_samples, hash_files, hash_settings, open_cached
 from coalign.data.examples import Example, RowEncoder, build_batch
+from coalign.data.images.files import ImageFiles
+from coalign.data.images.placeholders import Placeholders
+from coalign.data.images.processor import ImageProcessor
 from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
 from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, StreamedOrder, check_same_settings
@@ -213,17 +216,31 @@ def build_encoder(
 ) -> RowEncoder:
     """Build the encoder of a source's rows; ``kind`` is a key of KINDS.
 
-    ValueError for texts of ``config`` that the rows' prompts contain, and that spell a special token."""
+    ValueError for texts of ``config`` that the rows' prompts contain, and that spell a special token, and for images
+    without a processor."""
     template = load_template(
         tokenizer,
         config.chat_template,
         config.chat_template_kwargs,
         config.reasoning,
         keep_special_tokens=source.keep_special_tokens,
+        placeholders=_build_placeholders(kind, config, source, tokenizer),
     )
     template.guard.check_setting(config.prompt_format, "data.prompt_format")
     template.guard.check_setting(config.system or "", "data.system")
     return KINDS[kind](describe_source(source.path), config, source, template)
+
+
+def _build_placeholders(
+    kind: str, config: DataConfig, source: SourceConfig, tokenizer: PreTrainedTokenizerBase
+) -> Placeholders | None:
+    """What images of a source become; None for a run that reads text alone, and for documents."""
+    images = config.images
+    if images is None or not KINDS[kind].reads_images:
+        return None
+    root = Path(images.root) if images.root else Path(source.path).absolute().parent
+    processor = ImageProcessor(tokenizer.name_or_path, tokenizer, images)
+    return Placeholders(processor, ImageFiles(root, images.max_file_pixels))
 
 
 def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> DrawOrder:

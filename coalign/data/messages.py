@@ -36,11 +36,11 @@ _THOUGHTS = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOT
 MAX_CHARACTERS = 1 << 23  # of one text: 2 million tokens of English, and some 10 s of tokenising
 
 
-def parse_messages(value: Any, key: str) -> list[Message]:
-    """Validate the list of messages under ``key``. BadRow for any other value."""
+def parse_messages(value: Any, key: str, *, images: bool = False) -> list[Message]:
+    """Validate the list of messages under ``key``. BadRow for any other value, and for images unless ``images``."""
     if not isinstance(value, list):
         raise BadRow(f"'{key}' is {type(value).__name__}; expected a string or a list of {{role, content}} messages")
-    return [_message(message, f"'{key}': message {i}") for i, message in enumerate(value)]
+    return [_message(message, f"'{key}': message {i}", images) for i, message in enumerate(value)]
 
 
 def parse_response(value: Any, key: str) -> list[Message]:
@@ -82,13 +82,25 @@ def trim_to_assistant(messages: list[Message]) -> list[Message]:
 
 
 def has_content(messages: Iterable[Message]) -> bool:
-    """Whether any message has text or a tool call."""
-    return any(get_text(message).strip() or message.get("tool_calls") for message in messages)
+    """Whether any message has text, an image or a tool call."""
+    return any(get_text(message).strip() or has_images(message) or message.get("tool_calls") for message in messages)
+
+
+def has_images(message: Message) -> bool:
+    content = message["content"]
+    return isinstance(content, list) and any(part.get("type") == "image" for part in content)
 
 
 def get_text(message: Message) -> str:
     content = message["content"]
     return "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content
+
+
+def replace_text(message: Message, text: str) -> str | list[dict[str, Any]]:
+    """The content of a message with another text: behind its images, if it has any."""
+    if not has_images(message):
+        return text
+    return [*(part for part in message["content"] if part.get("type") == "image"), {"type": "text", "text": text}]
 
 
 def format_prompt(messages: list[Message]) -> str:
@@ -108,7 +120,7 @@ def parse_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _message(value: Any, place: str) -> Message:
+def _message(value: Any, place: str, images: bool = False) -> Message:
     """Validate a message, set a content, and drop keys that are None: tables have all columns in all rows.
 
     `from` and `value` become `role` and `content`.
@@ -125,8 +137,10 @@ def _message(value: Any, place: str) -> Message:
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict) or not isinstance(part.get("text"), str | None):
             raise BadRow(f"{place}: a part of content is an object, maybe with a text, not {str(part)[:80]}")
-        if (kind := str(part.get("type"))).removeprefix("input_").removesuffix("_url") in MEDIA:
-            raise BadRow(f"{place}: a part of content is of type '{kind}'; Coalign trains on text alone")
+        kind = str(part.get("type"))
+        if kind.removeprefix("input_").removesuffix("_url") in MEDIA and not (images and kind == "image"):
+            remedy = "images are read if data.images is set" if "image" in kind else "Coalign reads text and images"
+            raise BadRow(f"{place}: a part of content is of type '{kind}'; {remedy}")
     if not isinstance(calls, list | None):
         raise BadRow(f"{place}: tool_calls is {type(calls).__name__}; expected a list")
     message = {"content": ""} | {key: part for key, part in value.items() if part is not None}
@@ -243,6 +257,8 @@ class ContentGuard:
             items = [self.protect(item) for item in value]
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items
         if isinstance(value, dict):
+            if value.get("type") == "image":  # a path, which no template writes
+                return value
             value = self._join_spelled(value)
             items = {self.protect(key): self.protect(item) for key, item in value.items()}
             same = all(key in items and items[key] is item for key, item in value.items())

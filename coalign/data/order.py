@@ -51,6 +51,8 @@ class SourceScan:
         row = {key: value for key, value in example.row.items() if key not in (*MARKS, SOURCE_KEY)}
         text = json.dumps([row, example.columns], sort_keys=True, default=lambda value: type(value).__name__)
         self._digest.update(text.encode())
+        for span in example.images or ():
+            self._digest.update(span.image.encode())
 
 
 class FileSource(ABC):

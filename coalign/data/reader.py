@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from coalign.config.schema import DataConfig, SourceConfig
+from coalign.data.images.placeholders import place_images
+from coalign.data.images.rows import RowImages, refuse_images
 from coalign.data.messages import (
     Message,
     get_text,
@@ -17,6 +19,7 @@ from coalign.data.messages import (
     parse_response,
     parse_tools,
     parse_transcript,
+    replace_text,
     trim_to_assistant,
 )
 from coalign.data.sources import BadRow
@@ -50,10 +53,10 @@ SYNONYMS = {
 
 
 class RowReader:
-    """Reads the rows of one source by the run's keys, or by the source's own."""
+    """Reads the rows of one source by the run's keys, or by the source's own. ``images``: None reads text alone."""
 
-    def __init__(self, config: DataConfig, source: SourceConfig) -> None:
-        self.config = config
+    def __init__(self, config: DataConfig, source: SourceConfig, images: RowImages | None = None) -> None:
+        self.config, self.images = config, images
         self.prompt_key = source.prompt_key or config.prompt_key
         self.answer_key = source.answer_key or config.answer_key
         self._names = source.keys
@@ -62,7 +65,11 @@ class RowReader:
         """Add values under our names: of the source's own keys (``keys`` in its configuration), else of CONVENTIONS."""
         values = {ours: _get_nested(row, theirs) for ours, theirs in self._names.items()}
         row = row | {ours: value for ours, value in values.items() if value is not None}
-        return row | next(filter(None, (_apply_convention(row, names) for names in CONVENTIONS)), {})
+        row = row | next(filter(None, (_apply_convention(row, names) for names in CONVENTIONS)), {})
+        if self.images is not None:
+            return self.images.read(row)
+        refuse_images(row)
+        return row
 
     def has(self, row: dict[str, Any], key: str) -> bool:
         """Whether the row has a value there; tables have all columns in all rows, as None."""
@@ -144,7 +151,7 @@ class RowReader:
         if isinstance(value, str) and not self.has(row, self.prompt_key):
             return parse_transcript(value, name)
         if isinstance(value, list) and value:
-            messages = parse_messages(value, name)
+            messages = self._parse(value, name, row)
             return messages if messages[0]["role"] in ("system", "user") else None
         return None
 
@@ -152,15 +159,21 @@ class RowReader:
         key = self.config.messages_key
         if not self.has(row, key):
             return self._prompt(row)
-        return parse_transcript(row[key], key) if isinstance(row[key], str) else parse_messages(row[key], key)
+        return parse_transcript(row[key], key) if isinstance(row[key], str) else self._parse(row[key], key, row)
+
+    def _parse(self, value: Any, key: str, row: dict[str, Any]) -> list[Message]:
+        """Parse messages that begin with the row's first; its images are put where they belong."""
+        messages = parse_messages(value, key, images=self.images is not None)
+        return messages if self.images is None else place_images(messages, row["images"])
 
     def _prompt(self, row: dict[str, Any]) -> list[Message]:
         prompt = self.value(row, self.prompt_key)
         if not isinstance(prompt, str):
-            return parse_messages(prompt, self.prompt_key)
+            return self._parse(prompt, self.prompt_key, row)
         if not prompt.strip():
             raise BadRow(f"'{self.prompt_key}' is empty", "empty")
-        return [{"role": "user", "content": prompt}]
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+        return messages if self.images is None else place_images(messages, row["images"])
 
     def _format(self, messages: list[Message], row: dict[str, Any]) -> list[Message]:
         """Apply `data.prompt_format` to the last user message, and put `data.system` first if there is no system."""
@@ -176,7 +189,8 @@ class RowReader:
                 raise BadRow(message, "missing") from error
             except (ValueError, TypeError, AttributeError) as error:
                 raise BadRow(f"data.prompt_format {form!r} does not fit the row: {error}") from error
-            messages = [*messages[:last], messages[last] | {"content": text}, *messages[last + 1 :]]
+            content = replace_text(messages[last], text)
+            messages = [*messages[:last], messages[last] | {"content": content}, *messages[last + 1 :]]
         if self.config.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.config.system}, *messages]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
 from coalign.config.errors import suggest
 from coalign.data.batch import Batch
+from coalign.data.images.placeholders import Placeholders, is_image, shift
 from coalign.data.messages import (
     REASONING_KEYS,
     ContentGuard,
@@ -34,7 +35,7 @@ from coalign.data.messages import (
     split_reasoning,
 )
 from coalign.data.sources import BadRow
-from coalign.types import Sample, Status
+from coalign.types import ImageSpan, Sample, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,13 +64,14 @@ def load_template(
     reasoning: ReasoningPolicy | None = None,
     *,
     keep_special_tokens: bool = False,
+    placeholders: Placeholders | None = None,
 ) -> Template:
     """Load what ``data.chat_template`` names: `auto`, `none`, a training template, Jinja or a file that holds it.
 
     ``chat_template_kwargs`` are the template's arguments, ``reasoning`` the policy for that of assistant messages.
     ``keep_special_tokens``: a special token that a message spells is that token, not text (see ContentGuard).
-    ValueError if the tokenizer has no end-of-sequence token or, with `auto`, no template, and for arguments that the
-    template never reads.
+    ``placeholders``: what images in messages become; None: they have none. ValueError if the tokenizer has no
+    end-of-sequence token or, with `auto`, no template, and for arguments that the template never reads.
     """
     if tokenizer.eos_token_id is None:
         name = tokenizer.name_or_path
@@ -79,9 +81,11 @@ def load_template(
     if chat_template == "none":
         if chat_template_kwargs or reasoning:
             raise ValueError("data.chat_template: none reads no chat_template_kwargs, and knows no reasoning")
-        return PlainText(tokenizer, keep_special_tokens=keep_special_tokens)
-    jinja = _jinja(tokenizer, chat_template)
-    return ChatTemplate(tokenizer, jinja, chat_template_kwargs, reasoning, keep_special_tokens=keep_special_tokens)
+        return PlainText(tokenizer, keep_special_tokens=keep_special_tokens, placeholders=placeholders)
+    jinja, more = _jinja(tokenizer, chat_template), {"placeholders": placeholders}
+    return ChatTemplate(
+        tokenizer, jinja, chat_template_kwargs, reasoning, keep_special_tokens=keep_special_tokens, **more
+    )
 
 
 class PlainText:
@@ -94,8 +98,15 @@ class PlainText:
     jinja: str | None = None
     reasoning: ReasoningPolicy | None = None
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, keep_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        keep_special_tokens: bool = False,
+        placeholders: Placeholders | None = None,
+    ) -> None:
         self.tokenizer, self.guard = tokenizer, ContentGuard(tokenizer, keep=keep_special_tokens)
+        self.placeholders = placeholders
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
         """Return the tokens that the model continues with its answer."""
@@ -105,10 +116,21 @@ class PlainText:
             raise BadRow(
                 f"data.chat_template: none takes a single user message, not {_roles(messages)}; set a template"
             )
-        tokens, bos = self.guard.read(get_text(messages[0]), special=True), get_bos(self.tokenizer)
+        tokens, bos = self._read(messages[0]), get_bos(self.tokenizer)
         if tokens[:2] == [bos, bos]:
             tokens = tokens[1:]  # the text contains its own BOS
         return tokens[:-1] if tokens[-1:] == [get_eos(self.tokenizer)] else tokens
+
+    def _read(self, message: Message) -> list[int]:
+        content = message["content"]
+        if self.placeholders is None or not isinstance(content, list):
+            return self.guard.read(get_text(message), special=True)
+        parts = [
+            self.placeholders.processor.placeholder if is_image(part) else self.guard.protect(part.get("text") or "")
+            for part in content
+        ]
+        text, _ = self.placeholders.expand("".join(parts), self.placeholders.find([message]))
+        return self.guard.tokenize(text, special=True)
 
     def conversation(
         self, messages: Messages, tools: Tools | None = None, *, since: int = 0, complete: bool = False
@@ -146,8 +168,10 @@ class ChatTemplate:
         reasoning: ReasoningPolicy | None = None,
         *,
         keep_special_tokens: bool = False,
+        placeholders: Placeholders | None = None,
     ) -> None:
         self.tokenizer, self.guard = tokenizer, ContentGuard(tokenizer, keep=keep_special_tokens)
+        self.placeholders = placeholders
         self.jinja, self.given = jinja, {**(arguments or {})}
         self.reasoning: ReasoningPolicy | None = reasoning
         self._arguments, self._tools = read_arguments(jinja, self.given)
@@ -168,12 +192,34 @@ class ChatTemplate:
                 tokenize=False,
                 **self._arguments,
             )
-        return check_length(cast(str, text))
+        return check_length(self._expand(cast(str, text), messages)[0])
+
+    def _expand(self, text: str, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        if self.placeholders is None:
+            return text, []
+        return self.placeholders.expand(text, self.placeholders.find(messages))
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template writes nothing of a content that is a text, as those of some vision-language models."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": "text"}], chat_template=self.jinja, tokenize=False, **self._arguments
+            )
+        except (TemplateError, TypeError):
+            return True
+        return "text" not in cast(str, text)
 
     def protect(self, messages: Messages, tools: Tools | None = None) -> tuple[list[Message], Tools | None]:
         """Prepare messages for `render`: their reasoning by the policy, special tokens in contents as codes."""
         messages, tools = self.guard.protect((apply_reasoning(messages, self.reasoning), tools))
-        return place_reasoning(messages, self.jinja) if self.reasoning else list(messages), tools
+        messages = place_reasoning(messages, self.jinja) if self.reasoning else list(messages)
+        if self.placeholders is not None and self._needs_parts:
+            messages = [
+                m if isinstance(m["content"], list) else m | {"content": [{"type": "text", "text": m["content"]}]}
+                for m in messages
+            ]
+        return messages, tools
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
         return self.guard.tokenize(self.render(*self.protect(messages, tools), generation_prompt=True))
@@ -201,7 +247,14 @@ class ChatTemplate:
 
     def _vary(self, more: Mapping[str, Any], policy: ReasoningPolicy | None, name: str = "") -> ChatTemplate:
         jinja = read_template(name) if name else self.jinja
-        return ChatTemplate(self.tokenizer, jinja, {**self.given, **more}, policy, keep_special_tokens=self.guard.keep)
+        return ChatTemplate(
+            self.tokenizer,
+            jinja,
+            {**self.given, **more},
+            policy,
+            keep_special_tokens=self.guard.keep,
+            placeholders=self.placeholders,
+        )
 
     def _begins_like(self, other: ChatTemplate) -> bool:
         """Whether both write the same prompts."""
@@ -265,6 +318,8 @@ class ChatTemplate:
                 **{**special, **self._arguments},
             )
         (spans,) = cast(list[list[Span]], found)
+        text, moved = self._expand(text, messages)
+        spans = [(shift(start, moved), shift(stop, moved)) for start, stop in spans] if moved else spans
         if not since:
             return text, spans
         before = self._find_beginning(text, messages, tools, since)
@@ -478,18 +533,29 @@ def _runs(mask: list[bool]) -> list[Span]:
 def read_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return the sequences of a batch (with ``prompt_length``) as Samples with their texts.
 
-    ``prompt`` is what the model saw, special tokens included; ``raw_response`` is all that follows, likewise.
+    ``prompt`` is what the model saw, special tokens included, with one placeholder for each run of them;
+    ``raw_response`` is all that follows, likewise.
     ``response`` is the policy's last turn without special tokens. ``messages`` is the episode's conversation; for a
     single turn the row's messages (or else the prompt as the user's) and the response.
     """
     samples = batch.samples()
     for sample, start in zip(samples, batch["prompt_length"].tolist(), strict=True):
-        sample.prompt = decode(tokenizer, sample.tokens[:start])
+        sample.prompt = decode(tokenizer, collapse_images(sample.tokens[:start], sample.images))
         sample.raw_response = decode(tokenizer, sample.tokens[start:])
         sample.response = decode(tokenizer, sample.tokens[_find_last_turn(sample, start) :], skip_special=True)
         prompt = sample.meta.get("messages") or [{"role": "user", "content": sample.prompt}]
         sample.messages = sample.messages or [*prompt, {"role": "assistant", "content": sample.response}]
     return samples
+
+
+def collapse_images(tokens: Tensor, images: Sequence[ImageSpan]) -> Tensor:
+    """The tokens with a single placeholder in place of each span."""
+    if not images:
+        return tokens
+    kept = [True] * len(tokens)
+    for span in images:
+        kept[span.start + 1 : span.stop] = [False] * len(kept[span.start + 1 : span.stop])
+    return tokens[kept]
 
 
 def _find_last_turn(sample: Sample, start: int) -> int:

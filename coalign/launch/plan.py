@@ -30,6 +30,7 @@ from coalign.engine.vocabulary import find_tokenizer_name, is_tokenized_alike
 from coalign.environments.conversation import find_environment
 from coalign.environments.loop import EnvironmentFunction
 from coalign.launch.devices import assign_devices, describe_devices
+from coalign.launch.images import check_images, let_models_see
 from coalign.launch.validate import (
     check_adapters,
     check_copies,
@@ -193,7 +194,8 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         check_limits(config)
         names = ("advantage", "covariance", "truncated", "pairs", "kl", "filter", "replay")
         functions = {name: _bind(getattr(config, name), name) for name in names}
-        configs = _configs_of_models(planned_roles, rewards, config)
+        configs = let_models_see(_configs_of_models(planned_roles, rewards, config), config)
+        check_images(config, recipe, environment, configs)
         compared = getattr(
             functions["pairs"] and functions["pairs"].func, "compares", config.runtime.samples_per_prompt
         )
@@ -335,6 +337,7 @@ def _plan_models(
             chat_template=config.data.chat_template,
             chat_template_kwargs=config.data.chat_template_kwargs,
             reasoning=config.data.reasoning,
+            images=config.data.images,
             output=os.path.abspath(config.output),
         )
         models[name] = PlannedModel(

@@ -19,10 +19,13 @@ from coalign.backends import pretrained
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import Decoder
-from coalign.backends.pretrained import build_model, building, find_auto_class, read_context_length
+from coalign.backends.pretrained import build_model, building, choose_attention, find_auto_class, read_context_length
+from coalign.backends.vision import ImageEmbedder, list_placeholders
 from coalign.backends.vision_language import drop_towers
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ImagesConfig, ModelConfig
+from coalign.data.images.processor import ImageProcessor
 
+KEPT_PIXELS = 2**28  # bytes: an engine needs those of the prompts that begin
 # Of the logits' difference, relative to their spread; wrong tokens give about 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
@@ -30,7 +33,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 class MetaModel:
     """A causal LM on ``device`` in ``dtype``.
 
-    attention: of transformers' implementations; None: the one that transformers chooses. Raises what ``check`` raises,
+    attention: of transformers' implementations; None: the one that transformers chooses. images: the processor of a
+    model that sees; None drops what reads images. Raises what ``check`` raises,
     ``refusal`` for a class that does not know the implementation, and ValueError without a causal LM for ``config``.
     """
 
@@ -44,15 +48,23 @@ class MetaModel:
         device: str,
         trust_remote_code: bool = False,
         attention: str | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         auto = find_auto_class(config, trust_remote_code=trust_remote_code)
         self.dtype = dtype
         self.device = torch.device(device)
-        options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+        chosen = attention and choose_attention(config, attention, sees=images is not None)
+        options = {"dtype": dtype, "attn_implementation": chosen, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
             model = build_model(auto.from_config, refusal, copy.deepcopy(config), **options)
-        drop_towers(model)
+        if images is None:
+            drop_towers(model)
         self.module: PreTrainedModel = model.eval()
+        self.images: ImageEmbedder | None = None
+        self.forbidden: Tensor | None = None  # i64, tokens that it must not say
+        if images is not None:
+            self.images = ImageEmbedder(model, images, keep=KEPT_PIXELS, one_by_one=True)
+            self.forbidden = torch.tensor(list_placeholders(model), device=self.device)
         self.check()
         self.module.requires_grad_(False)
         _materialise_buffers(self.module, self.device)
@@ -61,6 +73,10 @@ class MetaModel:
 
     def check(self) -> None:
         """Raise ValueError or NotImplementedError for an architecture that the engine cannot run; all is on meta."""
+
+    def forbid(self, logits: Tensor) -> Tensor:
+        """The logits [B, V] without what must not be said: placeholders of images, in a model that sees."""
+        return logits if self.forbidden is None else logits.index_fill(1, self.forbidden, -torch.inf)
 
     @property
     def vocabulary(self) -> int:
@@ -213,12 +229,24 @@ class MetaModelModule(RolloutModule):
     """Generates with a MetaModelEngine."""
 
     adopts = True
+    reads_images = True
     engine: MetaModelEngine
 
     @classmethod
-    def build_model(cls, architecture: PreTrainedConfig, config: ModelConfig, device: str) -> MetaModel:
-        """Build the model without weights. ValueError or NotImplementedError if the engine cannot run it."""
+    def build_model(
+        cls, architecture: PreTrainedConfig, config: ModelConfig, device: str, images: ImagesConfig | None = None
+    ) -> MetaModel:
+        """Build the model without weights. ``images``: how a model that sees reads them. ValueError or
+        NotImplementedError if the engine cannot run it."""
         raise NotImplementedError
+
+    @staticmethod
+    def read_processor(config: ModelConfig, images: ImagesConfig | None) -> ImageProcessor | None:
+        """The processor of a model that sees; None for one that reads text alone."""
+        if config.vision is None:
+            return None
+        tokenizer = pretrained.read_tokenizer(config)
+        return ImageProcessor(pretrained.get_directory(config), tokenizer, images or ImagesConfig())
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from coalign.backends.engines.sampling import stream_key
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
-from coalign.types import TOKEN_COLUMNS, UNKNOWN_EXPERT, Response, Status
+from coalign.types import TOKEN_COLUMNS, UNKNOWN_EXPERT, ImageSpan, Response, Status
 
 Decoder = Callable[[Sequence[str]], Callable[[list[int]], str]]  # stop strings -> (token ids -> the text to search)
 _INCOMPLETE = "\ufffd"  # what a tokenizer prints for a character of which some bytes are missing
@@ -76,6 +76,8 @@ class Request:
     """Strings that end a response; None: the sampling's."""
     first_turn: int | None = None
     """None: the request is not a conversation."""
+    images: tuple[ImageSpan, ...] = ()
+    """Where images stand in the prompt."""
     restarts: int = 0
     """How often the conversation began anew with another prompt, whose positions get other random numbers."""
     stream: int | None = None
@@ -289,12 +291,13 @@ def plan_requests(
                 f"a prompt has {max(prompt_lengths)} tokens, and a model that reads samples takes {longest} at once "
                 "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens)"
             )
+    images = samples.get("images") or [()] * len(samples)
     rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
     requests: list[Request] = []
     for row in rows:
         prompt = tokens[offsets[row] : offsets[row + 1]]
         begun = len(prompt) - prompt_lengths[row]
-        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause)
+        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause, images=images[row])
         last = requests[-1] if requests and not begun else None
         if (
             last is not None

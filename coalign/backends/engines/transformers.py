@@ -16,9 +16,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,11 @@ from coalign.backends.engines.native.kernels import choose_compute_dtype
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import read_choices, sample, uniforms
 from coalign.backends.pretrained import MIXERS, describe_encoder
-from coalign.config.schema import ModelConfig, SamplingConfig, TransformersConfig
-from coalign.types import Status
+from coalign.backends.vision import ImageEmbedder, install_embeddings
+from coalign.backends.vision_language import find_body
+from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig, TransformersConfig
+from coalign.data.images.processor import ImageProcessor
+from coalign.types import ImageSpan, Status
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +50,12 @@ BATCHINGS = ("padded", "equal", "whole")  # from the fastest to the one that ask
 class CachedRows:
     """Rows of tokens that a model has computed, padded on the left to one ``length``.
 
-    padding: i64[B] places of each row that hold no token. state: the model's cache.
+    padding: i64[B] places of each row that hold no token. state: the model's cache. shift: i64[B], how much less than
+    its number of tokens the next position of a row is: M-RoPE gives an image fewer positions than tokens.
     """
 
     padding: Tensor
+    shift: Tensor
     length: int = 0
     state: Any = None
 
@@ -66,7 +71,7 @@ class CachedRows:
             # Only keys and values are ever padded. A sliding window holds fewer of them than the row is long.
             return chosen[..., -min(length, chosen.shape[-2]) :, :] if excess else chosen
 
-        return CachedRows(padding - excess, length, _combine([self.state], change, length))
+        return CachedRows(padding - excess, self.shift[index], length, _combine([self.state], change, length))
 
     def join(self, other: CachedRows) -> CachedRows:
         """Put other rows below these; the shorter ones get more padding."""
@@ -79,7 +84,8 @@ class CachedRows:
                 tensors = [F.pad(tensor, (0, 0, widest - tensor.shape[-2], 0)) for tensor in tensors]
             return torch.cat(list(tensors))
 
-        return CachedRows(padding, length, _combine([self.state, other.state], change, length))
+        shift = torch.cat([self.shift, other.shift])
+        return CachedRows(padding, shift, length, _combine([self.state, other.state], change, length))
 
     def count_bytes(self) -> int:
         sizes: list[int] = []
@@ -110,6 +116,11 @@ def _combine(states: Sequence[Any], change: Callable[[Sequence[Tensor]], Tensor]
     return made
 
 
+def _unflatten(value: Any, rows: int) -> Any:
+    """What the language model reads of tokens in one row, [1, B * n, …], for rows [B, n, …]."""
+    return value if isinstance(value, list) else value[0].unflatten(0, (rows, -1))
+
+
 class TransformersModel(MetaModel):
     """Any causal LM of transformers, with the attention that transformers chooses for it.
 
@@ -129,10 +140,13 @@ class TransformersModel(MetaModel):
         device: str,
         batching: str | None = None,
         trust_remote_code: bool = False,
+        images: ImageProcessor | None = None,
     ) -> None:
         kind = f"the model type `{config.model_type}`"
         refusal = ValueError(REFUSAL.format(kind, "transformers cannot build it"))
-        super().__init__(config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        super().__init__(
+            config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code, images=images
+        )
         parameters = inspect.signature(self.module.forward).parameters
         known = lambda name: name in parameters  # noqa: E731
         self.takes_positions, self.takes_mask = known("position_ids"), known("attention_mask")
@@ -155,16 +169,53 @@ class TransformersModel(MetaModel):
         stateful = self.module._is_stateful or layers - MIXERS - {"chunked_attention"}
         return "padded" if self.cache == CACHES[0] and self.takes_mask and not stateful else "equal"
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, CachedRows]:
-        """Compute prompts, of one length unless rows are padded. Returns the logits f[B, V] after them."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[ImageSpan]] | None = None
+    ) -> tuple[Tensor, CachedRows]:
+        """Compute prompts, of one length unless rows are padded; ``images`` stand in them. Returns the logits f[B, V]
+        after them."""
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
-        tokens = [[0] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
-        rows = CachedRows(torch.tensor(padding, device=self.device))
-        return self.extend(rows, self._as_tensor(tokens)), rows
+        tokens = self._as_tensor([[0] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)])
+        absent = torch.tensor(padding, device=self.device)
+        rows = CachedRows(absent, torch.zeros_like(absent))
+        if self.images is None or images is None or not any(images):
+            return self.extend(rows, tokens), rows
+        return self._extend_by_images(self.images, rows, tokens, images), rows
 
-    def extend(self, rows: CachedRows, tokens: Tensor) -> Tensor:
-        """Compute tokens i64[B, n] that follow ``rows``, and add them there. Returns the logits f[B, V] after them."""
+    def _extend_by_images(
+        self, images: ImageEmbedder, rows: CachedRows, tokens: Tensor, spans: Sequence[Sequence[ImageSpan]]
+    ) -> Tensor:
+        """`extend` for prompts i64[B, n] with images."""
+        if self.batching == "whole":
+            raise NotImplementedError("images need a cache (batching: padded or equal)")
+        absent, (count, length) = rows.padding.tolist(), tokens.shape
+        placed = [
+            replace(span, start=span.start + row * length + absent[row])
+            for row, own in enumerate(spans)
+            for span in own
+        ]
+        found = images.embed(tokens.flatten(), placed)
+        found = {name: _unflatten(value, count) for name, value in found.items()}
+        inputs: dict[str, Any] = {}
+        if images.has_two_way_images:
+            kinds = torch.zeros_like(tokens).flatten()
+            for span in placed:
+                kinds[span.start : span.stop] = 1
+            inputs["token_type_ids"] = kinds.view(count, length)
+        if images.has_axes:
+            axes = torch.zeros(3, count, length, dtype=torch.int64)
+            for row, own in enumerate(spans):
+                positions = cast(Tensor, images.find_positions(length - absent[row], own))
+                axes[:, row, absent[row] :] = positions
+                rows.shift[row] = length - absent[row] - 1 - int(positions.max())
+            inputs["position_ids"] = axes.to(self.device)
+        with install_embeddings(find_body(self.module), found):
+            return self.extend(rows, tokens, **inputs)
+
+    def extend(self, rows: CachedRows, tokens: Tensor, **more: Any) -> Tensor:
+        """Compute tokens i64[B, n] that follow ``rows``, and add them there. Returns the logits f[B, V] after them.
+        ``more``: arguments of the model's forward."""
         start, rows.length = rows.length, rows.length + tokens.shape[1]
         inputs: dict[str, Any] = {"logits_to_keep": 1} if self.selects_logits else {}
         off = {key: False for key in self.switch}
@@ -174,10 +225,12 @@ class TransformersModel(MetaModel):
             return self.module(input_ids=tokens, **inputs, **off).logits[:, -1]
         assert self.cache is not None
         places = torch.arange(rows.length, device=self.device) - rows.padding[:, None]
+        shifted = places[:, start:].clamp(min=0) - rows.shift[:, None]
         if bool(rows.padding.any()):
             inputs["attention_mask"] = (places >= 0).long()
         if self.takes_positions:
-            inputs["position_ids"] = places[:, start:].clamp(min=0)
+            inputs["position_ids"] = shifted
+        inputs |= more
         if rows.state is not None:
             inputs[self.cache] = rows.state
         out = self.module(input_ids=tokens, **inputs, **self.switch)
@@ -204,9 +257,30 @@ class TransformersModel(MetaModel):
             if not error > tolerance:  # weights that are not numbers are reported by generation
                 if batching != declared:
                     log.warning("module transformers: %s is exact only with `batching: %s`", kind, batching)
-                return
+                return self._probe_images()
             reason = f"its logits differ from those of a plain forward by {error:.1e} of their spread"
         raise ValueError(REFUSAL.format(kind, f"{reason} (batching: {self.batching})"))
+
+    def _probe_images(self) -> None:
+        """ValueError unless a prompt with pictures, and two tokens after it, have the logits of a plain forward."""
+        if self.images is None:
+            return
+        kind = type(self.module).__name__
+        prompt, spans = self.images.make_probe()
+        try:
+            after, rows = self.prefill([prompt, prompt[:2]], [spans, []])
+            rows = rows.select([0])
+            later = self.images.plain[5:7]
+            found = [after[:1], *(self.extend(rows, self._as_tensor([[token]])) for token in later)]
+            inputs = self.images.list_plain_inputs(torch.tensor([*prompt, *later], device=self.device), spans)
+            expected = self.module(**inputs).logits[0, len(prompt) - 1 :]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:
+            why = f"{type(problem).__name__}: {shorten(str(problem), 200)}"
+            raise ValueError(REFUSAL.format(kind, f"with images: {why}")) from problem
+        if (error := compare_logits(torch.cat(found), expected)) > TOLERANCE[self.dtype]:
+            raise ValueError(REFUSAL.format(kind, f"with images its logits differ by {error:.1e} of their spread"))
 
     def _measure_error(self) -> float:
         """Feed short texts through all that generation does with rows; see compare_logits."""
@@ -400,7 +474,7 @@ class TransformersSession(GenerationSession):
             prompts = [pending.request.prompt for pending, _ in part]
             for pending, _ in part:
                 self.count_prompt(pending, prefilled=len(pending.request.prompt), kept=0)
-            logits, rows = self.model.prefill(prompts)
+            logits, rows = self.model.prefill(prompts, [pending.request.images for pending, _ in part])
             repeated = [row for row, (_, count) in enumerate(part) for _ in range(count)]
             samples = [each for pending, count in part for each in self._start(pending, count)]
             self._choose(RowBatch(samples, rows.select(repeated)), logits[repeated])
@@ -420,7 +494,7 @@ class TransformersSession(GenerationSession):
 
     def _choose(self, batch: RowBatch, logits: Tensor) -> None:
         """Draw and record the next token of every sample; put those that go on into the session's batches."""
-        samples, engine = batch.samples, self.engine
+        samples, engine, logits = batch.samples, self.engine, self.model.forbid(logits)
         keys, positions = torch.tensor([[each.key, each.length] for each in samples], device=logits.device).unbind(1)
         tokens, logprobs = sample(logits, uniforms(keys, positions), self.sampling, self._note_seen(samples, logits))
         groups = [each.submitted.request.group for each in samples]
@@ -504,13 +578,16 @@ class TransformersModule(MetaModelModule):
     """Generates with transformers' own cache, in this process."""
 
     @classmethod
-    def build_model(cls, architecture: PreTrainedConfig, config: ModelConfig, device: str) -> TransformersModel:
+    def build_model(
+        cls, architecture: PreTrainedConfig, config: ModelConfig, device: str, images: ImagesConfig | None = None
+    ) -> TransformersModel:
         return TransformersModel(
             architecture,
             dtype=choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device)),
             device=device,
             batching=config.transformers.batching,
             trust_remote_code=config.trust_remote_code,
+            images=cls.read_processor(config, images),
         )
 
     @classmethod
@@ -519,6 +596,6 @@ class TransformersModule(MetaModelModule):
         return [*super().notes(config), f"sampled with transformers' cache, batching: {model.batching}"]
 
     def build(self, architecture: PreTrainedConfig) -> TransformersEngine:
-        model = self.build_model(architecture, self.config, self.context.device)
+        model = self.build_model(architecture, self.config, self.context.device, self.context.images)
         settings = self.find_engine_settings(architecture)
         return TransformersEngine(model, settings=self.config.transformers, **settings)

@@ -40,13 +40,15 @@ from coalign.backends.hf.layers import (
 )
 from coalign.backends.hf.parallel import RankMeshes, check_cuts, cut_model, decoder_layers, move_buffers, shard_model
 from coalign.backends.hf.rows import RankAxis, RowSharding
-from coalign.backends.layout import Layout, pack
+from coalign.backends.layout import Layout
 from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
 from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
+from coalign.backends.vision import ImageEmbedder, find_owner, list_placeholders, name_parts
 from coalign.config.errors import located_at
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
 from coalign.data.batch import Batch
+from coalign.data.images.processor import ImageProcessor
 from coalign.devices import keep_generator, seed_generator
 from coalign.memory import get_storage, move_module
 from coalign.roles import Context
@@ -76,6 +78,8 @@ class HuggingFaceModule(TrainableModule):
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         packed = cls.build_skeleton(config, name)
         check_rows(packed.rows, config, name)
+        if config.vision is not None:
+            check_vision(packed, config, name)
         cls.check_model(packed.model, config, name)
         check_routers(packed.routers, config, name)
 
@@ -189,7 +193,7 @@ class HuggingFaceModule(TrainableModule):
         return nullcontext()
 
     def _pack(self, micro: Batch) -> Layout:
-        layout = pack(micro, share_prefix=self.config.share_prefix and self.model.rows == "packed")
+        layout = self.model.pack(micro, share_prefix=self.config.share_prefix)
         return replace(layout, copies=torch.zeros_like(layout.tokens)) if micro is IDLE else layout
 
     # ---- experts
@@ -237,7 +241,7 @@ class HuggingFaceModule(TrainableModule):
 
     def _set_learning_rate(self) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
 
     def token_budget(self, longest: int) -> int | None:
         budget = self.config.max_tokens_per_micro
@@ -348,8 +352,41 @@ class HuggingFaceModule(TrainableModule):
         if self.config.head == "lm":
             # Greedy sampling (temperature 0) has no distribution of its own; log-probs are then at temperature 1.
             temperature = self.config.sampling.temperature or 1.0
-            return LanguageModel(model, rows, temperature=temperature, top=self.config.candidates)
+            packed = LanguageModel(model, rows, temperature=temperature, top=self.config.candidates)
+            if self.config.vision is not None:
+                self._let_see(packed, self.config.vision)
+            return packed
         return ScalarModel(model, rows, output=HEADS[self.config.head][0])
+
+    def _let_see(self, model: LanguageModel, vision: VisionConfig) -> None:
+        """Give the model what reads images, forbid it to say their placeholders, and freeze the parts that stay."""
+        if model.rows != "packed":
+            raise NotImplementedError(f"rows are {model.rows}, and images are read in packed rows alone")
+        learns = False  # of what makes features
+        for name, part in name_parts(model.model).items():
+            parameter = model.model.get_parameter(name)
+            if getattr(vision, part) == "freeze":
+                parameter.requires_grad_(False)
+            learns |= part != "language" and parameter.requires_grad
+        directory, images = pretrained.get_directory(self.config), self.context.images or ImagesConfig()
+        processor = ImageProcessor(directory, pretrained.read_tokenizer(self.config), images)
+        model.images = ImageEmbedder(
+            model.model,
+            processor,
+            keep=vision.cache_mib * 2**20,
+            learns=learns,
+            is_sharded=self.is_sharded and not self.config.frozen,
+        )
+        model.forbid(list_placeholders(model.model))
+
+    def _scale_learning_rates(self) -> dict[nn.Parameter, float]:
+        """The multiples of the learning rate of the parts that have one."""
+        vision = self.config.vision
+        if vision is None or vision.tower_lr_scale == vision.projector_lr_scale == 1.0:
+            return {}
+        scales = {"tower": vision.tower_lr_scale, "projector": vision.projector_lr_scale, "language": 1.0}
+        model = self.model.model
+        return {model.get_parameter(name): scales[part] for name, part in name_parts(model).items()}
 
 
 def check_rows(rows: str, config: ModelConfig, name: str) -> None:
@@ -366,6 +403,24 @@ def check_rows(rows: str, config: ModelConfig, name: str) -> None:
         raise ValueError(f"models.{name} {several}, {why}: it needs packed or padded rows")
     if rows == "single" and (config.router_aux_loss_coef or config.router_z_loss_coef):
         raise ValueError(f"models.{name} has losses of routers, {why}: they need packed or padded rows")
+
+
+def check_vision(model: PackedModel, config: ModelConfig, name: str) -> None:
+    """Raises ValueError or NotImplementedError for a model, without weights, that cannot read images as configured."""
+    if model.rows != "packed":
+        raise NotImplementedError(
+            f"models.{name}: {type(model.model).__name__} computes {model.rows} rows, and images need packed ones"
+        )
+    find_owner(model.model)
+    for key in ("tensor_parallel", "context_parallel", "expert_parallel"):
+        if getattr(config, key) > 1:
+            raise ValueError(
+                f"models.{name}.{key} is {getattr(config, key)}: rows with images are not cut yet; set it to 1"
+            )
+    for key in ("compile", "fp8"):
+        if getattr(config, key):
+            raise ValueError(f"models.{name}.{key}: not with images yet (data.images); leave it out")
+    ImageProcessor(pretrained.get_directory(config), pretrained.read_tokenizer(config), ImagesConfig())
 
 
 def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
@@ -397,6 +452,7 @@ class FSDPModule(HuggingFaceModule):
 
     parallel = ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")
     exact = True
+    reads_images = True
     optimizer: optim.Optimizer | optim.CombinedOptimizer | None = None
     rows: RowSharding | None = None  # set over several ranks
     _writer: checkpoint.BackgroundWriter | None = None  # once there was a checkpoint
@@ -462,7 +518,11 @@ class FSDPModule(HuggingFaceModule):
         if not self.config.frozen:
             exact = self.config.reduction == "exact"
             self.optimizer = optim.build_optimizer(
-                self.model.parameters(), self.config.optimizer, layers=layers, exact=exact
+                self.model.parameters(),
+                self.config.optimizer,
+                layers=layers,
+                exact=exact,
+                scales=self._scale_learning_rates(),
             )
             self._reduction = LeafReduction(self.model) if exact else None
             if self.config.ema:
@@ -556,7 +616,7 @@ class FSDPModule(HuggingFaceModule):
             full = self._read(torch.device("cpu"))
             state, buffers = full.state_dict(), dict(full.named_buffers())
             with torch.no_grad():
-                known = full.eval()(pack(PROBE))[HEADS[self.config.head][0]].float()
+                known = full.eval()(full.pack(PROBE))[HEADS[self.config.head][0]].float()
         skeleton = self.build_skeleton(self.config, self.context.model)
         model = self._wrap(skeleton.model, skeleton.rows)
         model.heads = rows.heads

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.algorithms.logprobs import (
     VocabularyShard,
@@ -29,9 +29,10 @@ from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
 from coalign.backends.pretrained import describe_encoder, read_context_length, read_rope_limit
 from coalign.backends.routers import Routers
+from coalign.backends.vision import FORBIDDEN, ImageEmbedder
 from coalign.backends.vision_language import find_body
 from coalign.data.batch import Batch
-from coalign.types import UNKNOWN_EXPERT
+from coalign.types import UNKNOWN_EXPERT, ImageSpan
 
 # Of the sequences in the row that checks run models on. The last one stands for a long sequence: its token has the last
 # position that the model can read, so rotary frequencies that depend on the longest sequence show in the others.
@@ -49,6 +50,7 @@ class PackedModel(nn.Module):
     """
 
     heads: HeadExchange | None = None
+    images: ImageEmbedder | None = None  # of a model that sees
 
     def __init__(self, model: PreTrainedModel, rows: str = "packed") -> None:
         super().__init__()
@@ -63,10 +65,13 @@ class PackedModel(nn.Module):
         if self.rows != "packed":
             return self._compute_unpacked(layout)
         [body] = self._body
+        inputs = {"input_ids": layout.tokens[None], "position_ids": layout.positions[None]}
+        if self.images is not None:
+            inputs = self.images.embed(layout.tokens, layout.images)
+            inputs["position_ids"] = layout.positions[None] if layout.axes is None else layout.axes[:, None]
         with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
             return body(
-                input_ids=layout.tokens[None],
-                position_ids=layout.positions[None],
+                **inputs,
                 use_cache=False,
                 layout=layout,
                 heads=self.heads,
@@ -123,9 +128,27 @@ class PackedModel(nn.Module):
         if reason := describe_encoder(self.model):
             raise NotImplementedError(f"{type(self.model).__name__}: {reason}")
 
+    def pack(self, batch: Batch, *, share_prefix: bool = True) -> Layout:
+        """The layout of ``batch`` as this model computes it."""
+        share_prefix = share_prefix and self.rows == "packed"
+        if self.images is None:
+            return pack(batch, share_prefix=share_prefix)
+        spans = batch.get("images") or [()] * len(batch)
+        axes = [self.images.find_positions(n, own) for n, own in zip(batch.lengths.tolist(), spans, strict=True)]
+        known = [own for own in axes if own is not None]
+        return pack(
+            batch,
+            share_prefix=share_prefix,
+            axes=torch.cat(known, 1) if known else None,
+            two_way_images=self.images.has_two_way_images,
+        )
+
     def _pack_probe(self) -> Layout:
         vocabulary = cast(nn.Embedding, self.model.get_input_embeddings()).weight.shape[0]
-        row = pack(Batch(torch.tensor(LENGTHS), {"tokens": torch.arange(sum(LENGTHS)) % vocabulary}))
+        tokens = torch.arange(sum(LENGTHS)) % vocabulary
+        if self.images is not None:
+            tokens = torch.tensor(self.images.plain[: len(tokens)])
+        row = self.pack(Batch(torch.tensor(LENGTHS), {"tokens": tokens}))
         last = read_context_length(self.model.config)
         return (
             row if last is None else replace(row, positions=torch.cat([row.positions[:-1], torch.tensor([last - 1])]))
@@ -187,13 +210,26 @@ class LanguageModel(PackedModel):
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for cap in (getattr(text, name, None) for name in caps) if cap), None)
         self.read = LanguageModelHead(temperature=temperature, top=top, scale=scale, softcap=softcap)
+        self._bias: Tensor | None = None
+
+    def forbid(self, tokens: Sequence[int]) -> None:
+        """Give these tokens the probability 0. NotImplementedError for a model whose logits have a bound."""
+        if self.read.settings["softcap"]:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} bounds its logits, so placeholders of images would have a probability"
+            )
+        self._bias = torch.zeros(self.head.weight.shape[0]).index_fill_(0, torch.tensor(tokens), FORBIDDEN)
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         hidden = self.hidden(layout)[layout.predictors]
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm left it in float32
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         head = self.head
-        return self.read(hidden, head.weight, layout, needs, bias=head.bias)
+        bias: Tensor | None = head.bias
+        if self._bias is not None:
+            self._bias = self._bias.to(hidden)
+            bias = self._bias if bias is None else bias + self._bias
+        return self.read(hidden, head.weight, layout, needs, bias=bias)
 
     @property
     def head(self) -> nn.Linear:
@@ -224,6 +260,8 @@ class LanguageModel(PackedModel):
                 f"log-probs differ by {difference:.3g}"
             )
         if self.rows == "packed":  # attention is Coalign's, and causal
+            if self.images is not None:
+                self._check_images(self.images, rounding)
             return
         first = row.tokens[: LENGTHS[0]]
         cut = self._compute_unpacked_logprobs(first[:-1])
@@ -233,14 +271,66 @@ class LanguageModel(PackedModel):
                 "response are not those with which it was sampled"
             )
 
+    def _check_images(self, images: ImageEmbedder, rounding: float) -> None:
+        """NotImplementedError unless two answers to a prompt with pictures, which they share, have the log-probs of the
+        model's own forward of each."""
+        kind = type(self.model).__name__
+        try:
+            prompt, spans = images.make_probe()
+            answers = [prompt + own for own in (images.plain[5:8], images.plain[8:10])]
+            lengths, mask = (
+                [len(own) for own in answers],
+                [t >= len(prompt) for own in answers for t in range(len(own))],
+            )
+            batch = Batch(
+                torch.tensor(lengths),
+                {"tokens": torch.tensor([*answers[0], *answers[1]]), "loss_mask": torch.tensor(mask)},
+                {"group": torch.zeros(2).long(), "prompt_length": torch.tensor([len(prompt)] * 2)}
+                | {"images": [tuple(spans)] * 2},
+            )
+            found = self(self.pack(batch).to(self.model.device))["logprobs"]
+            expected = [
+                self._compute_plain_logprobs(images, torch.tensor(own), spans)[len(prompt) - 1 :] for own in answers
+            ]
+        except (NotImplementedError, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # a model fails by whatever it stumbles over
+            why = shorten(f"{type(problem).__name__}: {problem}", 200)
+            raise NotImplementedError(f"{kind} cannot compute packed rows with images: {why}") from problem
+        difference = float((found.double() - torch.cat(expected)).abs().max())
+        if not difference < rounding:
+            raise NotImplementedError(
+                f"{kind} reads images in a way that Coalign does not know: log-probs differ by {difference:.3g} "
+                "from its own"
+            )
+
+    def _compute_plain_logprobs(self, images: ImageEmbedder, tokens: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
+        """f64[n - 1] of one sequence i64[n] by the model's own forward, with transformers' own attention."""
+        config = self.model.config
+        before = {key: part._attn_implementation for key, part in [("", config), *_list_parts(config)]}
+        self.model.set_attn_implementation("eager")
+        try:
+            logits = self.model(**images.list_plain_inputs(tokens.to(self.model.device), spans)).logits[0, :-1].double()
+        finally:
+            self.model.set_attn_implementation(before)
+        logits = self._mask_forbidden(logits / self.read.temperature)
+        return logits.log_softmax(-1).gather(1, tokens[1:, None].to(logits.device))[:, 0]
+
+    def _mask_forbidden(self, logits: Tensor) -> Tensor:
+        return logits if self._bias is None else logits + self._bias.to(logits)
+
     def _compute_unpacked_logprobs(self, tokens: Tensor) -> Tensor:
         """f64[n - 1] of one sequence i64[n]."""
         inputs = self._name_inputs(self.model, tokens[None])
         inputs.pop("position_ids", None)  # the model's own
         if self.rows == "packed":
             inputs["layout"] = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
-        logits = self.model(**inputs).logits[0, :-1].double() / self.read.temperature
+        logits = self._mask_forbidden(self.model(**inputs).logits[0, :-1].double() / self.read.temperature)
         return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def _list_parts(config: PreTrainedConfig) -> list[tuple[str, PreTrainedConfig]]:
+    return [(key, part) for key in config.sub_configs if (part := getattr(config, key, None)) is not None]
 
 
 class ScalarModel(PackedModel):

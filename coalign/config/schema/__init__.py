@@ -15,8 +15,8 @@ from coalign.config.schema.base import (
     RewardConfig,
     Section,
 )
-from coalign.config.schema.data import DataConfig, SourceConfig
-from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
+from coalign.config.schema.data import DataConfig, ImagesConfig, SourceConfig
+from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig, VisionConfig
 from coalign.config.schema.pipeline import (
     STAGES,
     GenerateConfig,
@@ -64,6 +64,7 @@ __all__ = [
     "Function",
     "GenerateConfig",
     "GuardsConfig",
+    "ImagesConfig",
     "InputPath",
     "JudgeConfig",
     "LoraConfig",
@@ -92,4 +93,5 @@ __all__ = [
     "SyncConfig",
     "TrackerConfig",
     "TransformersConfig",
+    "VisionConfig",
 ]

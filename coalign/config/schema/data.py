@@ -50,6 +50,17 @@ class SourceConfig(Section):
         return PurePath(path.stem).stem if path.suffix in CODECS else path.stem
 
 
+class ImagesConfig(Section):
+    """How rows hold images, for models that see. An empty section reads them as they are."""
+
+    root: Annotated[str, InputPath("data")] | None = None
+    """Folder that relative paths start from. None: that of the row's file."""
+    max_pixels: PositiveInt | None = None
+    """Larger images are scaled down to this many pixels, before the model's own processor sees them."""
+    max_file_pixels: PositiveInt = 50_000_000
+    """A file that says it has more is refused before it is decoded."""
+
+
 class DataConfig(Section):
     train: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
@@ -98,6 +109,8 @@ class DataConfig(Section):
     """Ends each step; a process reward model scores a step at its last token."""
     step_tokens: Annotated[list[str], Field(min_length=2, max_length=2)] = ["+", "-"]
     """Answers of a process reward model for a right and for a wrong step: one token each."""
+    images: ImagesConfig | None = None
+    """Read the images of rows, and load models with what reads them (docs/images.md). None: text alone."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens of a conversation are learned: all turns of the assistant, its last one, or every token."""
     system: str | None = None
@@ -126,6 +139,8 @@ class DataConfig(Section):
     """For responses to compare that are all the same, or all ranked the same."""
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
     """For rows of too many tokens. `truncate_left` cuts the prompt, never the (last) response."""
+    on_bad_image: Literal["drop", "error"] = "error"
+    """For rows whose images cannot be read, or do not match the placeholders in their text."""
     shuffle: Drawn[bool] = True
 
     @field_validator("prompt_format")

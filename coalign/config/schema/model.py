@@ -81,6 +81,24 @@ class EmaConfig(Section):
     decay: Probability = 0.999
 
 
+class VisionConfig(Section):
+    """What of a vision-language model learns, in a run that reads images (`data.images`)."""
+
+    tower: Literal["train", "freeze"] = "train"
+    projector: Literal["train", "freeze"] = "train"
+    """What maps the tower's features to embeddings."""
+    language: Literal["train", "freeze"] = "train"
+    tower_lr_scale: NonNegativeFloat = 1.0
+    """Learning rate of the tower, as a multiple of `optimizer.lr`; likewise of the projector."""
+    projector_lr_scale: NonNegativeFloat = 1.0
+    cache_mib: PositiveInt = 512
+    """Host memory for pixels that each process keeps, those used last."""
+
+    def check(self) -> None:
+        if self.tower == self.projector == self.language == "freeze":
+            raise Conflict(("language",), "is `freeze`, like all other parts: nothing would learn")
+
+
 class DeepSpeedConfig(Section):
     """ZeRO, for the module `deepspeed`."""
 
@@ -207,6 +225,8 @@ class ModelConfig(Section):
     """CPU threads of each process; None: `runtime.threads`."""
     max_tokens_per_micro: Continuable[PositiveInt | None] = 16384
     """Token limit of one forward / backward pass, which bounds activation memory."""
+    max_patches_per_micro: Continuable[PositiveInt | None] = 16384
+    """Patches of images in one forward / backward pass, which bound the memory of the tower."""
     activation_checkpointing: Continuable[Literal["full", "selective"] | None] = None
     """Recompute activations in backward to save memory: `full` layers, or `selective`: all but matrix products and
     attention."""
@@ -225,6 +245,8 @@ class ModelConfig(Section):
     device one by one (several processes only). To offload only between calls: `offload`."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights."""
+    vision: VisionConfig | None = None
+    """What of the model learns in a run that reads images. None: all, or with `data.images: null` text alone."""
     ema: EmaConfig | None = None
     """Keep a moving average of the weights, which checkpoints export as well."""
     cache: str | None = None

@@ -85,6 +85,7 @@ class MetricsRecorder(Hook):
                     "status": sample.status.name.lower(),
                     "versions": [list(pair) for pair in sample.versions],
                     "row": _to_json(sample.meta),
+                    **({"images": list(dict.fromkeys(span.path for span in sample.images))} if sample.images else {}),
                     **({} if sample.turn_rewards is None else {"messages": _to_json(sample.messages)}),
                 }
             )
@@ -109,4 +110,4 @@ def _to_json(value: Any) -> Any:
 def _to_cells(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a table shows of a sample: texts and numbers."""
     cells = {key: value for key, value in row.items() if key not in ("phase", "versions", "messages")}
-    return {k: json.dumps(v, ensure_ascii=False) if isinstance(v, dict) else v for k, v in cells.items()}
+    return {k: json.dumps(v, ensure_ascii=False) if isinstance(v, dict | list) else v for k, v in cells.items()}

@@ -52,10 +52,10 @@ def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
     computed = []
     forward = NativeModel.forward
 
-    def counted(self, tokens, positions, kv, rows):
+    def counted(self, tokens, positions, kv, rows, spans=()):
         if rows is not None:
             computed.append(len(rows))
-        return forward(self, tokens, positions, kv, rows)
+        return forward(self, tokens, positions, kv, rows, spans)
 
     engine = helpers.engine(MODEL, max_sequences=3)
     monkeypatch.setattr(NativeModel, "forward", counted)

@@ -78,7 +78,7 @@ class PrefillSequence(NamedTuple):
     """One sequence in the packed rows start..stop-1; its keys and values go to each of ``slots``.
 
     The last ``decoded`` rows are response tokens, computed as DecodeAttention would. If the slots already hold ``past``
-    tokens, all rows are response tokens.
+    tokens, all rows are response tokens. ``two_way``: (start, stop) of its tokens that see each other, an image's.
     """
 
     start: int
@@ -86,6 +86,7 @@ class PrefillSequence(NamedTuple):
     slots: slice
     decoded: int = 0
     past: int = 0
+    two_way: tuple[tuple[int, int], ...] = ()
 
 
 class PrefillAttention:
@@ -98,7 +99,7 @@ class PrefillAttention:
     def store(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store the keys and values, or the experts, of the rows in the cache. Return the storage."""
         storages = self.cache.layer(layer, *new)
-        for start, stop, slots, _, past in self.sequences:
+        for start, stop, slots, _, past, _ in self.sequences:
             for storage, x in zip(storages, new, strict=True):
                 storage[slots, past : past + stop - start] = x[0, :, start:stop].transpose(0, 1)
         return storages
@@ -106,11 +107,11 @@ class PrefillAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
         keys, values = self.store(layer, key, value)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for start, stop, slots, decoded, past in self.sequences:
+        for start, stop, slots, decoded, past, two_way in self.sequences:
             if count := stop - decoded - start:
                 padding = (0, 0, 0, -count % ROWS)  # causal: no row sees what follows it
                 q, k, v = (F.pad(x[:, :, start : start + count], padding) for x in (query, key, value))
-                seen = settings.attend(q, k, v, settings.causal_mask(q.shape[2], q))
+                seen = settings.attend(q, k, v, settings.causal_mask(q.shape[2], q, two_way))
                 out[:, start : start + count] = seen[:, :, :count].transpose(1, 2)
             # A few rows at a time, as some kernels copy the keys for every row. Never fewer than ROWS, as decoding has:
             # a single row may round differently. The last row is repeated to fill up.
@@ -187,13 +188,16 @@ class AttentionSettings(NamedTuple):
     window: int | None
     softcap: float | None
 
-    def causal_mask(self, length: int, query: Tensor) -> Tensor | None:
+    def causal_mask(self, length: int, query: Tensor, two_way: Sequence[tuple[int, int]] = ()) -> Tensor | None:
         """Return the additive mask [length, length], or None where SDPA's own causal mask is enough."""
-        if self.softcap is None and (self.window is None or self.window >= length):
+        if self.softcap is None and (self.window is None or self.window >= length) and not two_way:
             return None
         row = torch.arange(length, device=query.device)
         distance = row[:, None] - row
-        hidden = (distance < 0) | (distance >= (self.window or length))
+        later = distance < 0
+        for start, stop in two_way:
+            later[start:stop, start:stop] = False
+        hidden = later | (distance >= (self.window or length))
         return query.new_zeros(length, length).masked_fill_(hidden, float("-inf"))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

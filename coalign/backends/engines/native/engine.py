@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -37,11 +37,13 @@ from coalign.backends.engines.native.attention import (
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import read_choices, sample, uniforms
-from coalign.config.schema import ModelConfig, SamplingConfig
-from coalign.types import UNKNOWN_EXPERT, Status
+from coalign.backends.layout import join_neighbours
+from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
+from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
 
-# Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream.
-TOKEN, POSITION, KEY = range(3)
+# Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream, and
+# how much less its rotary position is (M-RoPE gives an image fewer positions than tokens).
+TOKEN, POSITION, KEY, SHIFT = range(4)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,8 @@ class QueuedRequest(SubmittedRequest):
     # Results of the prefill, kept while samples wait for a slot and the weights stay.
     logits: Tensor | None = None  # f32[1, V] after the prompt
     prefix: list[Tensor] | None = None  # keys and values
+    axes: Tensor | None = None  # i64[3, P], rotary positions of the prompt with M-RoPE, and
+    shift: int = 0  # how much less than its place the position of a token behind the prompt is
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +88,7 @@ class SequenceSlots:
     def __init__(self, model: NativeModel, *, note_seen: bool, reserve: Callable[[int], None]) -> None:
         self.count = self.longest = 0
         self.cache = KVCache(0, 0, reserve)
-        self.state = torch.zeros(3, 0, dtype=torch.int64, device=model.device)
+        self.state = torch.zeros(4, 0, dtype=torch.int64, device=model.device)
         self.seen: Tensor | None = None  # bool[slots, V]: the tokens that each sequence holds
         if note_seen:
             self.seen = torch.zeros(0, model.vocabulary, dtype=torch.bool, device=model.device)
@@ -136,7 +140,7 @@ class SequenceSlots:
         self._taken[slot], sequence.slot = sequence, slot
         self._active += 1
         prompt = sequence.submitted.request.prompt
-        self.state[:, slot] = torch.tensor([0, len(prompt) - 1, key])
+        self.state[:, slot] = torch.tensor([0, len(prompt) - 1, key, sequence.submitted.shift])
         if self.seen is not None:
             self.seen[slot] = False
             self.seen[slot, prompt] = True
@@ -238,6 +242,10 @@ class NativeSession(GenerationSession):
                 f"the prompt of group {request.group} may need {len(request.prompt)} + {queued.limit} tokens; "
                 f"native.kv_tokens is {kv_tokens}: raise it or shorten max_new_tokens"
             )
+        if request.images and model.images is not None:
+            queued.axes = model.images.find_positions(len(request.prompt), request.images)
+            if queued.axes is not None:
+                queued.shift = len(request.prompt) - 1 - int(queued.axes.max())
         self.arrived.append(queued)
         return queued
 
@@ -359,22 +367,29 @@ class NativeSession(GenerationSession):
     def _prefill(self, fresh: list[tuple[QueuedRequest, slice, int]]) -> None:
         """Compute the prompts of (request, its slots, tokens already in the cache); store keys and values there."""
         tokens, positions, sequences, last = [], [], [], []
+        axes: list[Tensor] = []
+        spans: list[ImageSpan] = []
         for queued, slots, past in fresh:
             start, request = len(tokens), queued.request
             tokens += request.prompt[past:]
             positions += range(past, len(request.prompt))
             decoded = min(request.decoded, len(tokens) - start)
-            sequences.append(PrefillSequence(start, len(tokens), slots, decoded, past))
+            own = [span for span in request.images if span.start >= past]
+            two_way = join_neighbours(own) if self.model.images and self.model.images.has_two_way_images else ()
+            sequences.append(PrefillSequence(start, len(tokens), slots, decoded, past, two_way))
+            spans += [replace(span, start=span.start + start - past) for span in own]
+            if self.model.images is not None:
+                places = torch.arange(past, len(request.prompt)).expand(3, -1)
+                axes.append(places - queued.shift if queued.axes is None else queued.axes[:, past:])
             last.append(len(tokens) - 1)
             self.count_prompt(queued, prefilled=len(tokens) - start, kept=past)
         padding = [0] * (-len(tokens) % ROWS)
         as_tensor = lambda values: torch.tensor(values, device=self.model.device)  # noqa: E731
-        logits = self.model.forward(
-            as_tensor(tokens + padding),
-            as_tensor(positions + padding),
-            PrefillAttention(self.slots.cache, sequences),
-            as_tensor(last),
-        )
+        rotary = as_tensor(positions + padding)
+        if spans and self.model.images is not None and self.model.images.has_axes:
+            rotary = F.pad(torch.cat(axes, 1), (0, len(padding))).to(self.model.device)
+        attention = PrefillAttention(self.slots.cache, sequences)
+        logits = self.model.forward(as_tensor(tokens + padding), rotary, attention, as_tensor(last), spans)
         for (queued, slots, _), row in zip(fresh, logits.split(1), strict=True):
             queued.logits = row
             if queued.waiting:
@@ -387,7 +402,8 @@ class NativeSession(GenerationSession):
         rows = -(-len(active) // ROWS) * ROWS
         tokens, positions = self.slots.state[TOKEN, :rows], self.slots.state[POSITION, :rows]
         columns = max(s.length for s in active)
-        logits = self.model.forward(tokens, positions, DecodeAttention(self.slots.cache, positions, columns), None)
+        rotary = positions if self.model.images is None else positions - self.slots.state[SHIFT, :rows]
+        logits = self.model.forward(tokens, rotary, DecodeAttention(self.slots.cache, positions, columns), None)
         self._choose(logits[: len(active)], 0)
 
     def _choose(self, logits: Tensor, first: int) -> None:
@@ -396,6 +412,7 @@ class NativeSession(GenerationSession):
         here = slice(first, first + len(sequences))
         state = self.slots.state[:, here]
         seen = None if self.slots.seen is None else self.slots.seen[here]
+        logits = self.model.forbid(logits)
         tokens, logprobs = sample(logits, uniforms(state[KEY], state[POSITION] + 1), self.sampling, seen)
         state[TOKEN] = tokens
         state[POSITION] += 1
@@ -466,6 +483,7 @@ class NativeEngine(MetaModelEngine):
         self.model.load(weights, adopt=adopt)
         if self.version < 0:
             probe.check_against_transformers(self.model)
+            probe.check_images(self.model)
             with self.model.packed():
                 self.is_invariant = probe.is_invariant(self.model)
             if not self.is_invariant:
@@ -482,10 +500,17 @@ class NativeModule(MetaModelModule):
 
     @classmethod
     def build_model(
-        cls, architecture: PreTrainedConfig, config: ModelConfig, device: str, *, record_experts: bool = False
+        cls,
+        architecture: PreTrainedConfig,
+        config: ModelConfig,
+        device: str,
+        images: ImagesConfig | None = None,
+        *,
+        record_experts: bool = False,
     ) -> NativeModel:
         dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
-        settings = {"trust_remote_code": config.trust_remote_code, "record_experts": record_experts}
+        settings: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "record_experts": record_experts}
+        settings["images"] = cls.read_processor(config, images)
         return NativeModel(architecture, dtype=dtype, device=device, **settings)
 
     @classmethod
@@ -512,7 +537,11 @@ class NativeModule(MetaModelModule):
         native = self.config.native
         return NativeEngine(
             self.build_model(
-                architecture, self.config, self.context.device, record_experts=self.context.routing_replay
+                architecture,
+                self.config,
+                self.context.device,
+                self.context.images,
+                record_experts=self.context.routing_replay,
             ),
             max_sequences=native.max_sequences,
             kv_tokens=native.kv_tokens,

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from textwrap import shorten
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -35,9 +37,13 @@ from coalign.backends.engines.native.attention import (
     ShapeOnlyAttention,
 )
 from coalign.backends.engines.native.kernels import PackedLinear, replace_linears
-from coalign.backends.pretrained import MIXERS
+from coalign.backends.layout import join_neighbours
+from coalign.backends.pretrained import MIXERS, choose_attention
 from coalign.backends.routers import Routers
-from coalign.types import TOKEN_COLUMNS
+from coalign.backends.vision import ImageEmbedder, install_embeddings
+from coalign.backends.vision_language import find_body
+from coalign.data.images.processor import ImageProcessor
+from coalign.types import TOKEN_COLUMNS, ImageSpan
 
 NO_INTERFACE = "it does not use transformers' attention interface"
 
@@ -58,12 +64,12 @@ class NativeModel(MetaModel):
         device: str,
         trust_remote_code: bool = False,
         record_experts: bool = False,
+        images: ImageProcessor | None = None,
     ) -> None:
         self.record_experts = record_experts
         refusal = ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE))
-        super().__init__(
-            config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attention=NAME
-        )
+        more = {"trust_remote_code": trust_remote_code, "images": images}
+        super().__init__(config, refusal, dtype=dtype, device=device, attention=NAME, **more)
         self.linears = replace_linears(self.module)
         self._packings = 0  # contexts of ``packed`` that are open
 
@@ -129,14 +135,29 @@ class NativeModel(MetaModel):
         return parts + sorted(others)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, kv: PrefillAttention | DecodeAttention, rows: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: PrefillAttention | DecodeAttention,
+        rows: Tensor | None,
+        spans: Sequence[ImageSpan] = (),
     ) -> Tensor:
-        """Compute logits [len(rows), V] of packed ``tokens`` i64[T] at ``positions`` i64[T]; T is a multiple of ROWS.
+        """Compute logits [len(rows), V] of packed ``tokens`` i64[T] at ``positions`` i64[T], or with M-RoPE [3, T]; T
+        is a multiple of ROWS.
 
-        ``rows`` i64: the rows whose logits are wanted (None: all).
+        ``rows`` i64: the rows whose logits are wanted (None: all). ``spans``: images among the tokens.
         """
         keep = 0 if rows is None else torch.cat([rows, rows[-1:].expand(-len(rows) % ROWS)])
-        inputs = {"input_ids": tokens[None], "position_ids": positions[None], "logits_to_keep": keep}
+        inputs = {"input_ids": tokens[None], "position_ids": positions[..., None, :], "logits_to_keep": keep}
+        if spans:
+            assert self.images is not None
+            with install_embeddings(find_body(self.module), self.images.embed(tokens, spans)):
+                return self._compute(inputs, tokens, kv, rows)
+        return self._compute(inputs, tokens, kv, rows)
+
+    def _compute(
+        self, inputs: dict[str, Any], tokens: Tensor, kv: PrefillAttention | DecodeAttention, rows: Tensor | None
+    ) -> Tensor:
         if self.record_experts:
             with self.routers.watch(tokens):
                 out = self.module(**inputs, use_cache=False, kv=kv)
@@ -169,7 +190,8 @@ def check_against_transformers(model: NativeModel) -> None:
     tokens = _probe_tokens(model)
     model.module.set_attn_implementation("eager")
     expected = model.module(input_ids=tokens[None], use_cache=False).logits[0, ROWS - 1 :].float()
-    model.module.set_attn_implementation(NAME)
+    sees = model.images is not None
+    model.module.set_attn_implementation(choose_attention(model.module.config, NAME, sees=sees))
     try:
         found = _compute_stepwise(model, tokens)
     except torch.OutOfMemoryError:
@@ -182,6 +204,55 @@ def check_against_transformers(model: NativeModel) -> None:
             f"the native engine cannot run {kind}: its logits would differ from those of a plain forward by "
             f"{error:.1e} of their spread"
         )
+
+
+@torch.inference_mode()
+def check_images(model: NativeModel) -> None:
+    """Raises ValueError unless a prompt with pictures, and tokens after it, have the logits of a plain forward."""
+    if (images := model.images) is None:
+        return
+    kind, (prompt, spans) = type(model.module).__name__, images.make_probe()
+    tokens = torch.tensor([*prompt, *images.plain[5 : 5 + _STEPS]], device=model.device)
+    try:
+        sdpa = {"": "sdpa"} | dict.fromkeys(model.module.config.sub_configs, "sdpa")
+        model.module.set_attn_implementation(sdpa)
+        expected = model.module(**images.list_plain_inputs(tokens, spans)).logits[0, len(prompt) - 1 :].float()
+        model.module.set_attn_implementation(choose_attention(model.module.config, NAME, sees=True))
+        found = _compute_images(model, images, tokens, len(prompt), spans)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # a model fails by whatever it stumbles over
+        why = f"with images: {type(problem).__name__}: {shorten(str(problem), 200)}"
+        raise ValueError(REFUSAL.format(kind, why)) from problem
+    if (error := compare_logits(found, expected)) > TOLERANCE[model.dtype]:
+        raise ValueError(REFUSAL.format(kind, f"with images its logits would differ by {error:.1e} of their spread"))
+
+
+def _compute_images(
+    model: NativeModel, images: ImageEmbedder, tokens: Tensor, prompt: int, spans: Sequence[ImageSpan]
+) -> Tensor:
+    """Prefill the prompt, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V]."""
+    cache = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None)
+    fed, places = _pad(model, tokens[:prompt].tolist(), list(range(prompt)))
+    whole, shift = place_prompt(images, prompt, spans, places)
+    two_way = join_neighbours(spans) if images.has_two_way_images else ()
+    last = torch.tensor([prompt - 1], device=model.device)
+    sequence = PrefillSequence(0, prompt, slice(0, 1), two_way=two_way)
+    out = [model.forward(fed, whole, PrefillAttention(cache, [sequence]), last, spans)]
+    for step in range(prompt, len(tokens)):
+        fed, at = torch.zeros(2, ROWS, dtype=torch.int64, device=model.device)
+        fed[0], at[0] = tokens[step], step
+        out.append(model.forward(fed, at - shift, DecodeAttention(cache, at, step + 1), None)[:1])
+    return torch.cat(out).float()
+
+
+def place_prompt(images: ImageEmbedder, length: int, spans: Sequence[ImageSpan], places: Tensor) -> tuple[Tensor, int]:
+    """The rotary positions of a prompt whose tokens stand at ``places`` i64[T], padding behind it: i64[T], or with
+    M-RoPE [3, T]. Then how much less than its place the position of a later token is."""
+    if (axes := images.find_positions(length, spans)) is None:
+        return places, 0
+    padded = F.pad(axes, (0, len(places) - length)).to(places.device)
+    return padded, length - 1 - int(axes.max())
 
 
 @torch.inference_mode()

@@ -1,0 +1,287 @@
+"""What a vision-language model of transformers makes of images: embeddings, positions, and tokens that it must not say.
+
+Nothing here goes by a model's name. A family is what its classes declare: `get_image_features`, `get_rope_index`
+(M-RoPE), `deepstack_visual_embeds`, `token_type_ids` (an image's tokens see each other). LanguageModel.check compares
+the result with the model's own forward, and refuses a family that needs more.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coalign.backends.vision_language import find_body, has_towers
+from coalign.data.images.pixels import PixelCache, Pixels
+from coalign.data.images.processor import ImageProcessor
+from coalign.types import ImageSpan
+
+FORBIDDEN = -1e30  # added to a logit: its probability is 0, and 0 times its log-prob is not nan
+PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+# What modules are called that map a tower's features to embeddings.
+PROJECTORS = ("projector", "connector", "merger", "downsample", "embed_vision")
+PROBE, BLANK = "probe", "blank"  # names of images that are no files
+Features = list[Tensor]  # of an image: [n, H] for the first layer, then what is added to the first layers (deepstack)
+
+
+def list_placeholders(model: PreTrainedModel) -> list[int]:
+    """The ids that stand for images, videos or sounds, which a model must not say."""
+    found = {getattr(model.config, name, None) for name in PLACEHOLDERS}
+    size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    return sorted(token for token in found if token is not None and token < size)
+
+
+def list_plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    """``count`` ids that stand for no image, for probes; they repeat in a small vocabulary."""
+    size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    plain = [token for token in range(min(size, count + len(PLACEHOLDERS))) if token not in list_placeholders(model)]
+    return [plain[number % len(plain)] for number in range(count)]
+
+
+def find_owner(model: PreTrainedModel) -> Any:
+    """The module that makes features of images. NotImplementedError for a model without one."""
+    for module in (model.base_model, model):
+        if has_towers(model.config) and hasattr(module, "get_image_features"):
+            return module
+    raise NotImplementedError(f"{type(model).__name__} has no `get_image_features`, so it reads no images here")
+
+
+def has_two_way_images(model: PreTrainedModel) -> bool:
+    """Whether the tokens of an image see each other, also those that follow (Gemma 3)."""
+    return "token_type_ids" in inspect.signature(find_owner(model).forward).parameters
+
+
+def name_parts(model: PreTrainedModel) -> dict[str, str]:
+    """Say of each parameter whether it is of the `tower`, the `projector` or the `language` model."""
+    body, head = find_body(model), model.get_output_embeddings()
+    modules = (body, head, model.get_input_embeddings())
+    language = {id(p) for module in modules if module is not None for p in module.parameters()}
+    return {
+        name: "language" if id(p) in language else "projector" if any(n in name for n in PROJECTORS) else "tower"
+        for name, p in model.named_parameters()
+    }
+
+
+class ImageEmbedder:
+    """Turns images into what the language model of ``model`` reads in the place of their placeholders.
+
+    ``keep``: bytes of pixels to keep in memory. ``learns``, ``is_sharded``: gradients of what makes features, or its
+    collectives, are needed for every row, so it computes something for each. ``one_by_one``: features of an image do
+    not depend on others.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: ImageProcessor,
+        *,
+        keep: int,
+        learns: bool = False,
+        is_sharded: bool = False,
+        one_by_one: bool = False,
+    ) -> None:
+        self.processor, self.is_sharded, self.one_by_one = processor, is_sharded, one_by_one
+        self.always = learns or is_sharded
+        self.pixels = PixelCache(processor, keep)
+        # In a list, since a module as an attribute of a module would give its weights other names.
+        self._modules = [find_owner(model), find_body(model), model.get_input_embeddings()]
+        owner, body, _ = self._modules
+        self._known = set(inspect.signature(owner.get_image_features).parameters)
+        self._arguments = set(inspect.signature(owner.forward).parameters)
+        self.has_deepstack = "deepstack_visual_embeds" in inspect.signature(body.forward).parameters
+        self.has_two_way_images = has_two_way_images(model)
+        self.has_axes = hasattr(owner, "get_rope_index")
+        self.plain = list_plain_tokens(model, 16)
+        self._place = lru_cache(maxsize=256)(self._compute_positions)
+
+    # ---- features
+
+    def encode(self, spans: Sequence[ImageSpan]) -> dict[str, Features]:
+        """Compute the features of each image of ``spans``, once: {hash: [n, H] of each layer}.
+
+        ValueError for an image of which the tower makes another number of features than there are placeholders.
+        """
+        sizes: dict[str, int] = {}
+        images = {span.image: span for span in spans}
+        for span in spans:
+            sizes[span.image] = max(sizes.get(span.image, 0), span.first + span.length)
+        pixels = {image: self.pixels.get(span) for image, span in images.items()}
+        found: dict[str, Features] = {}
+        for names in self._group(pixels):
+            layers = self._compute([pixels[name] for name in names])
+            counts = [sizes[name] for name in names]
+            if len(layers[0]) != sum(counts):
+                where = ", ".join(images[name].path or name for name in names)
+                raise ValueError(
+                    f"the tower makes {len(layers[0])} features of {where}, and {sum(counts)} have a place"
+                )
+            found |= dict(
+                zip(names, map(list, zip(*(layer.split(counts) for layer in layers), strict=True)), strict=True)
+            )
+        return found
+
+    def _group(self, pixels: Mapping[str, Pixels]) -> list[list[str]]:
+        """The names of images that the tower takes at once: those whose tensors can be joined."""
+        if self.one_by_one:
+            return [[name] for name in pixels]
+        groups: dict[Any, list[str]] = {}
+        for name, own in pixels.items():
+            groups.setdefault(own["pixel_values"].shape[_find_axis(own) + 1 :], []).append(name)
+        if self.is_sharded and len(groups) > 1:  # other ranks would wait for the collectives of one call
+            raise NotImplementedError("the tower cannot take the images of a micro-batch at once: they differ in size")
+        return [*groups.values()]
+
+    def _compute(self, many: Sequence[Pixels]) -> Features:
+        """The features of images, end to end: [n, H] of each layer."""
+        owner, _, embeddings = self._modules
+        device = embeddings.weight.device
+        dtype = next(p.dtype for p in owner.parameters() if p.is_floating_point())
+        names = self._known.intersection(many[0])
+        axis = _find_axis(many[0])
+        inputs = {name: torch.cat([pixels[name] for pixels in many], axis).to(device) for name in names}
+        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+        found = owner.get_image_features(**inputs, return_dict=True)
+        return [_flatten(layer) for layer in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
+
+    # ---- what the language model reads
+
+    def embed(self, tokens: Tensor, spans: Sequence[ImageSpan]) -> dict[str, Any]:
+        """Arguments for the language model, for ``tokens`` i64[P] with ``spans`` in them.
+
+        inputs_embeds [1, P, H]; with deepstack also where the features stand, and what is added there. ValueError for
+        an image whose features are not as many as its placeholders.
+        """
+        _, _, embeddings = self._modules
+        spans = sorted(spans, key=lambda span: span.start)
+        features = self.encode(spans)
+        places = torch.tensor([t for span in spans for t in range(span.start, span.stop)], device=tokens.device)
+        known = tokens if not spans else tokens.index_fill(0, places.long(), 0)  # some ids are beyond the table
+        row = embeddings(known[None])[0]
+        if spans:
+            cut = ([layer[s.first : s.first + s.length] for layer in features[s.image]] for s in spans)
+            layers = [torch.cat(layer) for layer in zip(*cut, strict=True)]
+            row = row.index_copy(0, places, layers[0].to(row.dtype))
+            if self.has_deepstack:
+                where = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, places, True)
+                added = [layer.to(row.dtype) for layer in layers[1:]]
+                return {"inputs_embeds": row[None], "visual_pos_masks": where[None], "deepstack_visual_embeds": added}
+        elif self.always:
+            unread = torch.stack([layer.sum() for layer in self._compute([self._blank])]).sum()
+            row = row + unread.to(row.dtype) * 0
+        return {"inputs_embeds": row[None]}
+
+    @property
+    def _blank(self) -> Pixels:
+        """The smallest picture, whose features nobody reads."""
+        return self._draw(BLANK, (32, 32))[1]
+
+    # ---- positions
+
+    def find_positions(self, length: int, spans: Sequence[ImageSpan]) -> Tensor | None:
+        """i64[3, length] of a sequence: M-RoPE's, in which an image takes fewer positions than tokens; None without."""
+        if not self.has_axes:
+            return None
+        if not spans:
+            return torch.arange(length).expand(3, -1)
+        known = self._place(tuple((span.start, span.length, span.grid) for span in spans))
+        after = torch.arange(length - known.shape[1]) + int(known.max()) + 1
+        return torch.cat([known, after.expand(3, -1)], 1)[:, :length]
+
+    def _compute_positions(self, spans: tuple[tuple[int, int, tuple[int, int, int]], ...]) -> Tensor:
+        """i64[3, n] up to the end of the last image."""
+        owner, *_ = self._modules
+        if any(start == before + length for (before, length, _), (start, _, _) in pairwise(spans)):
+            raise ValueError(
+                "two images stand side by side without a token between them, which M-RoPE cannot tell apart"
+            )
+        end = spans[-1][0] + spans[-1][1]
+        kinds = torch.zeros(1, end, dtype=torch.int32)
+        for start, length, _ in spans:
+            kinds[:, start : start + length] = 1
+        grids = torch.tensor([grid for *_, grid in spans])
+        positions, _ = owner.get_rope_index(
+            torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, image_grid_thw=grids
+        )
+        return positions[:, 0]
+
+    # ---- beside the model's own forward
+
+    def list_plain_inputs(self, tokens: Tensor, spans: Sequence[ImageSpan]) -> dict[str, Any]:
+        """The arguments of the model's own forward for one sequence i64[n], as its processor would make them."""
+        images = [self.pixels.get(span) for span in spans if not span.first]
+        kinds = torch.zeros_like(tokens)
+        for span in spans:
+            kinds[span.start : span.stop] = 1
+        inputs: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
+        if images:
+            axis = _find_axis(images[0])
+            names = self._arguments.intersection(images[0])
+            inputs |= {n: torch.cat([own[n] for own in images], axis).to(tokens.device) for n in names}
+        names = [name for name in ("mm_token_type_ids", "token_type_ids") if name in self._arguments]
+        return inputs | {name: kinds[None] for name in names}
+
+    def make_probe(self) -> tuple[list[int], list[ImageSpan]]:
+        """A prompt with two pictures of random pixels, and where they stand in it."""
+        tokens, spans = self.plain[:2], []
+        for number, size in enumerate(((44, 30), (30, 52))):
+            text, _ = self._draw(f"{PROBE} {number}", size)
+            shape = self.processor.measure(size)
+            own = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            first = 0
+            for place, token in enumerate(own, len(tokens)):
+                if token != self.processor.token:
+                    continue
+                if spans and spans[-1].stop == place and first:
+                    spans[-1] = replace(spans[-1], length=spans[-1].length + 1)
+                else:
+                    spans.append(ImageSpan(f"{PROBE} {number}", "", place, 1, shape.grid, first))
+                first += 1
+            tokens += [*own, *self.plain[2:4]]
+        return tokens, spans
+
+    def _draw(self, name: str, size: tuple[int, int]) -> tuple[str, Pixels]:
+        """Make a picture without a file. Returns the text that stands for it, and its pixels."""
+        from PIL import Image
+
+        draw = torch.Generator().manual_seed(len(name))
+        noise = torch.randint(0, 256, (size[1], size[0], 3), generator=draw, dtype=torch.uint8)
+        pixels = self.processor.prepare(Image.fromarray(noise.numpy()))
+        if name != BLANK:
+            self.pixels.keep(name, pixels)
+        return self.processor.measure(size).text, pixels
+
+
+def _find_axis(pixels: Pixels) -> int:
+    """The dimension along which images are joined: of [1, tiles, C, H, W] the second one."""
+    return int(pixels["pixel_values"].dim() == 5)
+
+
+def _flatten(features: Any) -> Tensor:
+    """[n, H] of the features of several images, in any of the forms that transformers gives them."""
+    if isinstance(features, list | tuple):
+        return torch.cat([_flatten(own) for own in features])
+    return features.flatten(0, -2)
+
+
+@contextmanager
+def install_embeddings(body: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Within this context ``body`` computes with these arguments in place of the embeddings of its tokens."""
+
+    def replace_inputs(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, "input_ids": None, **arguments}
+
+    handle = body.register_forward_pre_hook(replace_inputs, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,160 @@
+"""Image files by content: what a row calls an image becomes a file whose hash and size are known.
+
+A row may name a file, or hold its bytes. Bytes are written once to a folder of Coalign's cache, under their hash. So
+from here on an image is a path, and batches carry paths and hashes, never pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from coalign.data.sources import BadRow
+from coalign.files import find_cache, write_atomically
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+REASON = "image"  # of BadRow: the policy `data.on_bad_image`
+NEEDS_PILLOW = "images are read with Pillow, which is not installed: pip install coalign[images]"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A file that holds one image: its path, the sha256 of its bytes, and its width and height in pixels."""
+
+    path: str
+    sha256: str
+    size: tuple[int, int]
+
+
+class ImageFiles:
+    """Finds the file of each image that rows name or hold, and reads it once.
+
+    ``root``: the folder that relative paths start from. ``most_pixels`` of a file.
+    """
+
+    def __init__(self, root: Path, most_pixels: int) -> None:
+        self.root, self.most_pixels = root, most_pixels
+        self._known: dict[
+            str, tuple[tuple[int, int], ImageFile]
+        ] = {}  # path -> (time and bytes of the file, what it is)
+
+    def store(self, value: Any) -> str:
+        """Return the path of an image in a row: a path, a file or data URL, bytes, or {bytes, path} as `datasets` has.
+
+        BadRow (image) for anything else.
+        """
+        if isinstance(value, Mapping):
+            inner = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
+            if inner is None:
+                raise BadRow(
+                    f"an image is an object with {', '.join(value) or 'nothing'}, and no bytes or path", REASON
+                )
+            return self.store(inner)
+        if isinstance(value, bytes):
+            return self._keep(value)
+        if not isinstance(value, str) or not value:
+            raise BadRow(f"an image is {type(value).__name__}; expected a path, a data URL or bytes", REASON)
+        if value.startswith("data:"):
+            return self._keep(_decode_data_url(value))
+        if "://" in value[:16] or value.startswith("file:"):
+            return self._find_path(_read_file_url(value))
+        return self._find_path(value)
+
+    def find(self, path: str) -> ImageFile:
+        """Return the image at ``path``, which `store` returned. BadRow (image) for one that cannot be used."""
+        try:
+            state = Path(path).stat()
+            key = (state.st_mtime_ns, state.st_size)
+            if (known := self._known.get(path)) is None or known[0] != key:
+                content = Path(path).read_bytes()
+                image = open_image(content, path, self.most_pixels)
+                known = self._known[path] = key, ImageFile(path, hashlib.sha256(content).hexdigest(), image.size)
+        except OSError as error:
+            raise BadRow(f"the image {path} cannot be read: {error.strerror or error}", REASON) from error
+        return known[1]
+
+    def _find_path(self, name: str) -> str:
+        path = (self.root / name).absolute()
+        if not path.is_file():
+            why = "is a directory" if path.is_dir() else "does not exist"
+            raise BadRow(f"the image {name} {why} (looked for as {path}; data.images.root says where to)", REASON)
+        return str(path)
+
+    def _keep(self, content: bytes) -> str:
+        path = find_cache() / "images" / hashlib.sha256(content).hexdigest()
+        if not path.is_file() or path.stat().st_size != len(content):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with write_atomically(path) as aside:
+                aside.write_bytes(content)
+        return str(path)
+
+
+def open_image(content: bytes, path: str, most_pixels: int) -> Image:
+    """Decode an image in full, as RGB and turned as its EXIF data says. BadRow (image), with the path, if it cannot be.
+
+    A file that says it has more than ``most_pixels`` is refused before anything is decoded.
+    """
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError(NEEDS_PILLOW) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
+            image = Image.open(io.BytesIO(content))
+            width, height = image.size
+            if width * height > most_pixels:
+                limit = f"{width} x {height} pixels; data.images.max_file_pixels is {most_pixels:,}"
+                raise BadRow(f"the image {path} says that it has {limit}", REASON)
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                raise BadRow(f"the image {path} is animated ({frames} frames); expected a single picture", REASON)
+            image.load()
+            return ImageOps.exif_transpose(_to_rgb(image))
+    except UnidentifiedImageError as error:
+        raise BadRow(f"{path} is no image that Pillow can read", REASON) from error
+    except Image.DecompressionBombError as error:
+        raise BadRow(f"the image {path} is a decompression bomb: {error}", REASON) from error
+    except BadRow:
+        raise
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # Pillow's, for damaged files
+        raise BadRow(f"the image {path} is damaged: {error}", REASON) from error
+
+
+def _to_rgb(image: Image) -> Image:
+    """Transparent places become white; CMYK, grey and palettes are converted."""
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        from PIL import Image as module
+
+        image = image.convert("RGBA")
+        return module.alpha_composite(module.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _decode_data_url(url: str) -> bytes:
+    header, comma, content = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise BadRow(f"an image is a data URL without base64: {url[:40]!r}", REASON)
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRow(f"an image is a data URL whose base64 is damaged ({error}): {url[:40]!r}", REASON) from error
+
+
+def _read_file_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return unquote(parts.path)
+    what = "names another host" if parts.scheme == "file" else f"is a URL of the kind `{parts.scheme}`"
+    raise BadRow(
+        f"the image {url[:80]} {what}: nothing is fetched for rows; download the images and name their files", REASON
+    )

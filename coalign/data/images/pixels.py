@@ -1,0 +1,69 @@
+"""Pixels of images as a model reads them, made when they are needed and kept while there is room."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from coalign.data.images.files import open_image
+from coalign.data.images.processor import ImageProcessor
+from coalign.types import ImageSpan
+
+Pixels = Mapping[str, Tensor]
+
+
+class PixelCache:
+    """Makes the pixels of images and keeps those used last, up to ``most_bytes``.
+
+    ``made``: how many it has made. Not for several threads at once.
+    """
+
+    def __init__(self, processor: ImageProcessor, most_bytes: int) -> None:
+        self.processor, self.most_bytes, self.made = processor, most_bytes, 0
+        self._kept: OrderedDict[str, Pixels] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, span: ImageSpan) -> Pixels:
+        """Return `pixel_values` and what belongs to them, on the CPU.
+
+        FileNotFoundError or ValueError, with the path, for a file that is gone or has changed since the data were read.
+        """
+        if (found := self._kept.get(span.image)) is None:
+            found = self._make(span)
+            self.made += 1
+            self.keep(span.image, found)
+        self._kept.move_to_end(span.image)
+        return found
+
+    def keep(self, image: str, pixels: Pixels) -> None:
+        """Keep ``pixels`` under the hash of their file, and drop those that were not used for longest."""
+        self._kept[image] = pixels
+        self._bytes += _count_bytes(pixels)
+        while self._bytes > self.most_bytes and len(self._kept) > 1:
+            self._bytes -= _count_bytes(self._kept.popitem(last=False)[1])
+
+    def _make(self, span: ImageSpan) -> Pixels:
+        try:
+            content = Path(span.path).read_bytes()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"the image {span.path} is not there: every process that reads images needs the same files (on a "
+                "cluster, a folder that all machines share)"
+            ) from error
+        if hashlib.sha256(content).hexdigest() != span.image:
+            raise ValueError(f"the image {span.path} has changed since the data were read")
+        image = open_image(content, span.path, self.processor.settings.max_file_pixels)
+        if (shape := self.processor.measure(image.size)).grid != span.grid:
+            raise ValueError(
+                f"the image {span.path} has {shape.grid} patches by the processor in {self.processor.directory}, and "
+                f"{span.grid} by that of the data: all models that see need the same processor"
+            )
+        return self.processor.prepare(image)
+
+
+def _count_bytes(pixels: Pixels) -> int:
+    return sum(tensor.nbytes for tensor in pixels.values())

@@ -1,0 +1,181 @@
+"""Where images stand: in the messages of a row, in the text that a template writes, and in its tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+from coalign.data.images.files import REASON, ImageFile, ImageFiles
+from coalign.data.images.processor import ImageProcessor
+from coalign.data.sources import BadRow
+from coalign.types import ImageSpan
+
+Message = dict[str, Any]
+MARKER = re.compile(r"<image(?:[ _](\d+))?>")  # LLaVA, Geometry3K: <image>; MMMU: <image 1>
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def list_images(messages: Iterable[Message]) -> list[str]:
+    """List the paths of the images in messages, in order."""
+    contents = (message.get("content") for message in messages)
+    return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
+
+
+def read_part(part: Mapping[str, Any]) -> Any | None:
+    """Return the image of a part of content in any of the usual forms; None for a part of another kind.
+
+    {type: image, image: …}, {type: image, url or path: …}, {type: image_url, image_url: {url}}, {type: input_image, …}.
+    """
+    kind = str(part.get("type"))
+    if kind not in ("image", "image_url", "input_image"):
+        return None
+    return next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), "")
+
+
+def place_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Message]:
+    """Put the images of a row where its texts say `<image>`, or, if none does, before the first question.
+
+    `<image 2>` is the second image. BadRow (image) unless each image of the row has a place, and each place an image.
+    Neighbouring texts of a message become one.
+    """
+    everywhere = [part for message in messages for part in _list_parts(message)]
+    marks = sum(len(MARKER.findall(_get_text(part))) + _is_open(part) for part in everywhere)
+    own = {part["image"] for part in everywhere if is_image(part) and part["image"]}
+    if not marks and (not paths or own == set(paths)):
+        return [_write(message, _list_parts(message)) for message in messages]
+    if own and paths:
+        raise BadRow(f"the row has {len(paths)} images of its own, and others in its messages", REASON)
+    if not marks:
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise BadRow(f"the row has {len(paths)} images and no message of the user", REASON)
+        images = [{"type": "image", "image": path} for path in paths]
+        return [
+            _write(message, [*images, *_list_parts(message)] if i == first else _list_parts(message))
+            for i, message in enumerate(messages)
+        ]
+    waiting = list(paths)
+    used: set[int] = set()
+
+    def take(number: str | None) -> Message:
+        index = len(used) if number is None else int(number) - 1
+        if not 0 <= index < len(waiting):
+            raise BadRow(f"the texts name image {index + 1}, and the row has {len(paths)}", REASON)
+        used.add(index)
+        return {"type": "image", "image": waiting[index]}
+
+    placed = []
+    for message in messages:
+        parts: list[Message] = []
+        for part in _list_parts(message):
+            if is_image(part):
+                parts.append(take(None) if _is_open(part) else part)
+                continue
+            text, end = _get_text(part), 0
+            for found in MARKER.finditer(text):
+                parts += [{"type": "text", "text": text[end : found.start()]}, take(found[1])]
+                end = found.end()
+            parts.append({"type": "text", "text": text[end:]})
+        placed.append(_write(message, parts))
+    if len(used) < len(paths):
+        raise BadRow(f"the row has {len(paths)} images, and its texts have places for {len(used)}", REASON)
+    return placed
+
+
+def _list_parts(message: Message) -> list[Message]:
+    content = message["content"]
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _is_open(part: Message) -> bool:
+    """Whether a part is the place of an image that the row has elsewhere: {type: image} alone."""
+    return is_image(part) and not part["image"]
+
+
+def _get_text(part: Message) -> str:
+    return "" if is_image(part) else part.get("text") or ""
+
+
+def _write(message: Message, parts: Sequence[Message]) -> Message:
+    """The message with these parts: a text if there are no images. Neighbouring texts are joined."""
+    joined: list[Message] = []
+    for text, run in groupby(parts, key=lambda part: not is_image(part)):
+        if not text:
+            joined += run
+        elif content := "".join(_get_text(part) for part in run):
+            joined.append({"type": "text", "text": content})
+    if not any(map(is_image, joined)):
+        return message if isinstance(message["content"], str) else message | {"content": _join_texts(joined)}
+    return message | {"content": joined}
+
+
+def _join_texts(parts: Sequence[Message]) -> str:
+    return "".join(_get_text(part) for part in parts)
+
+
+class Placeholders:
+    """Expands the placeholder of each image in a text to as many as the model has features, and finds them again."""
+
+    def __init__(self, processor: ImageProcessor, files: ImageFiles) -> None:
+        self.processor, self.files = processor, files
+
+    def find(self, messages: Iterable[Message]) -> list[ImageFile]:
+        """The files of the images in messages, in order. BadRow (image) for one that cannot be used."""
+        return [self.files.find(path) for path in list_images(messages)]
+
+    def expand(self, text: str, images: Sequence[ImageFile]) -> tuple[str, list[tuple[int, int]]]:
+        """Replace the n-th placeholder by what stands for the n-th image.
+
+        Returns the text, and (place, growth) of each replacement: how much longer the text is behind that place of the
+        old one. BadRow (image) if there are more placeholders than images, or fewer.
+        """
+        pieces = text.split(self.processor.placeholder)
+        if len(pieces) != len(images) + 1:
+            raise BadRow(
+                f"the chat template writes {len(pieces) - 1} placeholders ({self.processor.placeholder}) for "
+                f"{len(images)} images",
+                REASON,
+            )
+        length, moved, place = len(self.processor.placeholder), [], 0
+        expanded = pieces[:1]
+        for (before, after), image in zip(pairwise(pieces), images, strict=True):
+            stands = self.processor.measure(image.size).text
+            place += len(before) + length
+            moved.append((place, len(stands) - length))
+            expanded += [stands, after]
+        return "".join(expanded), moved
+
+    def locate(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[ImageSpan, ...]:
+        """Find the spans of ``images`` in the tokens of an expanded text. BadRow (image) unless all are there.
+
+        No content can write a placeholder (ContentGuard), so what has its id is one.
+        """
+        runs: list[tuple[int, int]] = []
+        for placed, run in groupby(enumerate(tokens), key=lambda pair: pair[1] == self.processor.token):
+            if placed:
+                places = [place for place, _ in run]
+                runs.append((places[0], len(places)))
+        shapes = [self.processor.measure(image.size) for image in images]
+        if (found := sum(length for _, length in runs)) != (needed := sum(shape.features for shape in shapes)):
+            raise BadRow(f"{found} placeholders in the tokens, and {needed} features of {len(images)} images", REASON)
+        spans = []
+        start, left = runs.pop(0) if runs else (0, 0)
+        for image, shape in zip(images, shapes, strict=True):
+            first = 0
+            while first < shape.features:
+                length = min(left, shape.features - first)
+                spans.append(ImageSpan(image.sha256, image.path, start, length, shape.grid, first))
+                first, start, left = first + length, start + length, left - length
+                if not left and runs:
+                    start, left = runs.pop(0)
+        return tuple(spans)
+
+
+def shift(place: int, moved: Sequence[tuple[int, int]]) -> int:
+    """Where a place of a text is after `Placeholders.expand`."""
+    return place + sum(growth for at, growth in moved if at <= place)

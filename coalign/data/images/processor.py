@@ -1,0 +1,137 @@
+"""A model's own processor of images: pixels for the model, and the placeholders that stand for them in a text.
+
+The classes are transformers'. They are used without their tokenizer and without what reads videos, which would need
+torchvision; images are resized by Pillow, in every process alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from coalign.config.schema import ImagesConfig
+from coalign.data.images.files import NEEDS_PILLOW
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class ImageShape:
+    """What follows from the size of an image alone.
+
+    ``text``: what stands for it in a prompt, placeholders included. ``features``: their number. ``grid``: the patches
+    that the tower reads (frames or tiles, rows, columns).
+    """
+
+    text: str
+    features: int
+    grid: tuple[int, int, int]
+
+
+class ImageProcessor:
+    """The processor in ``directory``, a model's, for texts of ``tokenizer``.
+
+    ``placeholder``: what a chat template writes in an image's place. ``token``: the id that stands for a feature.
+    Raises ValueError for a model without a processor of images, ImportError for a package that it needs.
+    """
+
+    def __init__(self, directory: str | Path, tokenizer: PreTrainedTokenizerBase, settings: ImagesConfig) -> None:
+        from transformers import AutoConfig
+
+        self.directory, self.tokenizer, self.settings = Path(directory), tokenizer, settings
+        self.config = AutoConfig.from_pretrained(directory)
+        token = getattr(self.config, "image_token_id", None)
+        if token is None:
+            raise ValueError(
+                f"data.images: {directory} is a model of the type `{self.config.model_type}`, which reads no images"
+            )
+        self.token: int = token
+        self._processor, self.identity = _load_processor(self.directory, tokenizer, self.config)
+        self.placeholder: str = self._processor.image_token
+        self._arguments = self._processor._merge_kwargs(
+            self._processor.valid_processor_kwargs, tokenizer_init_kwargs={}, return_tensors="pt"
+        )["images_kwargs"]
+        self._shapes: dict[tuple[int, int], ImageShape] = {}
+
+    def measure(self, size: tuple[int, int]) -> ImageShape:
+        """Return the placeholders and the patches of an image of this (width, height)."""
+        size = self._fit(size)
+        if size not in self._shapes:
+            from PIL import Image
+
+            inputs, text = self._process(Image.new("RGB", size))
+            tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            features = cast(list[int], tokens).count(self.token)
+            self._shapes[size] = ImageShape(text, features, self._find_grid(inputs))
+        return self._shapes[size]
+
+    def prepare(self, image: Image) -> dict[str, Tensor]:
+        """Return what the model's tower reads of an RGB image: `pixel_values` and what belongs to them."""
+        if (size := self._fit(image.size)) != image.size:
+            from PIL import Image as module
+
+            image = image.resize(size, module.Resampling.BICUBIC)
+        inputs, _ = self._process(image)
+        return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+    def _process(self, image: Image) -> tuple[Mapping[str, Any], str]:
+        images = self._processor.prepare_inputs_layout(images=[image], text=self.placeholder)[0]
+        inputs, (text,) = self._processor._process_images(images, **self._arguments)
+        return inputs, text
+
+    def _fit(self, size: tuple[int, int]) -> tuple[int, int]:
+        most, (width, height) = self.settings.max_pixels, size
+        if most is None or width * height <= most:
+            return size
+        scale = math.sqrt(most / (width * height))
+        return max(1, int(width * scale)), max(1, int(height * scale))
+
+    def _find_grid(self, inputs: Mapping[str, Any]) -> tuple[int, int, int]:
+        if "image_grid_thw" in inputs:
+            frames, rows, columns = inputs["image_grid_thw"][0].tolist()
+            return frames, rows, columns
+        *outer, _, height, width = inputs["pixel_values"].shape
+        patch = torch.tensor(getattr(self.config.vision_config, "patch_size", 1)).expand(2).tolist()
+        return math.prod(outer), height // patch[0], width // patch[1]
+
+
+def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, config: Any) -> tuple[Any, str]:
+    """Build the processor without what reads videos. Returns it, and a text that is the same for the same settings."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ImportError(NEEDS_PILLOW) from error
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    try:
+        kind: Any = PROCESSOR_MAPPING[type(config)]
+        image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    except (KeyError, OSError, ValueError) as error:
+        raise ValueError(
+            f"data.images: {directory} has no processor of images that transformers can load "
+            f"(preprocessor_config.json): {str(error).splitlines()[0]}"
+        ) from error
+
+    class ImageOnlyProcessor(kind):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+    known = inspect.signature(kind.__init__).parameters
+    own = {key: value for key, value in kind.get_processor_dict(directory)[0].items() if key in known}
+    own = {key: value for key, value in own.items() if key not in ("chat_template", *kind.get_attributes())}
+    parts = dict.fromkeys(kind.get_attributes()) | {"image_processor": image_processor, "tokenizer": tokenizer}
+    processor = ImageOnlyProcessor(**parts, **own)
+    if getattr(processor, "image_token", None) is None or not hasattr(kind, "replace_image_token"):
+        raise ValueError(f"data.images: {kind.__name__} does not say what stands for an image in a text")
+    return processor, json.dumps([kind.__name__, image_processor.to_dict(), own], sort_keys=True, default=str)

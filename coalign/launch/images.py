@@ -1,0 +1,52 @@
+"""Which models of a run see, and what cannot be there in a run that reads images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from coalign.config.schema import FUNCTIONS, ModelConfig, RunConfig, VisionConfig
+from coalign.data.kinds import KINDS
+
+if TYPE_CHECKING:
+    from coalign.engine.engine import Engine
+    from coalign.environments.loop import EnvironmentFunction
+
+
+def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, ModelConfig]:
+    """Return the settings with `vision` for every model of a run that reads images, but for functions.
+
+    ValueError for a model that is to see in a run that reads text alone.
+    """
+    if config.data.images is not None:
+        return {
+            name: model if name == FUNCTIONS or model.vision else model.model_copy(update={"vision": VisionConfig()})
+            for name, model in configs.items()
+        }
+    if blind := next((name for name, model in configs.items() if model.vision is not None), None):
+        raise ValueError(f"models.{blind}.vision: the run reads text alone; set data.images: {{}} for rows with images")
+    return dict(configs)
+
+
+def check_images(
+    config: RunConfig,
+    recipe: type[Engine],
+    environment: EnvironmentFunction | None,
+    configs: Mapping[str, ModelConfig],
+) -> None:
+    """Refuse images where what would read them knows text alone."""
+    if config.data.images is None:
+        return
+    if not KINDS[recipe.source].reads_images:
+        raise ValueError(f"data.images: `{config.algorithm}` reads {recipe.source}, which hold no images; leave it out")
+    if environment is not None:
+        raise ValueError(
+            f"data.images: the environment `{config.rollout.fn}` writes prompts of its own, and reads no images yet; "
+            "leave `rollout.fn` out"
+        )
+    for name, model in configs.items():
+        if model.judge or model.chat_template or (model.head != "lm" and name != FUNCTIONS):
+            kind = "judge" if model.judge else f"model with `head: {model.head}`"
+            raise ValueError(f"models.{name}: a {kind} reads no images yet; reward answers to images by functions")
+        if model.cache:
+            raise ValueError(f"models.{name}.cache: log-probs are kept by tokens alone; leave it out with data.images")

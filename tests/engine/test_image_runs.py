@@ -1,0 +1,149 @@
+"""Whole runs that read images: resumed, on Ray, over two ranks, and what they leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from coalign import load_config
+from coalign.data.batch import Batch
+from coalign.launch.plan import prepare
+from tests.backends.test_images import answer, build_trainer, load_prompts
+from tests.conformance.backends import on_ranks
+from tests.runs import metrics, run, run_in_two_parts
+from tests.vision import picture, vision_model_dir
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Make the configuration of a run of a few seconds on twelve rows, of which every third is text alone."""
+    model, rows = vision_model_dir(tmp_path / "model"), []
+    for number in range(12):
+        picture(tmp_path / f"{number}.png", (24 + 8 * (number % 3), 16), number)
+        row = {"prompt": f"What is {number}?", "answer": str(number), "chosen": str(number), "rejected": "no"}
+        rows.append(row | ({"images": [f"{number}.png"]} if number % 3 else {}))
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+
+    def make(algorithm: str, **sections: Any) -> dict[str, Any]:
+        runtime = {"steps": 4, "prompts_per_step": 4, "threads": 1, "cluster": "local", "trackers": [], "plots": False}
+        config: dict[str, Any] = {
+            "algorithm": algorithm,
+            "seed": 1,
+            "output": str(tmp_path / "run"),
+            "runtime": runtime | {"save_every": 2} | sections.get("runtime", {}),
+            "data": {"train": str(data), "images": {}},
+            "models": {"trainer": {"load": str(model), "optimizer": {"lr": 3e-3, "eps": 1e-3}}},
+        }
+        if algorithm == "grpo":
+            config["reward"] = {"fn": "tests.digits:digits"}
+            config["runtime"] |= {"samples_per_prompt": 4}
+            config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
+            config["models"]["policy"] = {"load": str(model), "sampling": {"max_new_tokens": 4}}
+        return config
+
+    return make
+
+
+def read_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return load_file(Path(config["output"]) / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_a_run_goes_on_where_it_was_and_exports_the_whole_model(algorithm, settings):
+    config = settings(algorithm)
+    assert run(config) == 0
+    again = run_in_two_parts(config)
+    whole, found = read_weights(config), read_weights(again)
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
+    before = load_file(Path(config["models"]["trainer"]["load"]) / "model.safetensors")
+    assert before.keys() == whole.keys()
+    moved = [name for name in whole if not torch.equal(whole[name], before[name])]
+    assert {True, False} == {name.startswith("visual.") for name in moved}
+    folder = Path(config["output"]) / "model"
+    _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()) and (folder / "preprocessor_config.json").is_file()
+    if algorithm == "grpo":
+        samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_text().split("\n")[:-1]]
+        seen = next(sample for sample in samples if "images" in sample)
+        assert seen["images"] == seen["row"]["images"] and seen["prompt"].count("<|image_pad|>") == 1
+
+
+@pytest.mark.backends
+def test_ray_computes_what_one_process_does(settings, tmp_path):
+    pytest.importorskip("ray")
+    config = settings("grpo")
+    own = config | {"output": str(tmp_path / "ray"), "runtime": config["runtime"] | {"cluster": "ray"}}
+    assert run(config) == run(own) == 0
+    for one, other in zip(metrics(config), metrics(own), strict=True):
+        for key in ("loss/value", "loss/grad_norm", "loss/kl_ref", "reward/mean", "tokens/trained"):
+            assert other[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), key
+
+
+def _train(rank: int, port: int, model: Path, batch: Batch, ranks: int) -> dict[str, torch.Tensor]:
+    """Two steps; the first rank has all of the images."""
+    place = {"rank": rank, "world_size": ranks, "rendezvous": f"127.0.0.1:{port}"} if ranks > 1 else {}
+    trainer = build_trainer(model, context=place, optimizer={"lr": 1e-2, "eps": 1e-3})
+    part = batch.split(ranks, keep="group")[rank]
+    logprobs = trainer.forward_step(part)["ref_logprobs"]
+    for _ in range(2):
+        trainer.train_step(part)
+    weights = {name: tensor.clone() for name, tensor in _gather(trainer)}
+    trainer.close()
+    return {"logprobs": logprobs, **weights}
+
+
+def _gather(trainer: Any) -> Any:
+    for name, tensor in trainer.model.model.named_parameters():
+        yield name, trainer._gather(tensor.detach())
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
+def test_two_ranks_learn_what_one_process_does(family, tmp_path):
+    model = vision_model_dir(tmp_path / "model", family)
+    batch = answer(load_prompts(tmp_path, model)).select([*range(3), *range(6, 9), *range(3, 6)])  # text at the end
+    [alone] = on_ranks(1, _train, tmp_path, model, batch, 1)
+    both = on_ranks(2, _train, tmp_path, model, batch, 2)
+    logprobs = torch.cat([own.pop("logprobs") for own in both])
+    torch.testing.assert_close(logprobs, alone.pop("logprobs"), rtol=0, atol=1e-5)
+    for own in both:
+        torch.testing.assert_close(own, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_stay_frozen_and_have_their_own_learning_rates(tmp_path):
+    model = vision_model_dir(tmp_path / "model")
+    batch = answer(load_prompts(tmp_path, model))
+    vision = {"tower": "freeze", "projector_lr_scale": 0.0}
+    trainer = build_trainer(model, vision=vision, optimizer={"lr": 1e-2})
+    before = {name: p.detach().clone() for name, p in trainer.model.model.named_parameters()}
+    trainer.train_step(batch)
+    after = dict(trainer.model.model.named_parameters())
+    assert all(torch.equal(before[name], after[name]) for name in before if "visual" in name)
+    assert {name for name in trainer.gradients if "visual" in name} == {n for n in before if "merger" in n}
+    assert not any(torch.equal(before[name], after[name]) for name in before if "q_proj.weight" in name)
+
+
+def test_what_reads_no_images_is_refused_by_name(settings):
+    def refuse(config: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            prepare(load_config(config))
+
+    config = settings("grpo")
+    tools = config | {"rollout": {"fn": "tool_use", "tools": ["calculator"]}}
+    refuse(tools | {"data": config["data"] | {"chat_template": "qwen3-training"}}, r"data\.images: the environment")
+    blind = settings("sft")
+    blind["data"]["images"] = None
+    blind["models"]["trainer"]["vision"] = {}
+    refuse(blind, r"models\.trainer\.vision: the run reads text alone")
+    reward = settings("grpo")
+    reward["reward"] = {"model": "judge"}
+    reward["models"]["judge"] = {"load": config["models"]["policy"]["load"], "head": "reward"}
+    refuse(reward, r"models\.judge: a model with `head: reward` reads no images yet")
+    refuse(settings("reward_model"), r"models\.trainer: a model with `head: reward` reads no images yet")
