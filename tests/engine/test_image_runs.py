@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from coalign import load_config
+from coalign.config.functions import resolve_class
+from coalign.config.schema import ModelConfig, VisionConfig
 from coalign.data.batch import Batch
 from coalign.launch.plan import prepare
 from tests.backends.test_images import answer, build_trainer, load_prompts
@@ -147,3 +149,11 @@ def test_what_reads_no_images_is_refused_by_name(settings):
     reward["models"]["judge"] = {"load": config["models"]["policy"]["load"], "head": "reward"}
     refuse(reward, r"models\.judge: a model with `head: reward` reads no images yet")
     refuse(settings("reward_model"), r"models\.trainer: a model with `head: reward` reads no images yet")
+
+
+@pytest.mark.parametrize("module", ["vllm", "deepspeed", "megatron"])
+def test_a_module_without_images_is_refused_by_name(module):
+    pytest.importorskip({"megatron": "megatron.core"}.get(module, module))
+    config = ModelConfig(module=module, load="model", vision=VisionConfig())
+    with pytest.raises(ValueError, match=rf"models\.some\.module is `{module}`, which reads no images yet"):
+        resolve_class(module, "coalign.backends").check_settings(config, "some", torch.device("cpu"))

@@ -68,6 +68,7 @@ class VLLMModule(RolloutModule):
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        super().check_settings(config, name, device)
         check_owned(config.vllm, name)
         if config.pipeline_parallel > 1 and device.type == "cpu":
             raise ValueError(
