@@ -1,0 +1,177 @@
+"""Matches the lines of a log with the rules: what was found, where, by whom and when."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
+from coalign.diagnosis.rules import SECONDARY, CauseRule, LinePattern, build_filter, find_rule, load_rules
+from coalign.diagnosis.tracebacks import BEGIN, LogTraceback, read_block, read_traceback
+
+MOST_ALIKE = 40  # lines that differ in digits alone
+_MOST_COLLECTIVE = 20_000  # of those that say who waited for whom
+_DIGITS = b"0123456789"
+_WARNING = re.compile(
+    r"^.{0,60}?\b(?:WARN(?:ING)?|INFO|DEBUG|warning|info)\b(?!.{0,3}(?:ERROR))"
+    r"|^\W{0,3}[WI]\d{3,4} \d\d:|^\[rank\d+\]:\[[WI]\d|(?:User|Future|Deprecation|Runtime|Resource)Warning\b"
+)
+_RAY_TASK = re.compile(r"ray::([\w.<>]+)(?:\(\))? \(pid=(\d+)(?:, ip=([\w.]+))?")
+_RANK = re.compile(r"\b[Rr]ank[ =:]{0,3}(\d+)\b")
+# What a run prints while it trains: an error before several of these has not ended it.
+_PROGRESS = re.compile(
+    r"^.{0,120}?(?:\{'?\"?(?:train_)?loss'?\"?: |\b(?:step|iter(?:ation)?|epoch|global_step)s?\b\W{0,3}\d+\b.{0,160}?\b(?:loss|reward|lr|grad_norm|kl)\b)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_ORDINARY = re.compile(
+    r"^(?:\w+\.)*(?:Key|Value|Type|Index|Attribute|ZeroDivision|Name|Assertion|Unicode\w*|JSONDecode|Runtime|Syntax|"
+    r"UnboundLocal|Lookup|Arithmetic|Overflow|NotImplemented|Recursion|Timeout)Error\b|^\w*Exception\b"
+)
+_DATA_LIKE = ("data", "versions", "user code", "frameworks")  # categories that a failing reward function may look like
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that a line of a log matches, or an exception that no rule knows (``rule`` is None).
+
+    ``line`` counts the file's lines from 0; ``time`` is in seconds; ``survived``: the run went on after it.
+    """
+
+    rule: CauseRule | None
+    log: LogFile
+    line: int
+    text: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    origin: LineOrigin = LineOrigin()
+    time: float | None = None
+    survived: bool = False
+    traceback: LogTraceback | None = None
+
+    @property
+    def tier(self) -> int:
+        return 35 if self.rule is None else self.rule.tier
+
+    @property
+    def place(self) -> str:
+        return f"{self.log.name}:{self.log.number(self.line)}"
+
+    @property
+    def title(self) -> str:
+        return self.rule.describe(self.fields) if self.rule else f"unknown cause: {self.text[:200]}"
+
+
+@cache
+def _index_patterns() -> dict[str, list[tuple[int, CauseRule, LinePattern]]]:
+    """The patterns of all rules by each of their words, with the number of the rule."""
+    index: dict[str, list[tuple[int, CauseRule, LinePattern]]] = {}
+    for number, rule in enumerate(load_rules()):
+        for pattern in rule.patterns:
+            for word in pattern.words:
+                index.setdefault(word, []).append((number, rule, pattern))
+    return index
+
+
+def find_all(log: LogFile) -> list[Finding]:
+    """Return what the rules find in a log, in its order; and exceptions that they do not know."""
+    findings: dict[int, Finding] = {}
+    tracebacks: list[LogTraceback] = []
+    for line in _list_candidates(log):
+        text = log.text(line)
+        if BEGIN.search(text) and (trace := read_traceback(log, line)):
+            tracebacks.append(trace)
+        if finding := _match(log, line, text):
+            findings[line] = finding
+    for trace in tracebacks:
+        found = findings.get(trace.last)
+        if named := _judge_exception(log, trace, found):
+            findings[trace.last] = named
+    return [_mark_survival(findings[line]) for line in sorted(findings)]
+
+
+def _list_candidates(log: LogFile) -> Iterator[int]:
+    """Yield the lines that a rule may match; of lines that differ in digits alone the first ones."""
+    alike: Counter[bytes] = Counter()
+    for line in log.find(build_filter()):
+        raw = log.read(line)
+        skeleton = raw.translate(None, _DIGITS)
+        alike[skeleton] += 1
+        if alike[skeleton] <= MOST_ALIKE or (b"atchdog" in raw and alike[skeleton] <= _MOST_COLLECTIVE):
+            yield line
+
+
+def _match(log: LogFile, line: int, text: str) -> Finding | None:
+    """Return the first rule of the file that a line matches."""
+    lower = text.lower()
+    hits = {}
+    for word, patterns in _index_patterns().items():
+        if word in lower:
+            for number, rule, pattern in patterns:
+                hits.setdefault(number, (rule, []))[1].append(pattern)
+    if not hits:
+        return None
+    origin, bare = split_tags(text)
+    is_warning = _WARNING.match(text) is not None or "Warning: " in text
+    block: str | None = None
+    for number in sorted(hits):
+        rule, patterns = hits[number]
+        found = next((match for pattern in patterns if (match := pattern.expression.search(bare))), None)
+        if found is None or any(pattern.search(bare) for pattern in rule.unless):
+            continue
+        if is_warning and not rule.takes_warnings and rule.order < SECONDARY:
+            continue
+        if (rule.all or rule.none or rule.fields) and block is None:
+            block = read_block(log, line)
+        if not all(pattern.search(block or "") for pattern in rule.all) or any(
+            pattern.search(block or "") for pattern in rule.none
+        ):
+            continue
+        fields = {name: value for name, value in found.groupdict().items() if value}
+        for pattern in rule.fields:
+            more = pattern.search(bare) or pattern.search(block or "")
+            fields |= {name: value for name, value in more.groupdict().items() if value} if more else {}
+        if origin.rank is None and (rank := fields.get("rank") or _find_rank(bare)):
+            origin = replace(origin, rank=int(rank))
+        if origin.pid is None and rule.order < SECONDARY and (task := _find_ray_task(block or read_block(log, line))):
+            origin = origin.fill(task)
+        return Finding(rule, log, line, bare.strip(), fields, origin.fill(log.origin), log.time(line))
+    return None
+
+
+def _find_rank(text: str) -> str | None:
+    rank = _RANK.search(text)
+    return rank[1] if rank else None
+
+
+def _find_ray_task(block: str) -> LineOrigin | None:
+    """Return the last task of Ray that a traceback names: the one in which the error was raised."""
+    tasks = _RAY_TASK.findall(block)
+    return LineOrigin(None, tasks[-1][2] or None, tasks[-1][0], tasks[-1][1]) if tasks else None
+
+
+def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -> Finding | None:
+    """Return what an exception is: a reward's, another one of the run's own code, a known or an unknown one."""
+    own, innermost = trace.own_frame, trace.frames[-1]
+    reward, user = find_rule("reward-function"), find_rule("user-code")
+    rule = found.rule if found else None
+    if found and rule and rule.order >= SECONDARY:
+        return None
+    in_reward = own is not None and reward.frames is not None and reward.frames.search(f"{own.file} {own.function}")
+    if in_reward and _ORDINARY.match(trace.exception) and (rule is None or rule.category in _DATA_LIKE):
+        rule = reward
+    elif rule is None:
+        rule = user if innermost.is_own else None
+    text = found.text if found else trace.exception
+    origin = found.origin if found else trace.origin
+    fields = dict(found.fields) if found else {}
+    return Finding(rule, log, trace.last, text, fields, origin, log.time(trace.last), traceback=trace)
+
+
+def _mark_survival(finding: Finding) -> Finding:
+    """Say of a finding whether the log shows training steps after it."""
+    if finding.rule is not None and finding.rule.order >= SECONDARY:
+        return finding
+    steps = _PROGRESS.finditer(finding.log.rest(finding.line))
+    return replace(finding, survived=sum(1 for _, _ in zip(steps, range(3), strict=False)) >= 3)

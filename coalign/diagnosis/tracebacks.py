@@ -1,0 +1,110 @@
+"""Python's tracebacks in logs, also where the lines of several processes are mixed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
+
+BEGIN = re.compile(r"Traceback \(most recent call last\)|RayTaskError(?:\(\w+\))?: ray::")  # Ray's go on without one
+_LONGEST = 400  # lines
+_NOISE = 12  # lines of others inside of a traceback without tags
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:\[[^\]]*\])?(?:\([\w.]+\))?(?:: |:?$)")
+_LIBRARY = re.compile(
+    r"site-packages|dist-packages|/lib/python\d|\\lib\\|^<(?!stdin|ipython)|/python\d\.\d+/|/(?:conda|anaconda|miniconda)\w*/bin/"
+    r"|/bin/(?:torchrun|accelerate|deepspeed|ray|vllm|python)"
+    r"|(?:^|/)(?:verl/(?!utils/reward_score)|trl/trl/|trl/(?:trainer|scripts)|transformers/|vllm/|sglang/|openrlhf/|deepspeed/|megatron/|accelerate/"
+    r"|peft/|torch/|ray/|llamafactory/|swift/(?:llm|trainers)|coalign/(?!.*examples)|slime/|areal/|axolotl/|unsloth)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    """A frame of a traceback."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f", in {self.function}" if self.function else "")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the file is neither Python's nor an installed package's nor a well-known framework's."""
+        return not _LIBRARY.search(self.file)
+
+
+@dataclass(frozen=True)
+class LogTraceback:
+    """A traceback: its first and last line in the file, its exception as text, its frames, outermost first."""
+
+    first: int
+    last: int
+    exception: str
+    frames: tuple[StackFrame, ...]
+    origin: LineOrigin
+
+    @property
+    def own_frame(self) -> StackFrame | None:
+        """The innermost frame of people's own code."""
+        return next((frame for frame in reversed(self.frames) if frame.is_own), None)
+
+
+def read_traceback(log: LogFile, first: int) -> LogTraceback | None:
+    """Read the traceback that begins at a line; None if no exception ends it. Lines of other processes are skipped."""
+    origin, _ = split_tags(log.text(first))
+    frames: list[StackFrame] = []
+    noise = 0
+    for line in range(first + 1, min(first + _LONGEST, len(log))):
+        who, text = split_tags(log.text(line))
+        if who != origin and (origin.pid or origin.rank is not None):
+            continue
+        frame = _FRAME.match(text)
+        if frame:
+            frames.append(StackFrame(frame["file"], int(frame["line"]), frame["function"] or ""))
+        elif BEGIN.search(text):
+            return None
+        elif text and not text[0].isspace() and frames:
+            if _EXCEPTION.match(text):
+                return LogTraceback(first, line, text.strip(), tuple(frames), origin.fill(log.origin))
+            noise += 1
+            if noise > _NOISE:
+                return None
+    return None
+
+
+def read_block(log: LogFile, line: int, before: int = 250, after: int = 25) -> str:
+    """Return the traceback that a line ends or stands in, and some lines after it, of the same process.
+
+    Without a traceback: the lines around.
+    """
+    origin, _ = split_tags(log.text(line))
+    mixed = origin.pid is not None or origin.rank is not None
+    lines: list[str] = []
+    for other in range(line, max(line - before, -1), -1):
+        who, text = split_tags(log.text(other))
+        if mixed and who != origin:
+            continue
+        lines.append(text)
+        if BEGIN.search(text) and other < line:
+            break
+    else:
+        lines = lines[:40]
+    block = lines[::-1]
+    for other in range(line + 1, min(line + after, len(log))):
+        who, text = split_tags(log.text(other))
+        if not mixed or who == origin:
+            if BEGIN.search(text):
+                break
+            block.append(text)
+    return "\n".join(block)
+
+
+def find_first_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
+    """Return the innermost frame of own code, else the innermost of all."""
+    return next((frame for frame in reversed(frames) if frame.is_own), frames[-1] if frames else None)

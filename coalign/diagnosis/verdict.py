@@ -1,0 +1,112 @@
+"""Puts what was found into the order of cause and effect, and says what came first, where, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coalign.diagnosis.collectives import compare_collectives
+from coalign.diagnosis.findings import Finding, find_all
+from coalign.diagnosis.hangs import find_hang
+from coalign.diagnosis.logs import LineOrigin, LogFile
+from coalign.diagnosis.rules import LEVELS, SECONDARY
+from coalign.diagnosis.stragglers import find_straggler
+
+_OTHERS = 4  # further candidates in an answer
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run ended badly. ``cause`` is None if nothing failed; its rule is None if the cause is unknown.
+
+    ``evidence`` are (place, text); ``reasons`` say why it is this ``sure``; ``others`` are further candidates.
+    """
+
+    cause: Finding | None
+    origin: LineOrigin = LineOrigin()
+    sure: str = "possible"
+    reasons: tuple[str, ...] = ()
+    evidence: tuple[tuple[str, str], ...] = ()
+    others: tuple[Finding, ...] = ()
+    passed: int = 0  # errors that the run went on after
+
+
+def judge(logs: Sequence[LogFile]) -> Verdict:
+    """Read logs of one run, of any number of processes, and name the first error in causal order."""
+    findings = [finding for log in logs for finding in find_all(log)]
+    findings += [found for found in (find_hang(logs), find_straggler(logs)) if found]
+    primary = [finding for finding in findings if finding.rule is None or finding.rule.order < SECONDARY]
+    lasting = [finding for finding in primary if not finding.survived]
+    if not lasting:
+        return Verdict(None, passed=len(primary))
+    effects_alone = all(finding.tier >= 40 for finding in lasting)
+    ranked = _sort(primary if effects_alone else lasting)
+    return _describe(ranked, findings, logs)
+
+
+def _sort(findings: list[Finding]) -> list[Finding]:
+    """Sort by tier, and within one by time, which counts if all have one; else by file and line."""
+    ordered = []
+    for survived in (False, True):
+        part = [finding for finding in findings if finding.survived is survived]
+        for tier in sorted({finding.tier for finding in part}):
+            alike = [finding for finding in part if finding.tier == tier]
+            several = len({id(finding.log) for finding in alike}) > 1
+            timed = several and all(finding.time is not None for finding in alike)
+            ordered += sorted(alike, key=lambda f: f.time or 0.0) if timed else alike
+    if ordered and ordered[0].tier >= 40:  # only effects last: what the run seemed to survive may still be their cause
+        causes = [finding for finding in ordered if finding.survived and finding.tier < 30]
+        ordered = [*(finding for finding in ordered if not finding.survived), *causes]
+    return ordered
+
+
+def _describe(ranked: list[Finding], findings: list[Finding], logs: Sequence[LogFile]) -> Verdict:
+    cause = ranked[0]
+    others: dict[str, Finding] = {}
+    for finding in ranked[1:]:
+        name = finding.rule.id if finding.rule else finding.text
+        if name != (cause.rule.id if cause.rule else cause.text):
+            others.setdefault(name, finding)
+    sure, reasons = _weigh(cause, ranked, logs)
+    origin, evidence = cause.origin, [(cause.place, cause.text[:400])]
+    if cause.traceback and (frame := cause.traceback.own_frame):
+        evidence.append((f"{frame.file}:{frame.line}", f"in {frame.function}" if frame.function else "here"))
+    if cause.rule and cause.rule.id in ("nccl-timeout", "gloo-timeout", "nccl-heartbeat"):
+        late = compare_collectives(findings, logs)
+        if late is not None:
+            origin = late.origin or origin
+            reasons.append(late.text)
+            evidence += late.evidence
+    same = {finding.place for finding in ranked if finding.rule is cause.rule and finding.tier < 90} - {cause.place}
+    if same:
+        reasons.append(f"{len(same)} more lines say the same")
+    return Verdict(cause, origin, sure, tuple(reasons), tuple(evidence), tuple(others.values())[:_OTHERS])
+
+
+def _weigh(cause: Finding, ranked: list[Finding], logs: Sequence[LogFile]) -> tuple[str, list[str]]:
+    """Return how sure it is, and why."""
+    if cause.rule is None:
+        return "possible", ["no rule knows this exception; it is the first that nothing explains"]
+    sure, reasons = cause.rule.sure, []
+    if cause.tier >= 40:
+        reasons.append("this is an effect of something else, and the logs given do not show of what")
+    elif sure == "certain":
+        reasons.append("the message names the cause itself")
+    else:
+        reasons.append("the message has this cause most of the time")
+    rivals = {other.rule.id: other for other in ranked[1:] if other.rule and other.tier == cause.tier and other.rule != cause.rule}
+    if rivals:
+        first = next(iter(rivals.values()))
+        gap = f", {first.time - cause.time:.1f} s before the next" if cause.time and first.time else ""
+        several = len({id(each.log) for each in (cause, *rivals.values())}) > 1
+        timed = cause.time is not None and all(each.time is not None for each in rivals.values())
+        reasons.append(f"it comes first of {len(rivals) + 1} different errors{gap}")
+        if several and not timed:
+            sure = LEVELS[max(LEVELS.index(sure), 1)]
+            reasons.append("lines without a time of several files cannot be compared")
+    if cause.survived:
+        sure = "possible"
+        reasons.append("but the run went on for some steps after it")
+    return sure, reasons
+
+
