@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -13,7 +13,7 @@ from coalign.diagnosis.rules import SECONDARY, CauseRule, LinePattern, build_fil
 from coalign.diagnosis.tracebacks import BEGIN, LogTraceback, read_block, read_traceback
 
 MOST_ALIKE = 40  # lines that differ in digits alone
-_MOST_COLLECTIVE = 20_000  # of those that say who waited for whom
+_MOST = 12_000  # lines of a log that are compared with the rules
 _DIGITS = b"0123456789"
 _WARNING = re.compile(
     r"^.{0,60}?\b(?:WARN(?:ING)?|INFO|DEBUG|warning|info)\b(?!.{0,3}(?:ERROR))"
@@ -91,15 +91,20 @@ def find_all(log: LogFile) -> list[Finding]:
     return [_mark_survival(findings[line]) for line in sorted(findings)]
 
 
-def _list_candidates(log: LogFile) -> Iterator[int]:
-    """Yield the lines that a rule may match; of lines that differ in digits alone the first ones."""
+def _list_candidates(log: LogFile) -> list[int]:
+    """Return the lines that a rule may match; of lines that differ in digits alone the first ones.
+
+    A log in which more than _MOST lines look like errors is read at both ends.
+    """
     alike: Counter[bytes] = Counter()
-    for line in log.find(build_filter()):
+    chosen = []
+    for line in log.find(build_filter(), ignore_case=True):
         raw = log.read(line)
         skeleton = raw.translate(None, _DIGITS)
         alike[skeleton] += 1
-        if alike[skeleton] <= MOST_ALIKE or (b"atchdog" in raw and alike[skeleton] <= _MOST_COLLECTIVE):
-            yield line
+        if alike[skeleton] <= MOST_ALIKE or (b"atchdog" in raw and alike[skeleton] <= _MOST):
+            chosen.append(line)
+    return chosen if len(chosen) <= _MOST else [*chosen[: _MOST // 3], *chosen[-2 * _MOST // 3 :]]
 
 
 def _match(log: LogFile, line: int, text: str) -> Finding | None:

@@ -14,6 +14,7 @@ from coalign.diagnosis.rules import find_rule
 _FAULT_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _SPY_FRAME = re.compile(r"^\s+(?P<function>\S+) \((?P<file>[^():]+):(?P<line>\d+)\)$")
 _SPY_PROCESS = re.compile(r"^Process (?P<pid>\d+): (?P<command>.*)$")
+_MARKS = (b"most recent call first", b"Python v")  # of faulthandler and py-spy
 _WAITING = re.compile(
     r"all_?reduce|all_?gather|reduce_?scatter|barrier|broadcast|all_?to_?all|\brecv\b|\bwait\b|synchronize|"
     r"irecv|isend|wait_event|monitored_barrier|_wait_for",
@@ -55,6 +56,8 @@ def find_hang(logs: Sequence[LogFile]) -> Finding | None:
 
 def _read_stacks(log: LogFile) -> Iterator[ProcessStack]:
     """Yield the stacks of a dump; of faulthandler's only the main thread, which comes last."""
+    if not any(mark in log.data for mark in _MARKS):
+        return
     frames: list[str] = []
     name, first, in_spy = log.name.rsplit("/", 1)[-1].removesuffix(".txt"), 0, False
     for line in list(log.find(r'most recent call first|^Process \d+: |^\s+File ".*, line \d+ in |^\s+\S+ \(.*:\d+\)|^Thread '))[:_MOST_FRAMES]:

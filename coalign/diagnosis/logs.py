@@ -82,14 +82,18 @@ class LogFile:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def find(self, expression: str) -> Iterator[int]:
-        """Return the lines that match an expression in RE2's syntax, in one pass over the bytes."""
+    def find(self, expression: str, ignore_case: bool = False) -> Iterator[int]:
+        """Return the lines that match an expression in RE2's syntax, in one pass over the bytes.
+
+        ``ignore_case``: the expression is in lower case, and is compared with the text in lower case.
+        """
         import pyarrow
         import pyarrow.compute
 
         if not len(self):
             return iter(())
-        buffers = [None, pyarrow.py_buffer(self._starts), pyarrow.py_buffer(self.data)]
+        data = self.data.lower() if ignore_case else self.data
+        buffers = [None, pyarrow.py_buffer(self._starts), pyarrow.py_buffer(data)]
         lines = pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(self), buffers)
         # pyright: ignore below: pyarrow makes its functions when it is imported
         hits = pyarrow.compute.match_substring_regex(lines, expression)  # pyright: ignore[reportAttributeAccessIssue]

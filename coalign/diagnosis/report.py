@@ -57,7 +57,7 @@ def to_json(verdict: Verdict, logs: Sequence[LogFile]) -> dict[str, Any]:
 
 def is_coalign_run(logs: Sequence[LogFile]) -> bool:
     """Whether one of the logs is of Coalign."""
-    return any(next(log.find(r" coalign\.\w|/coalign/|\bcoalign (?:train|pipeline)|`coalign "), None) is not None for log in logs)
+    return any(mark in log.data for log in logs for mark in (b" coalign.", b"/coalign/", b"coalign train"))
 
 
 def _count(logs: Sequence[LogFile]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,15 @@ import yaml
 PATH = Path(__file__).with_name("rules.yaml")
 LEVELS = ("certain", "likely", "possible")
 SECONDARY = 90  # the order of rules that never name a cause
-_LONG = 9  # a literal of so many characters is rare enough to look for it alone
+_CUT = 8  # characters of a text that are looked for
+_MOST_TEXTS = 64  # alternatives that are kept apart
+# What lines of healthy runs are full of: better texts are looked for.
+_COMMON = {
+    *("error", "loss", "step", "steps", "reward", "grad", "data", "samples", "rows", "model", "tokens", "token", "length"),
+    *("timeout", "worker", "found", "exit", "node", "failed", "weight", "world", "only", "http", "rank", "warning", "info"),
+    *("train", "worker ", "dataset", "checkpoint", "batch", "size", "rate", "step ", "input", "output", "prompt", "value"),
+    *("cuda", "device", "memory", "process", "file", "line", "time", "missing", "invalid", "sandbox", "service"),
+}
 _KEYS = {"id", "category", "title", "details", "any", "unless", "all", "not", "fields", "frames"} | {
     *("order", "sure", "level", "advice", "coalign")
 }
@@ -102,51 +110,72 @@ def find_rule(name: str) -> CauseRule:
 
 @cache
 def build_filter() -> str:
-    """Return an expression in RE2's syntax that matches every line which a rule could match, and few others.
+    """Return an expression in RE2's syntax that matches, in lower case, every line that a rule could match.
 
-    It is made of the literal texts of the patterns: long ones alone, short ones in pairs.
+    Beginnings of literal texts alone keep RE2's automaton small, and so at the speed of memory.
     """
-    terms = {_filter_term(pattern.expression.pattern) for rule in load_rules() for pattern in rule.patterns}
-    return "(?i)" + "|".join(sorted(terms))
+    words = {word[:_CUT] for rule in load_rules() for pattern in rule.patterns for word in pattern.words}
+    needed = {word for word in words if not any(other != word and other in word for other in words)}
+    return "|".join(sorted(re.escape(word) for word in needed))
 
 
 def find_words(expression: str) -> frozenset[str]:
     """Return texts (lower case), one of which each match of the expression holds. ValueError if there are none."""
-    found = max(_list_literals(_parser.parse(expression)), key=_score, default=None)
-    if found is None or min(map(len, found)) < 3:
+    exact, best = _find_literals(_parser.parse(expression))
+    found = max((each for each in (exact, best) if each), key=_score, default=frozenset())
+    if not found or min(map(len, found)) < 3:
         raise ValueError(f"{PATH.name}: {expression!r} has no literal text of three characters that is always there")
-    return frozenset(word.lower() for word in found)
+    return found
 
 
-def _filter_term(expression: str) -> str:
-    literals = list(_list_literals(_parser.parse(expression)))
-    best = max(literals, key=_score)
-    pair = [best]
-    if min(map(len, best)) < _LONG and len(literals) > 1:
-        chosen = sorted(literals, key=_score)[-2:]
-        pair = [each for each in literals if any(each is one for one in chosen)]
-    return ".*".join(f"(?:{'|'.join(sorted(re.escape(word.lower()) for word in words))})" for words in pair)
+def _score(words: frozenset[str]) -> float:
+    """Return how rare lines with one of the texts are."""
+    return min(1.0 if word.strip(" :=.") in _COMMON else len(word) for word in words) - 0.005 * len(words)
 
 
-def _score(words: set[str]) -> float:
-    return min(map(len, words)) - 0.01 * len(words)
+def _find_literals(items: Any) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    """Return all texts that a parsed expression matches (None: too many), and texts one of which a match holds."""
+    exact, current, best = True, frozenset({""}), None
 
+    def offer(words: frozenset[str] | None) -> None:
+        nonlocal best
+        if words and all(words) and (best is None or _score(words) > _score(best)):
+            best = words
 
-def _list_literals(items: Any) -> Iterator[set[str]]:
-    """Yield, in the order of a parsed expression, sets of texts: a match holds one text of each set."""
-    run = ""
-    for kind, value in [*items, (None, None)]:
-        if kind is _constants.LITERAL:
-            run += chr(value)
+    for item in items:
+        all_texts, needed = _find_item_literals(*item)
+        if all_texts is not None and len(current) * len(all_texts) <= _MOST_TEXTS:
+            current = frozenset(before + after for before in current for after in all_texts)
             continue
-        if run:
-            yield {run}
-        run = ""
-        if kind is _constants.SUBPATTERN:
-            yield from _list_literals(value[3])
-        elif kind is _constants.BRANCH:
-            branches = [max(_list_literals(branch), key=_score, default=None) for branch in value[1]]
-            if all(branches):
-                yield set().union(*(branch for branch in branches if branch))
-        elif kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT) and value[0] >= 1:
-            yield from _list_literals(value[2])
+        offer(current)
+        offer(needed if all_texts is None else all_texts)
+        exact, current = False, frozenset({""})
+    offer(current)
+    return (current if exact else None), best
+
+
+def _find_item_literals(kind: Any, value: Any) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    if kind is _constants.LITERAL:
+        return frozenset({chr(value).lower()}), None
+    if kind is _constants.AT:
+        return frozenset({""}), None
+    if kind is _constants.SUBPATTERN:
+        return _find_literals(value[3])
+    if kind is _constants.IN and all(each is _constants.LITERAL for each, _ in value):
+        return frozenset(chr(code).lower() for _, code in value), None
+    if kind is _constants.BRANCH:
+        parts = [_find_literals(branch) for branch in value[1]]
+        exact = [texts for texts, _ in parts if texts is not None]
+        needed = [max((each for each in part if each and all(each)), key=_score, default=None) for part in parts]
+        return (
+            frozenset().union(*exact) if len(exact) == len(parts) else None,
+            frozenset().union(*(each for each in needed if each)) if all(needed) else None,
+        )
+    if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+        texts, needed = _find_literals(value[2])
+        if value[:2] == (0, 1) and texts is not None:
+            return texts | {""}, None
+        return None, max((each for each in (texts, needed) if each and all(each)), key=_score, default=None) if (
+            value[0] >= 1
+        ) else None
+    return None, None

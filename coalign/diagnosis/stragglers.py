@@ -13,6 +13,7 @@ from coalign.diagnosis.rules import find_rule
 
 _STEP = r"(?i)(?:elapsed time per iteration|(?:step|iter(?:ation)?)[ _]time|time[ _]per[ _]step|seconds/step|step_s)"
 _SECONDS = re.compile(_STEP + r"\D{0,20}?(?P<time>\d+(?:\.\d+)?)")
+_MARKS = (b"time per iteration", b"tep_time", b"tep time", b"ime per step", b"ime_per_step", b"step_s", b"iter_time")
 _LEAST = 5  # step times of a rank
 _FACTOR = 1.3  # of the median of the others
 _MOST = 20_000  # lines
@@ -23,6 +24,8 @@ def find_straggler(logs: Sequence[LogFile]) -> Finding | None:
     times: dict[int, list[float]] = defaultdict(list)
     last: dict[int, tuple[LogFile, int]] = {}
     for log in logs:
+        if not any(mark in log.data for mark in _MARKS):
+            continue
         for line in list(log.find(_STEP))[:_MOST]:
             origin, text = split_tags(log.text(line))
             rank = origin.fill(log.origin).rank
