@@ -16,7 +16,7 @@ MOST_ALIKE = 40  # lines that differ in digits alone
 _MOST = 12_000  # lines of a log that are compared with the rules
 _DIGITS = b"0123456789"
 _WARNING = re.compile(
-    r"^.{0,60}?\b(?:WARN(?:ING)?|INFO|DEBUG|warning|info)\b(?!.{0,3}(?:ERROR))"
+    r"^.{0,60}?(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG|warning|info)\b(?!.{0,3}(?:ERROR))"
     r"|^\W{0,3}[WI]\d{3,4} \d\d:|^\[rank\d+\]:\[[WI]\d|(?:User|Future|Deprecation|Runtime|Resource)Warning\b"
 )
 _RAY_TASK = re.compile(r"ray::([\w.<>]+)(?:\(\))? \(pid=(\d+)(?:, ip=([\w.]+))?")
