@@ -11,7 +11,7 @@ from coalign.diagnosis.findings import Finding
 from coalign.diagnosis.logs import LineOrigin, LogFile
 
 _CALL = re.compile(
-    r"\[Rank (?P<rank>\d+)\].*?Work\w*CCL\(SeqNum=(?P<sequence>\d+), OpType=(?P<operation>\w+)"
+    r"\[Rank (?P<rank>\d+)\].*?Work\w*CCL\((?:SeqNum=(?P<sequence>\d+), )?OpType=(?P<operation>\w+)"
     r"(?:, NumelIn=(?P<numel>\d+))?"
 )
 _STATE = re.compile(
@@ -40,7 +40,7 @@ def compare_collectives(findings: Sequence[Finding], logs: Sequence[LogFile]) ->
         if (found := _BARRIER.search(finding.text)) is not None:
             return LateRank(LineOrigin(rank=int(found[1].split(",")[0])), f"ranks {found[1].strip()} did not arrive")
         if found := _CALL.search(finding.text):
-            calls.setdefault(int(found["rank"]), (int(found["sequence"]), found["operation"], finding))
+            calls.setdefault(int(found["rank"]), (int(found["sequence"] or 0), found["operation"], finding))
     for log in {id(finding.log): finding.log for finding in findings}.values():
         for line in log.find("last enqueued .*work: .*last completed"):
             if found := _STATE.search(log.text(line)):
@@ -100,6 +100,18 @@ def _find_absent(calls: dict[int, tuple[int, str, Finding]], logs: Sequence[LogF
     names = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
     text = f"{len(calls)} ranks waited, and of rank {names} no timeout is reported: the others waited for it"
     return LateRank(LineOrigin(rank=absent[0]), text)
+
+
+def find_last_deed(finding: Finding, rank: int, logs: Sequence[LogFile]) -> tuple[str, str] | None:
+    """Return the last line that the log of a rank has before its errors: what it did while the others waited."""
+    log = next((log for log in logs if log.origin.rank == rank), None)
+    if log is None:
+        return None
+    for line in range(len(log)):
+        if "WorkNCCL" in log.text(line) or "monitoredBarrier" in log.text(line):
+            return (f"{log.name}:{log.number(line - 1)}", log.text(line - 1).strip()) if line else None
+    last = len(log) - 1
+    return (f"{log.name}:{log.number(last)}", log.text(last).strip()) if last >= 0 and log is not finding.log else None
 
 
 def _at(findings: Sequence[Finding], log: LogFile, line: int) -> Finding:

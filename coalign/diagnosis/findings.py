@@ -10,7 +10,7 @@ from functools import cache
 
 from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
 from coalign.diagnosis.rules import SECONDARY, CauseRule, LinePattern, build_filter, find_rule, load_rules
-from coalign.diagnosis.tracebacks import BEGIN, LogTraceback, read_block, read_traceback
+from coalign.diagnosis.tracebacks import BEGIN, LogTraceback, is_source, read_block, read_traceback
 
 MOST_ALIKE = 40  # lines that differ in digits alone
 _MOST = 12_000  # lines of a log that are compared with the rules
@@ -37,7 +37,8 @@ _DATA_LIKE = ("data", "versions", "user code", "frameworks")  # categories that 
 class Finding:
     """A rule that a line of a log matches, or an exception that no rule knows (``rule`` is None).
 
-    ``line`` counts the file's lines from 0; ``time`` is in seconds; ``survived``: the run went on after it.
+    ``line`` counts the file's lines from 0; ``time`` is in seconds; ``survived``: the run went on after it;
+    ``is_warning``: it says itself that it is no error.
     """
 
     rule: CauseRule | None
@@ -48,11 +49,17 @@ class Finding:
     origin: LineOrigin = LineOrigin()
     time: float | None = None
     survived: bool = False
+    is_warning: bool = False
     traceback: LogTraceback | None = None
 
     @property
     def tier(self) -> int:
         return 35 if self.rule is None else self.rule.tier
+
+    @property
+    def counts(self) -> bool:
+        """Whether it may be a cause: no warning, or one of those that are."""
+        return not self.is_warning or self.rule is None or self.rule.takes_warnings or self.rule.is_lasting
 
     @property
     def place(self) -> str:
@@ -82,10 +89,12 @@ def find_all(log: LogFile) -> list[Finding]:
         text = log.text(line)
         if BEGIN.search(text) and (trace := read_traceback(log, line)):
             tracebacks.append(trace)
-        if finding := _match(log, line, text):
+        if not is_source(log, line) and (finding := _match(log, line, text)):
             findings[line] = finding
     for trace in tracebacks:
         found = findings.get(trace.last)
+        if trace.exception == "AssertionError" and found is None:  # what was asserted stands in the line before
+            found = _match(log, trace.last - 1, log.text(trace.last - 1))
         if named := _judge_exception(log, trace, found):
             findings[trace.last] = named
     return [_mark_survival(findings[line]) for line in sorted(findings)]
@@ -125,8 +134,6 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
         found = next((match for pattern in patterns if (match := pattern.expression.search(bare))), None)
         if found is None or any(pattern.search(bare) for pattern in rule.unless):
             continue
-        if is_warning and not rule.takes_warnings and rule.order < SECONDARY:
-            continue
         if (rule.all or rule.none or rule.fields) and block is None:
             block = read_block(log, line)
         if not all(pattern.search(block or "") for pattern in rule.all) or any(
@@ -141,7 +148,8 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
             origin = replace(origin, rank=int(rank))
         if origin.pid is None and rule.order < SECONDARY and (task := _find_ray_task(block or read_block(log, line))):
             origin = origin.fill(task)
-        return Finding(rule, log, line, bare.strip(), fields, origin.fill(log.origin), log.time(line))
+        who = origin.fill(log.origin)
+        return Finding(rule, log, line, bare.strip(), fields, who, log.time(line), is_warning=is_warning)
     return None
 
 
@@ -176,7 +184,14 @@ def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -
 
 def _mark_survival(finding: Finding) -> Finding:
     """Say of a finding whether the log shows training steps after it."""
-    if finding.rule is not None and finding.rule.order >= SECONDARY:
+    rule = finding.rule
+    if rule is not None and rule.order >= SECONDARY:
         return finding
+    if rule is not None and rule.is_lasting:
+        steps = list(_PROGRESS.finditer(finding.log.rest(max(len(finding.log) - 400, finding.line) - 1)))
+        text = finding.log.rest(max(len(finding.log) - 400, finding.line) - 1)
+        end = text.find("\n", steps[-1].start()) if steps else -1
+        last = text[steps[-1].start() : end if end > 0 else None] if steps else finding.text
+        return replace(finding, survived=not any(each.expression.search(last) for each in rule.patterns))
     steps = _PROGRESS.finditer(finding.log.rest(finding.line))
     return replace(finding, survived=sum(1 for _, _ in zip(steps, range(3), strict=False)) >= 3)

@@ -21,6 +21,9 @@ _WAITING = re.compile(
     re.IGNORECASE,
 )
 _IDLE = re.compile(r"threading\.py|selectors\.py|queue\.py|concurrent/futures|socketserver|_watch|event_loop|poll", re.I)
+_WAITS = re.compile(r"(?i)\bwait|heartbeat|no (?:progress|response|answer)|pending|still ")
+_LEAST_REPEATS = 5
+_STANDSTILL = 1800.0  # seconds
 _MOST_FRAMES = 4000  # lines of stacks that are compared
 
 
@@ -52,6 +55,25 @@ def find_hang(logs: Sequence[LogFile]) -> Finding | None:
     rank = re.search(r"rank[ _-]?(\d+)", stack.name)
     origin = LineOrigin(int(rank[1]) if rank else None, actor=stack.name)
     return Finding(find_rule("hang-ranks"), stack.log, stack.line, text, {}, origin, None)
+
+
+def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
+    """Name the line before a log only repeats, for half an hour or more, that something waits."""
+    for log in logs:
+        last = len(log) - 1
+        while last > 0 and not log.text(last).strip():
+            last -= 1
+        text = log.text(last) if last >= 0 else ""
+        if not _WAITS.search(text):
+            continue
+        first, skeleton = last, re.sub(r"\d+", "", text)
+        while first > 0 and re.sub(r"\d+", "", log.text(first - 1)) == skeleton:
+            first -= 1
+        begun, ended = log.time(first), log.time(last)
+        if last - first >= _LEAST_REPEATS and begun is not None and ended is not None and (ended - begun) % 86400 >= _STANDSTILL:
+            line = max(first - 1, 0)
+            return Finding(find_rule("standstill"), log, line, log.text(line).strip(), {}, log.origin, log.time(line))
+    return None
 
 
 def _read_stacks(log: LogFile) -> Iterator[ProcessStack]:

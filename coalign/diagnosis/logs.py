@@ -27,6 +27,7 @@ _TAG = re.compile(
     | \d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d)[ ](?:std(?:out|err)[ ][FP][ ])?  # Kubernetes
     | (?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[ ]+\d\d-\d\d[ ][\d:.,]+[ ]+\[?[\w./]+:\d+\]?[ ]  # vLLM
     | \[\d+\][ ](?=\S)
+    | \[\d{4}-\d\d-\d\d[ T][\d:.,]+\][ ](?!\[)
     )""",
     re.VERBOSE,
 )
@@ -37,6 +38,7 @@ _TIMES = (
     re.compile(r"(?P<Y>\d{4})[-/](?P<m>\d\d)[-/](?P<d>\d\d)[T _](?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d(?:[.,]\d{1,6})?)"),
     re.compile(r"\b[EWIF](?P<m>\d{1,2})(?P<d>\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d\.\d{1,6})"),  # glog, torch
     re.compile(r"(?P<b>[A-Z][a-z]{2}) +(?P<d>\d{1,2}) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?: (?P<Y>\d{4}))?"),  # syslog
+    re.compile(r"^(?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d(?:[.,]\d{1,6})?)\b"),  # of some day
     re.compile(r"\b(?P<m>\d\d)[-/](?P<d>\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d(?:[.,]\d{1,6})?)"),  # vLLM
 )
 
@@ -151,9 +153,9 @@ def parse_time(text: str, year: int | None = None) -> float | None:
         if found := pattern.search(text):
             part = found.groupdict()
             try:
-                month = _MONTHS.index(part["b"]) + 1 if part.get("b") else int(part["m"])
+                month = _MONTHS.index(part["b"]) + 1 if part.get("b") else int(part.get("m") or 1)
                 seconds = float(part["S"].replace(",", "."))
-                day = datetime(int(part.get("Y") or year or 2000), month, int(part["d"]), int(part["H"]), int(part["M"]))
+                day = datetime(int(part.get("Y") or year or 2000), month, int(part.get("d") or 1), int(part["H"]), int(part["M"]))
             except ValueError:
                 continue
             return day.timestamp() + seconds

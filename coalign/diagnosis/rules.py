@@ -56,6 +56,7 @@ class CauseRule:
     details: tuple[str, ...] = ()
     settings: str = ""
     takes_warnings: bool = False
+    is_lasting: bool = False  # counts although steps follow, if the last one shows it, too
 
     @property
     def tier(self) -> int:
@@ -91,6 +92,7 @@ def read_rule(raw: Mapping[str, Any]) -> CauseRule:
         details=tuple(raw.get("details", ())),
         settings=raw.get("coalign", ""),
         takes_warnings=raw.get("level") == "warning",
+        is_lasting=raw.get("level") == "lasting",
     )
 
 

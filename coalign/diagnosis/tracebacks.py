@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
@@ -105,6 +104,13 @@ def read_block(log: LogFile, line: int, before: int = 250, after: int = 25) -> s
     return "\n".join(block)
 
 
-def find_first_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
-    """Return the innermost frame of own code, else the innermost of all."""
-    return next((frame for frame in reversed(frames) if frame.is_own), frames[-1] if frames else None)
+def is_source(log: LogFile, line: int) -> bool:
+    """Whether a line is the source line of a frame, which a traceback shows below it."""
+    who, text = split_tags(log.text(line))
+    if not text[:1].isspace() or _FRAME.match(text):
+        return False
+    for other in range(line - 1, max(line - 8, -1), -1):
+        before, above = split_tags(log.text(other))
+        if before == who:
+            return _FRAME.match(above) is not None
+    return False

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coalign.diagnosis.collectives import compare_collectives
+from coalign.diagnosis.collectives import compare_collectives, find_last_deed
 from coalign.diagnosis.findings import Finding, find_all
-from coalign.diagnosis.hangs import find_hang
+from coalign.diagnosis.hangs import find_hang, find_standstill
 from coalign.diagnosis.logs import LineOrigin, LogFile
 from coalign.diagnosis.rules import LEVELS, SECONDARY
 from coalign.diagnosis.stragglers import find_straggler
 
+_CHAIN = 80  # lines between exceptions of one chain
 _OTHERS = 4  # further candidates in an answer
 
 
@@ -34,14 +35,21 @@ class Verdict:
 def judge(logs: Sequence[LogFile]) -> Verdict:
     """Read logs of one run, of any number of processes, and name the first error in causal order."""
     findings = [finding for log in logs for finding in find_all(log)]
-    findings += [found for found in (find_hang(logs), find_straggler(logs)) if found]
+    findings += [found for found in (find_hang(logs), find_straggler(logs), find_standstill(logs)) if found]
     primary = [finding for finding in findings if finding.rule is None or finding.rule.order < SECONDARY]
-    lasting = [finding for finding in primary if not finding.survived]
+    lasting = [finding for finding in primary if not finding.survived and finding.counts]
+    if not lasting and any(finding.tier >= SECONDARY and finding.rule for finding in findings if _ends(finding)):
+        lasting = [finding for finding in primary if not finding.survived]
     if not lasting:
         return Verdict(None, passed=len(primary))
     effects_alone = all(finding.tier >= 40 for finding in lasting)
-    ranked = _sort(primary if effects_alone else lasting)
+    ranked = _sort([each for each in primary if each.counts] if effects_alone else lasting)
     return _describe(ranked, findings, logs)
+
+
+def _ends(finding: Finding) -> bool:
+    """Whether a secondary message shows that the run ended by an error, which no other message names."""
+    return not finding.is_warning and ("Error" in finding.text or "Exception" in finding.text)
 
 
 def _sort(findings: list[Finding]) -> list[Finding]:
@@ -61,7 +69,7 @@ def _sort(findings: list[Finding]) -> list[Finding]:
 
 
 def _describe(ranked: list[Finding], findings: list[Finding], logs: Sequence[LogFile]) -> Verdict:
-    cause = ranked[0]
+    cause = ranked[0] = _follow_chain(ranked[0], findings)
     others: dict[str, Finding] = {}
     for finding in ranked[1:]:
         name = finding.rule.id if finding.rule else finding.text
@@ -77,10 +85,32 @@ def _describe(ranked: list[Finding], findings: list[Finding], logs: Sequence[Log
             origin = late.origin or origin
             reasons.append(late.text)
             evidence += late.evidence
+            rank = None if late.origin is None else late.origin.rank
+            if rank is not None and (deed := find_last_deed(cause, rank, logs)):
+                evidence.append(deed)
     same = {finding.place for finding in ranked if finding.rule is cause.rule and finding.tier < 90} - {cause.place}
     if same:
         reasons.append(f"{len(same)} more lines say the same")
     return Verdict(cause, origin, sure, tuple(reasons), tuple(evidence), tuple(others.values())[:_OTHERS])
+
+
+def _follow_chain(cause: Finding, findings: list[Finding]) -> Finding:
+    """Return what the tracebacks that follow from an exception say more exactly, or the same as an error.
+
+    A library turns `401 Client Error` into `GatedRepoError`; a warning is repeated by the exception that it led to.
+    """
+    if cause.rule is None or cause.tier >= 40:
+        return cause
+    for other in findings:
+        if other.log is not cause.log or other.rule is None or not 0 < other.line - cause.line <= _CHAIN:
+            continue
+        if other.rule is cause.rule and other.traceback and cause.is_warning:
+            return other
+        if other.traceback and cause.traceback and other.tier == cause.tier and other.rule.order < cause.rule.order:
+            between = "".join(other.log.text(line) for line in range(cause.line, other.traceback.first + 1))
+            if "above exception" in between:
+                return other
+    return cause
 
 
 def _weigh(cause: Finding, ranked: list[Finding], logs: Sequence[LogFile]) -> tuple[str, list[str]]:
