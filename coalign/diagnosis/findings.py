@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def title(self) -> str:
-        return self.rule.describe(self.fields) if self.rule else f"unknown cause: {self.text[:200]}"
+        return self.rule.describe(self.fields) if self.rule else f"unknown; the first exception is {self.text[:200]}"
 
 
 @cache
@@ -97,7 +97,7 @@ def find_all(log: LogFile) -> list[Finding]:
             found = _match(log, trace.last - 1, log.text(trace.last - 1))
         if named := _judge_exception(log, trace, found):
             findings[trace.last] = named
-    return [_mark_survival(findings[line]) for line in sorted(findings)]
+    return [mark_survival(findings[line]) for line in sorted(findings)]
 
 
 def _list_candidates(log: LogFile) -> list[int]:
@@ -168,7 +168,7 @@ def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -
     """Return what an exception is: a reward's, another one of the run's own code, a known or an unknown one."""
     own, innermost = trace.own_frame, trace.frames[-1]
     reward, user = find_rule("reward-function"), find_rule("user-code")
-    rule = found.rule if found else None
+    rule = found.rule if found and found.rule and found.rule.id != "bare-exception" else None
     if found and rule and rule.order >= SECONDARY:
         return None
     in_reward = own is not None and reward.frames is not None and reward.frames.search(f"{own.file} {own.function}")
@@ -182,7 +182,7 @@ def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -
     return Finding(rule, log, trace.last, text, fields, origin, log.time(trace.last), traceback=trace)
 
 
-def _mark_survival(finding: Finding) -> Finding:
+def mark_survival(finding: Finding) -> Finding:
     """Say of a finding whether the log shows training steps after it."""
     rule = finding.rule
     if rule is not None and rule.order >= SECONDARY:

@@ -19,7 +19,7 @@ _NO_LOGS = {
 _HIDDEN = re.compile(r"^\.|^(?:checkpoints|plots|tensorboard|failed|profile|__pycache__|wandb-.*\.wandb)$")
 # What logs of training runs hold: a text with none of it is of another tool.
 _TRAINING = (
-    r"(?i)traceback|\b(?:torch|cuda|gpu|nccl|ray|raylet|vllm|deepspeed|epoch|loss|steps?|iteration|rank|training|train|"
+    r"(?i)traceback|\w(?:error|exception): |\b(?:torch|cuda|gpu|nccl|ray|raylet|vllm|deepspeed|epoch|loss|steps?|iteration|rank|training|train|"
     r"checkpoint|model|dataset|tokenizer|slurm\w*|srun|oom|xid|nvrm|killed|python|coalign|wandb|huggingface)\b"
 )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coalign.diagnosis.collectives import compare_collectives, find_last_deed
-from coalign.diagnosis.findings import Finding, find_all
+from coalign.diagnosis.findings import Finding, find_all, mark_survival
 from coalign.diagnosis.hangs import find_hang, find_standstill
 from coalign.diagnosis.logs import LineOrigin, LogFile
 from coalign.diagnosis.rules import LEVELS, SECONDARY
 from coalign.diagnosis.stragglers import find_straggler
 
+_WRAPPER = re.compile(r"RayTaskError|ChildFailedError|CalledProcessError|Process\w*Exception|Caught \w+ in|Broken|Connection")
+_DONE = re.compile(r"(?i)\b(?:finished|done|completed?|saved|succeeded|success(?:fully)?|results?|all)\b")
+_LAST = 4  # lines that say how a log ends
 _CHAIN = 80  # lines between exceptions of one chain
 _OTHERS = 4  # further candidates in an answer
 
@@ -41,15 +45,31 @@ def judge(logs: Sequence[LogFile]) -> Verdict:
     if not lasting and any(finding.tier >= SECONDARY and finding.rule for finding in findings if _ends(finding)):
         lasting = [finding for finding in primary if not finding.survived]
     if not lasting:
+        lasting = _find_unnamed(findings)
+    if not lasting:
         return Verdict(None, passed=len(primary))
     effects_alone = all(finding.tier >= 40 for finding in lasting)
     ranked = _sort([each for each in primary if each.counts] if effects_alone else lasting)
     return _describe(ranked, findings, logs)
 
 
+def _find_unnamed(findings: list[Finding]) -> list[Finding]:
+    """Return, as unknown causes, exceptions without a traceback; else what wrapped an error that the logs lack."""
+    ends = [finding for finding in findings if finding.tier >= SECONDARY and _ends(finding)]
+    bare = [finding for finding in ends if finding.rule and finding.rule.id == "bare-exception"]
+    bare = [finding for finding in bare if not _WRAPPER.search(finding.text)]
+    unnamed = [replace(finding, rule=None) for finding in bare or ends]
+    return [finding for finding in map(mark_survival, unnamed) if not (finding.survived or _ends_well(finding.log))]
+
+
+def _ends_well(log: LogFile) -> bool:
+    """Whether the last lines of a log say that the work is done."""
+    return any(_DONE.search(log.text(line)) for line in range(max(len(log) - _LAST, 0), len(log)))
+
+
 def _ends(finding: Finding) -> bool:
     """Whether a secondary message shows that the run ended by an error, which no other message names."""
-    return not finding.is_warning and ("Error" in finding.text or "Exception" in finding.text)
+    return not finding.is_warning and ("Error" in finding.text or "Exception" in finding.text or "failed" in finding.text)
 
 
 def _sort(findings: list[Finding]) -> list[Finding]:
