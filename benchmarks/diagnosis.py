@@ -17,8 +17,8 @@ from coalign.diagnosis.verdict import judge
 MEGABYTES = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 FAILURE = (
     'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in main\n    loss.backward()\n'
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB of "
-    "which 1.2 GiB is free.\n"
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB "
+    "of which 1.2 GiB is free.\n"
 )
 
 
@@ -36,7 +36,9 @@ def make(line: Callable[[int, random.Random], str], megabytes: int) -> bytes:
 def write_healthy(number: int, source: random.Random) -> str:
     stamp = f"2026-03-10 15:{number // 60 % 60:02d}:{number % 60:02d},{number % 1000:03d}"
     if number % 20 == 0:
-        words = " ".join("".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=source.randint(2, 9))) for _ in range(40))
+        words = " ".join(
+            "".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=source.randint(2, 9))) for _ in range(40)
+        )
         return f"[rank{number % 8}]: {stamp} INFO sample: {words}\n"
     return (
         f"[rank{number % 8}]: {stamp} INFO trainer: step {number} loss {source.random():.4f} grad_norm "

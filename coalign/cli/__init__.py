@@ -58,6 +58,7 @@ COMMANDS = {
     "chat": generate.chat,
     "serve-reward": generate.serve_reward,
     "explain": train.explain,
+    "diagnose": train.diagnose,
     "inspect-data": train.inspect_data,
     "init": train.init,
     "recipes": train.recipes,

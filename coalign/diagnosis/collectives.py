@@ -25,7 +25,7 @@ _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 
 @dataclass(frozen=True)
 class LateRank:
-    """Which rank the others waited for, as a sentence, with lines that show it. ``origin`` is None if nobody stands out."""
+    """Which rank the others waited for, in words, with lines that show it. ``origin``: None if nobody stands out."""
 
     origin: LineOrigin | None
     text: str
@@ -68,7 +68,9 @@ def _find_other_call(
         counts = operations[sequence]
         if len(counts) > 1 and operation != counts.most_common(1)[0][0]:
             usual = counts.most_common(1)[0][0]
-            text = f"rank {rank} called {operation} where others called {usual} (number {sequence}): they took other ways"
+            text = (
+                f"rank {rank} called {operation} where others called {usual} (number {sequence}): they took other ways"
+            )
             return LateRank(LineOrigin(rank=rank).fill(finding.origin), text, ((finding.place, finding.text[:200]),))
     return None
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
+from coalign.diagnosis.logs import NOBODY, LineOrigin, LogFile, split_tags
 from coalign.diagnosis.rules import SECONDARY, CauseRule, LinePattern, build_filter, find_rule, load_rules
 from coalign.diagnosis.tracebacks import BEGIN, LogTraceback, is_source, read_block, read_traceback
 
@@ -23,9 +23,12 @@ _RAY_TASK = re.compile(r"ray::([\w.<>]+)(?:\(\))? \(pid=(\d+)(?:, ip=([\w.]+))?"
 _RANK = re.compile(r"\b[Rr]ank[ =:]{0,3}(\d+)\b")
 # What a run prints while it trains: an error before several of these has not ended it.
 _PROGRESS = re.compile(
-    r"^.{0,120}?(?:\{'?\"?(?:train_)?loss'?\"?: |\b(?:step|iter(?:ation)?|epoch|global_step)s?\b\W{0,3}\d+\b.{0,160}?\b(?:loss|reward|lr|grad_norm|kl)\b)",
+    r"^.{0,120}?(?:\{'?\"?(?:train_)?loss'?\"?: |"
+    r"\b(?:step|iter(?:ation)?|epoch|global_step)s?\b\W{0,3}\d+\b.{0,160}?\b(?:loss|reward|lr|grad_norm|kl)\b)",
     re.IGNORECASE | re.MULTILINE,
 )
+_RETRIED = re.compile(r"will be retried|retries remaining")  # Ray's words
+_RETRY_REACH = 12  # lines
 _ORDINARY = re.compile(
     r"^(?:\w+\.)*(?:Key|Value|Type|Index|Attribute|ZeroDivision|Name|Assertion|Unicode\w*|JSONDecode|Runtime|Syntax|"
     r"UnboundLocal|Lookup|Arithmetic|Overflow|NotImplemented|Recursion|Timeout)Error\b|^\w*Exception\b"
@@ -46,7 +49,7 @@ class Finding:
     line: int
     text: str
     fields: Mapping[str, str] = field(default_factory=dict)
-    origin: LineOrigin = LineOrigin()
+    origin: LineOrigin = NOBODY
     time: float | None = None
     survived: bool = False
     is_warning: bool = False
@@ -132,6 +135,8 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
     for number in sorted(hits):
         rule, patterns = hits[number]
         found = next((match for pattern in patterns if (match := pattern.expression.search(bare))), None)
+        if rule.order < 40 and "WorkerError: " in bare and _has_traceback(log, line):
+            continue  # it only repeats the first line of what follows
         if found is None or any(pattern.search(bare) for pattern in rule.unless):
             continue
         if (rule.all or rule.none or rule.fields) and block is None:
@@ -151,6 +156,11 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
         who = origin.fill(log.origin)
         return Finding(rule, log, line, bare.strip(), fields, who, log.time(line), is_warning=is_warning)
     return None
+
+
+def _has_traceback(log: LogFile, line: int) -> bool:
+    """Whether a traceback follows within three lines."""
+    return any(BEGIN.search(log.text(other)) for other in range(line + 1, min(line + 4, len(log))))
 
 
 def _find_rank(text: str) -> str | None:
@@ -193,5 +203,8 @@ def mark_survival(finding: Finding) -> Finding:
         end = text.find("\n", steps[-1].start()) if steps else -1
         last = text[steps[-1].start() : end if end > 0 else None] if steps else finding.text
         return replace(finding, survived=not any(each.expression.search(last) for each in rule.patterns))
+    before = (finding.log.text(line) for line in range(max(finding.line - _RETRY_REACH, 0), finding.line + 1))
+    if any(_RETRIED.search(text) for text in before):
+        return replace(finding, survived=True)
     steps = _PROGRESS.finditer(finding.log.rest(finding.line))
     return replace(finding, survived=sum(1 for _, _ in zip(steps, range(3), strict=False)) >= 3)

@@ -20,7 +20,9 @@ _WAITING = re.compile(
     r"irecv|isend|wait_event|monitored_barrier|_wait_for",
     re.IGNORECASE,
 )
-_IDLE = re.compile(r"threading\.py|selectors\.py|queue\.py|concurrent/futures|socketserver|_watch|event_loop|poll", re.I)
+_IDLE = re.compile(
+    r"threading\.py|selectors\.py|queue\.py|concurrent/futures|socketserver|_watch|event_loop|poll", re.I
+)
 _WAITS = re.compile(r"(?i)\bwait|heartbeat|no (?:progress|response|answer)|pending|still ")
 _LEAST_REPEATS = 5
 _STANDSTILL = 1800.0  # seconds
@@ -70,7 +72,12 @@ def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
         while first > 0 and re.sub(r"\d+", "", log.text(first - 1)) == skeleton:
             first -= 1
         begun, ended = log.time(first), log.time(last)
-        if last - first >= _LEAST_REPEATS and begun is not None and ended is not None and (ended - begun) % 86400 >= _STANDSTILL:
+        if (
+            last - first >= _LEAST_REPEATS
+            and begun is not None
+            and ended is not None
+            and (ended - begun) % 86400 >= _STANDSTILL
+        ):
             line = max(first - 1, 0)
             return Finding(find_rule("standstill"), log, line, log.text(line).strip(), {}, log.origin, log.time(line))
     return None
@@ -82,7 +89,9 @@ def _read_stacks(log: LogFile) -> Iterator[ProcessStack]:
         return
     frames: list[str] = []
     name, first, in_spy = log.name.rsplit("/", 1)[-1].removesuffix(".txt"), 0, False
-    for line in list(log.find(r'most recent call first|^Process \d+: |^\s+File ".*, line \d+ in |^\s+\S+ \(.*:\d+\)|^Thread '))[:_MOST_FRAMES]:
+    for line in list(
+        log.find(r'most recent call first|^Process \d+: |^\s+File ".*, line \d+ in |^\s+\S+ \(.*:\d+\)|^Thread ')
+    )[:_MOST_FRAMES]:
         text = log.text(line)
         if process := _SPY_PROCESS.match(text):
             if frames:

@@ -33,7 +33,7 @@ _TAG = re.compile(
 )
 _NAME_RANK = re.compile(r"rank[_-]?(\d+)|(?:^|/)(\d+)/std(?:err|out)")
 _NAME_NODE = re.compile(r"(?:^|[/_.-])((?:node|host)[_-]?\w*\d)")
-_MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
+_MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 _TIMES = (
     re.compile(r"(?P<Y>\d{4})[-/](?P<m>\d\d)[-/](?P<d>\d\d)[T _](?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d(?:[.,]\d{1,6})?)"),
     re.compile(r"\b[EWIF](?P<m>\d{1,2})(?P<d>\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d\.\d{1,6})"),  # glog, torch
@@ -60,8 +60,13 @@ class LineOrigin:
 
     def fill(self, other: LineOrigin) -> LineOrigin:
         """Return this with what it lacks taken from another one."""
-        missing = {name: getattr(other, name) for name in ("rank", "node", "actor", "pid") if getattr(self, name) is None}
+        missing = {
+            name: getattr(other, name) for name in ("rank", "node", "actor", "pid") if getattr(self, name) is None
+        }
         return replace(self, **missing)
+
+
+NOBODY = LineOrigin()  # a line without tags
 
 
 class LogFile:
@@ -125,7 +130,10 @@ class LogFile:
 
     def time(self, line: int) -> float | None:
         """Return when a line was written, in seconds; of a line without a time that of the nearest before, or after."""
-        for other in (*range(line, max(line - _TIME_REACH, -1), -1), *range(line + 1, min(line + _TIME_REACH, len(self)))):
+        for other in (
+            *range(line, max(line - _TIME_REACH, -1), -1),
+            *range(line + 1, min(line + _TIME_REACH, len(self))),
+        ):
             if (found := parse_time(self.text(other)[:200], self.year)) is not None:
                 return found
         return None
@@ -155,7 +163,9 @@ def parse_time(text: str, year: int | None = None) -> float | None:
             try:
                 month = _MONTHS.index(part["b"]) + 1 if part.get("b") else int(part.get("m") or 1)
                 seconds = float(part["S"].replace(",", "."))
-                day = datetime(int(part.get("Y") or year or 2000), month, int(part.get("d") or 1), int(part["H"]), int(part["M"]))
+                day = datetime(
+                    int(part.get("Y") or year or 2000), month, int(part.get("d") or 1), int(part["H"]), int(part["M"])
+                )
             except ValueError:
                 continue
             return day.timestamp() + seconds

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.verdict import Verdict
+from coalign.diagnosis.verdict import RunDiagnosis
 
 _WIDTH = 240  # characters of a line of evidence
 
 
-def write_report(verdict: Verdict, logs: Sequence[LogFile]) -> str:
+def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
     """Return the answer: cause, where it began, evidence, why, what to do, other candidates."""
     cause = verdict.cause
     if cause is None:
@@ -31,7 +31,7 @@ def write_report(verdict: Verdict, logs: Sequence[LogFile]) -> str:
     return "\n".join(lines)
 
 
-def to_json(verdict: Verdict, logs: Sequence[LogFile]) -> dict[str, Any]:
+def to_json(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> dict[str, Any]:
     """Return the answer as plain values. ``cause`` is a rule's id, `unknown`, or None if nothing failed."""
     cause = verdict.cause
     if cause is None:

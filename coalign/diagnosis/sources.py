@@ -19,8 +19,9 @@ _NO_LOGS = {
 _HIDDEN = re.compile(r"^\.|^(?:checkpoints|plots|tensorboard|failed|profile|__pycache__|wandb-.*\.wandb)$")
 # What logs of training runs hold: a text with none of it is of another tool.
 _TRAINING = (
-    r"(?i)traceback|\w(?:error|exception): |\b(?:torch|cuda|gpu|nccl|ray|raylet|vllm|deepspeed|epoch|loss|steps?|iteration|rank|training|train|"
-    r"checkpoint|model|dataset|tokenizer|slurm\w*|srun|oom|xid|nvrm|killed|python|coalign|wandb|huggingface)\b"
+    r"(?i)traceback|\w(?:error|exception): |\b(?:torch|cuda|gpu|nccl|ray|raylet|vllm|deepspeed|epoch|loss|steps?|"
+    r"iteration|rank|training|train|reward|eval|samples|tokens|prompts|checkpoint|model|dataset|tokenizer|slurm\w*|srun|"
+    r"oom|xid|nvrm|killed|python|coalign|wandb|huggingface)\b"
 )
 
 
@@ -33,21 +34,28 @@ def read_sources(paths: Iterable[str]) -> list[LogFile]:
         else:
             path = Path(name)
             logs += _read_directory(path) if path.is_dir() else [_check(read_log(path))]
+    return logs
+
+
+def check_training(logs: Iterable[LogFile]) -> None:
+    """Raise ValueError if nothing in the logs is of a training run."""
+    logs = list(logs)
     if not any(next(log.find(_TRAINING), None) is not None for log in logs):
         names = ", ".join(log.name for log in logs[:3])
         raise ValueError(f"{names}: nothing in it is of a training run (no step, no traceback, no CUDA, Ray or Slurm)")
-    return logs
 
 
 def read_log(path: Path) -> LogFile:
     """Read a file (also one that ends in .gz). OSError if it cannot be read."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or folder")
-    opened = gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
-    with opened as file:
-        if path.suffix != ".gz" and (size := path.stat().st_size) > _LARGEST:
-            file.seek(size - _LARGEST)
-        data = file.read(_LARGEST)
+    if path.suffix == ".gz":
+        with gzip.open(path, "rb") as file:
+            data = file.read(_LARGEST)
+    else:
+        with open(path, "rb") as file:
+            file.seek(max(path.stat().st_size - _LARGEST, 0))
+            data = file.read(_LARGEST)
     return LogFile(str(path), data, datetime.fromtimestamp(path.stat().st_mtime).year)
 
 

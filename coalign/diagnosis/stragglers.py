@@ -41,4 +41,6 @@ def find_straggler(logs: Sequence[LogFile]) -> Finding | None:
         return None
     text = f"rank {slowest}: {middle[slowest]:g} a step, others {others:g} (medians of {len(times[slowest])} steps)"
     log, line = last[slowest]
-    return Finding(find_rule("straggler"), log, line, text, {}, LineOrigin(rank=slowest).fill(log.origin), log.time(line))
+    return Finding(
+        find_rule("straggler"), log, line, text, {}, LineOrigin(rank=slowest).fill(log.origin), log.time(line)
+    )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from coalign.diagnosis.collectives import compare_collectives, find_last_deed
 from coalign.diagnosis.findings import Finding, find_all, mark_survival
 from coalign.diagnosis.hangs import find_hang, find_standstill
-from coalign.diagnosis.logs import LineOrigin, LogFile
+from coalign.diagnosis.logs import NOBODY, LineOrigin, LogFile
 from coalign.diagnosis.rules import LEVELS, SECONDARY
+from coalign.diagnosis.sources import check_training, read_sources
 from coalign.diagnosis.stragglers import find_straggler
 
-_WRAPPER = re.compile(r"RayTaskError|ChildFailedError|CalledProcessError|Process\w*Exception|Caught \w+ in|Broken|Connection")
+_WRAPPER = re.compile(
+    r"RayTaskError|ChildFailedError|CalledProcessError|Process\w*Exception|Caught \w+ in|Broken|Connection"
+)
 _DONE = re.compile(r"(?i)\b(?:finished|done|completed?|saved|succeeded|success(?:fully)?|results?|all)\b")
 _LAST = 4  # lines that say how a log ends
 _CHAIN = 80  # lines between exceptions of one chain
@@ -21,14 +24,14 @@ _OTHERS = 4  # further candidates in an answer
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunDiagnosis:
     """Why a run ended badly. ``cause`` is None if nothing failed; its rule is None if the cause is unknown.
 
     ``evidence`` are (place, text); ``reasons`` say why it is this ``sure``; ``others`` are further candidates.
     """
 
     cause: Finding | None
-    origin: LineOrigin = LineOrigin()
+    origin: LineOrigin = NOBODY
     sure: str = "possible"
     reasons: tuple[str, ...] = ()
     evidence: tuple[tuple[str, str], ...] = ()
@@ -36,7 +39,16 @@ class Verdict:
     passed: int = 0  # errors that the run went on after
 
 
-def judge(logs: Sequence[LogFile]) -> Verdict:
+def judge_paths(paths: Iterable[str]) -> tuple[RunDiagnosis, list[LogFile]]:
+    """Read and judge what `coalign diagnose` is given. ValueError or OSError for what is no log of a training run."""
+    logs = read_sources(paths)
+    verdict = judge(logs)
+    if verdict.cause is None:
+        check_training(logs)
+    return verdict, logs
+
+
+def judge(logs: Sequence[LogFile]) -> RunDiagnosis:
     """Read logs of one run, of any number of processes, and name the first error in causal order."""
     findings = [finding for log in logs for finding in find_all(log)]
     findings += [found for found in (find_hang(logs), find_straggler(logs), find_standstill(logs)) if found]
@@ -47,7 +59,7 @@ def judge(logs: Sequence[LogFile]) -> Verdict:
     if not lasting:
         lasting = _find_unnamed(findings)
     if not lasting:
-        return Verdict(None, passed=len(primary))
+        return RunDiagnosis(None, passed=len(primary))
     effects_alone = all(finding.tier >= 40 for finding in lasting)
     ranked = _sort([each for each in primary if each.counts] if effects_alone else lasting)
     return _describe(ranked, findings, logs)
@@ -69,7 +81,9 @@ def _ends_well(log: LogFile) -> bool:
 
 def _ends(finding: Finding) -> bool:
     """Whether a secondary message shows that the run ended by an error, which no other message names."""
-    return not finding.is_warning and ("Error" in finding.text or "Exception" in finding.text or "failed" in finding.text)
+    return not finding.is_warning and (
+        "Error" in finding.text or "Exception" in finding.text or "failed" in finding.text
+    )
 
 
 def _sort(findings: list[Finding]) -> list[Finding]:
@@ -88,7 +102,7 @@ def _sort(findings: list[Finding]) -> list[Finding]:
     return ordered
 
 
-def _describe(ranked: list[Finding], findings: list[Finding], logs: Sequence[LogFile]) -> Verdict:
+def _describe(ranked: list[Finding], findings: list[Finding], logs: Sequence[LogFile]) -> RunDiagnosis:
     cause = ranked[0] = _follow_chain(ranked[0], findings)
     others: dict[str, Finding] = {}
     for finding in ranked[1:]:
@@ -111,7 +125,7 @@ def _describe(ranked: list[Finding], findings: list[Finding], logs: Sequence[Log
     same = {finding.place for finding in ranked if finding.rule is cause.rule and finding.tier < 90} - {cause.place}
     if same:
         reasons.append(f"{len(same)} more lines say the same")
-    return Verdict(cause, origin, sure, tuple(reasons), tuple(evidence), tuple(others.values())[:_OTHERS])
+    return RunDiagnosis(cause, origin, sure, tuple(reasons), tuple(evidence), tuple(others.values())[:_OTHERS])
 
 
 def _follow_chain(cause: Finding, findings: list[Finding]) -> Finding:
@@ -144,7 +158,11 @@ def _weigh(cause: Finding, ranked: list[Finding], logs: Sequence[LogFile]) -> tu
         reasons.append("the message names the cause itself")
     else:
         reasons.append("the message has this cause most of the time")
-    rivals = {other.rule.id: other for other in ranked[1:] if other.rule and other.tier == cause.tier and other.rule != cause.rule}
+    rivals = {
+        other.rule.id: other
+        for other in ranked[1:]
+        if other.rule and other.tier == cause.tier and other.rule != cause.rule
+    }
     if rivals:
         first = next(iter(rivals.values()))
         gap = f", {first.time - cause.time:.1f} s before the next" if cause.time and first.time else ""
@@ -158,5 +176,3 @@ def _weigh(cause: Finding, ranked: list[Finding], logs: Sequence[LogFile]) -> tu
         sure = "possible"
         reasons.append("but the run went on for some steps after it")
     return sure, reasons
-
-

@@ -62,14 +62,15 @@ ALLOWED = {
     },
     "weights": {"types", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "files", "threads"},
+    "diagnosis": set(),
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "devices", "hub", "memory", "threads"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster"},
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
-    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "report"},
+    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "report", "diagnosis"},
     "commands": {*BELOW_BACKENDS, "http_server", "backends", "cluster", "engine", "report", "launch"},
     "api": {"config", "commands", "launch", "report"},
-    "cli": {*BELOW_BACKENDS, "api", "backends", "cluster", "commands", "launch", "report", "vocab"},
+    "cli": {*BELOW_BACKENDS, "api", "backends", "cluster", "commands", "diagnosis", "launch", "report", "vocab"},
 }
 HEAVY = {
     "ray": "cluster/ray.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.verdict import Verdict, judge
+from coalign.diagnosis.verdict import RunDiagnosis, judge
 
 EXAMPLES = yaml.safe_load(Path(__file__).with_name("examples.yaml").read_text(encoding="utf-8"))
 _SHORT = re.compile(r"^T\((.+?), (\w+), (.+)\)$", re.MULTILINE)
@@ -24,11 +24,11 @@ def spell_out(text: str) -> str:
     return _SHORT.sub(r'Traceback (most recent call last):\n  File "\1", line 12, in \2\n    \3', text)
 
 
-def judge_text(text: str, name: str = "run.log") -> Verdict:
+def judge_text(text: str, name: str = "run.log") -> RunDiagnosis:
     return judge([LogFile(name, text.encode(), 2026)])
 
 
-def name_cause(verdict: Verdict) -> str | None:
+def name_cause(verdict: RunDiagnosis) -> str | None:
     """The id of the cause; `unknown`; None if nothing failed."""
     if verdict.cause is None:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -10,13 +9,13 @@ import yaml
 
 from coalign.diagnosis.logs import LogFile
 from coalign.diagnosis.sources import read_sources
-from coalign.diagnosis.verdict import Verdict, judge
+from coalign.diagnosis.verdict import RunDiagnosis, judge
 from tests.diagnosis.samples import name_cause
 
 HERE = Path(__file__).parent
 
 
-def is_right(verdict: Verdict, answer: dict[str, object], folder: Path) -> bool:
+def is_right(verdict: RunDiagnosis, answer: dict[str, object], folder: Path) -> bool:
     """Whether the cause stands at the line of the answer, or at one that it calls as right."""
     if verdict.cause is None:
         return False
@@ -38,11 +37,11 @@ def main() -> None:
             sys.stdout.write(f"{name}: {name_cause(verdict)} at {place}; right: {answer['line']} {answer['cause']}\n")
     sys.stdout.write(f"held out: {right} of {len(answers)} named first\n")
     healthy = [path for path in sorted((HERE / "healthy").iterdir()) if path.name != "README.md"]
-    false = [path.name for path in healthy if judge(_read(path)).cause is not None]
+    false = [path.name for path in healthy if judge(read_healthy(path)).cause is not None]
     sys.stdout.write(f"healthy: {len(false)} of {len(healthy)} with a false cause {false}\n")
 
 
-def _read(path: Path) -> list[LogFile]:
+def read_healthy(path: Path) -> list[LogFile]:
     return read_sources([str(path)]) if path.is_dir() else [LogFile(path.name, path.read_bytes())]
 
 
