@@ -29,8 +29,11 @@ def explain_ending(error: BaseException, folder: Path) -> str | None:
 
 
 def _explain(error: BaseException, folder: Path) -> str | None:
-    if not isinstance(error, Exception):
+    source = getattr(error, "cause", None) or error  # of a worker
+    if not isinstance(error, Exception) or (type(source).__module__.startswith("coalign") and source is not error):
         return None
+    if type(error).__module__.startswith("coalign") and not hasattr(error, "failure"):
+        return None  # Coalign's own errors say what is wrong and what to do
     logs = [LogFile("error", "".join(traceback.format_exception(error)).encode())]
     file = folder / "log.txt"
     if file.exists():

@@ -13,7 +13,7 @@ from coalign.diagnosis.rules import SECONDARY, CauseRule, LinePattern, build_fil
 from coalign.diagnosis.tracebacks import BEGIN, LogTraceback, is_source, read_block, read_traceback
 
 MOST_ALIKE = 40  # lines that differ in digits alone
-_MOST = 12_000  # lines of a log that are compared with the rules
+_MOST = 6_000  # lines of a log that are compared with the rules
 _DIGITS = b"0123456789"
 _WARNING = re.compile(
     r"^.{0,60}?(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG|warning|info)\b(?!.{0,3}(?:ERROR))"
@@ -33,6 +33,7 @@ _ORDINARY = re.compile(
     r"^(?:\w+\.)*(?:Key|Value|Type|Index|Attribute|ZeroDivision|Name|Assertion|Unicode\w*|JSONDecode|Runtime|Syntax|"
     r"UnboundLocal|Lookup|Arithmetic|Overflow|NotImplemented|Recursion|Timeout)Error\b|^\w*Exception\b"
 )
+_REFUSAL = re.compile(r"(?:\w+\.)*(?:Value|NotImplemented|Assertion)Error: (?P<message>.+)")
 _DATA_LIKE = ("data", "versions", "user code", "frameworks")  # categories that a failing reward function may look like
 
 
@@ -186,10 +187,19 @@ def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -
         rule = reward
     elif rule is None:
         rule = user if innermost.is_own else None
+    refusal = None if rule else name_refusal(trace.exception)
     text = found.text if found else trace.exception
     origin = found.origin if found else trace.origin
     fields = dict(found.fields) if found else {}
+    if refusal:
+        rule, fields = refusal
     return Finding(rule, log, trace.last, text, fields, origin, log.time(trace.last), traceback=trace)
+
+
+def name_refusal(exception: str) -> tuple[CauseRule, dict[str, str]] | None:
+    """Return the rule for an exception by which libraries refuse settings and inputs, with its message."""
+    found = _REFUSAL.match(exception)
+    return (find_rule("refused"), {"message": found["message"][:160]}) if found else None
 
 
 def mark_survival(finding: Finding) -> Finding:

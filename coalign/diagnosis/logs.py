@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-_WIDEST = 16_384  # bytes; what is longer is read as several lines of one number
+_WIDEST = 4096  # bytes; what is longer is read as several lines of one number
 _TIME_REACH = 60  # lines before and after one without a time, in which one is looked for
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from coalign.diagnosis.collectives import compare_collectives, find_last_deed
-from coalign.diagnosis.findings import Finding, find_all, mark_survival
+from coalign.diagnosis.findings import Finding, find_all, mark_survival, name_refusal
 from coalign.diagnosis.hangs import find_hang, find_standstill
 from coalign.diagnosis.logs import NOBODY, LineOrigin, LogFile
 from coalign.diagnosis.rules import LEVELS, SECONDARY
@@ -70,7 +70,10 @@ def _find_unnamed(findings: list[Finding]) -> list[Finding]:
     ends = [finding for finding in findings if finding.tier >= SECONDARY and _ends(finding)]
     bare = [finding for finding in ends if finding.rule and finding.rule.id == "bare-exception"]
     bare = [finding for finding in bare if not _WRAPPER.search(finding.text)]
-    unnamed = [replace(finding, rule=None) for finding in bare or ends]
+    unnamed = []
+    for finding in bare or ends:
+        rule, fields = name_refusal(finding.text) or (None, {})
+        unnamed.append(replace(finding, rule=rule, fields=fields))
     return [finding for finding in map(mark_survival, unnamed) if not (finding.survived or _ends_well(finding.log))]
 
 

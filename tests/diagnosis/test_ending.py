@@ -13,7 +13,7 @@ from coalign.launch.run import _logged  # pyright: ignore[reportPrivateUsage]
 
 TRACE = (
     'Traceback (most recent call last):\n  File "/x/site-packages/adamw.py", line 1, in _init_group\n'
-    "    state['exp_avg'] = torch.zeros_like(p)\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    "    state['exp_avg'] = zeros(p)\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 )
 
 
@@ -36,6 +36,12 @@ def test_a_certain_cause_is_added_in_three_lines(tmp_path):
 def test_what_says_enough_itself_gets_nothing(tmp_path):
     for error in (ValueError("data.train: no such file"), KeyError("x"), KeyboardInterrupt(), RuntimeError("odd")):
         assert explain_ending(error, tmp_path) is None
+
+
+def test_errors_of_coalign_itself_say_what_to_do_and_get_nothing(tmp_path):
+    from coalign.hub import HubError
+
+    assert explain_ending(HubError("there is no model 'x' here and no model of this name on the hub"), tmp_path) is None
 
 
 def test_a_diagnosis_that_fails_changes_nothing(tmp_path, monkeypatch):
