@@ -84,7 +84,7 @@ class LogFile:
         if len(wide := np.flatnonzero(np.diff(starts) > _WIDEST)):
             extra = [np.arange(starts[i], starts[i + 1], _WIDEST) for i in wide]
             starts = np.union1d(starts, np.concatenate(extra))
-        self._starts = np.unique(starts)
+        self._starts = starts[:-1] if len(starts) > 1 and starts[-2] == starts[-1] else starts
 
     def __len__(self) -> int:
         return len(self._starts) - 1

@@ -11,9 +11,9 @@ from coalign.diagnosis.findings import Finding
 from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
 from coalign.diagnosis.rules import find_rule
 
-_STEP = r"(?i)(?:elapsed time per iteration|(?:step|iter(?:ation)?)[ _]time|time[ _]per[ _]step|seconds/step|step_s)"
+_STEP = r"(?i)(?:time per iteration|step[ _]time|time_per_step)"
 _SECONDS = re.compile(_STEP + r"\D{0,20}?(?P<time>\d+(?:\.\d+)?)")
-_MARKS = (b"time per iteration", b"tep_time", b"tep time", b"ime per step", b"ime_per_step", b"step_s", b"iter_time")
+_MARKS = (b"time per iteration", b"tep_time", b"tep time", b"ime_per_step")
 _LEAST = 5  # step times of a rank
 _FACTOR = 1.3  # of the median of the others
 _MOST = 20_000  # lines
