@@ -329,11 +329,7 @@ class Worker:
 
     def _peak_memory(self) -> int:
         # A module that computes elsewhere may be placed on devices that this torch cannot reach.
-        if (
-            self._module is not None
-            and devices.is_accelerator(self.context.device)
-            and torch.accelerator.is_available()
-        ):
+        if self._module is not None and devices.is_accelerator(self.context.device) and torch.accelerator.is_available():
             return torch.accelerator.max_memory_allocated(self.context.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -19,6 +19,7 @@ _WARNING = re.compile(
     r"^.{0,60}?(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG|warning|info)\b(?!.{0,3}(?:ERROR))"
     r"|^\W{0,3}[WI]\d{3,4} \d\d:|^\[rank\d+\]:\[[WI]\d|(?:User|Future|Deprecation|Runtime|Resource)Warning\b"
 )
+_WORKER = re.compile(r"Worker(?:Error|Lost): \S+ failed in ([^:]{1,80}): ")
 _RAY_TASK = re.compile(r"ray::([\w.<>]+)(?:\(\))? \(pid=(\d+)(?:, ip=([\w.]+))?")
 _RANK = re.compile(r"\b[Rr]ank[ =:]{0,3}(\d+)\b")
 # What a run prints while it trains: an error before several of these has not ended it.
@@ -189,11 +190,20 @@ def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -
         rule = user if innermost.is_own else None
     refusal = None if rule else name_refusal(trace.exception)
     text = found.text if found else trace.exception
-    origin = found.origin if found else trace.origin
+    origin = (found.origin if found else trace.origin).fill(_find_worker(log, trace.first))
     fields = dict(found.fields) if found else {}
     if refusal:
         rule, fields = refusal
     return Finding(rule, log, trace.last, text, fields, origin, log.time(trace.last), traceback=trace)
+
+
+def _find_worker(log: LogFile, first: int) -> LineOrigin:
+    """Return the worker that Coalign's error before a traceback names, if it does."""
+    for line in range(first - 1, max(first - 4, -1), -1):
+        if found := _WORKER.search(log.text(line)):
+            rank = _find_rank(found[1])
+            return LineOrigin(int(rank) if rank else None, actor=found[1])
+    return NOBODY
 
 
 def name_refusal(exception: str) -> tuple[CauseRule, dict[str, str]] | None:

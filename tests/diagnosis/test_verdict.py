@@ -128,6 +128,13 @@ def test_processes_are_told_apart_where_their_lines_are_mixed():
     assert verdict.evidence[1][0] == "/home/me/r0.py:5"
 
 
+def test_the_worker_is_named_where_the_error_of_a_call_was_raised():
+    text = f"future.WorkerError: trainer.train_step failed in trainer, rank 1: OutOfMemoryError: x\n\n{OOM}"
+    verdict = judge_text(text)
+    assert name_cause(verdict) == "device-memory-backward" and not verdict.others
+    assert verdict.origin.rank == 1 and verdict.origin.actor == "trainer, rank 1"
+
+
 def test_tags_and_times_of_many_tools_are_read():
     for text, rank, node, pid in [
         ("[rank3]: x", 3, None, None),
