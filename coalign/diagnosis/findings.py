@@ -72,7 +72,11 @@ class Finding:
 
     @property
     def title(self) -> str:
-        return self.rule.describe(self.fields) if self.rule else f"unknown; the first exception is {self.text[:200]}"
+        if self.rule:
+            return self.rule.describe(self.fields)
+        frame = self.traceback and (self.traceback.own_frame or self.traceback.frames[-1])
+        where = f", raised at {frame}" if frame else ""
+        return f"{self.text[:200]}{where} (the first exception; no rule knows it)"
 
 
 @cache
@@ -190,6 +194,8 @@ def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -
         rule = user if innermost.is_own else None
     refusal = None if rule else name_refusal(trace.exception)
     text = found.text if found else trace.exception
+    if text == "AssertionError" and (asserted := split_tags(log.text(trace.last - 1))[1].strip()):
+        text = f"AssertionError: {asserted}"
     origin = (found.origin if found else trace.origin).fill(_find_worker(log, trace.first))
     fields = dict(found.fields) if found else {}
     if refusal:

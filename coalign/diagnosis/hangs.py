@@ -24,7 +24,14 @@ _IDLE = re.compile(
     r"threading\.py|selectors\.py|queue\.py|concurrent/futures|socketserver|_watch|event_loop|poll", re.I
 )
 _WAITS = re.compile(r"(?i)\bwait|heartbeat|no (?:progress|response|answer)|pending|still ")
+_LIVES = re.compile(r'"GET /(?:health|ping|metrics|v1/models)\S* HTTP')
+_GIVEN_UP = re.compile(
+    r"(?i)without (?:output|progress)|no progress|stopped by (?:the )?(?:user|operator)|ended by|stuck|hang|hung|cancel|"
+    r"time limit|kill|interrupt|\^C|SIG(?:INT|TERM)"
+)
 _LEAST_REPEATS = 5
+_MOST_REPEATS = 5_000  # lines of the end of a log
+_LAST_WORDS = 3  # lines after the repeated ones
 _STANDSTILL = 1800.0  # seconds
 _MOST_FRAMES = 4000  # lines of stacks that are compared
 
@@ -60,26 +67,31 @@ def find_hang(logs: Sequence[LogFile]) -> Finding | None:
 
 
 def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
-    """Name the line before a log only repeats, for half an hour or more, that something waits."""
+    """Name the line before a log only repeats, for half an hour or more, that something waits.
+
+    Of a server that only answers that it lives, the log must end with words of somebody who gave it up.
+    """
     for log in logs:
-        last = len(log) - 1
-        while last > 0 and not log.text(last).strip():
-            last -= 1
-        text = log.text(last) if last >= 0 else ""
-        if not _WAITS.search(text):
-            continue
-        first, skeleton = last, re.sub(r"\d+", "", text)
-        while first > 0 and re.sub(r"\d+", "", log.text(first - 1)) == skeleton:
-            first -= 1
-        begun, ended = log.time(first), log.time(last)
-        if (
-            last - first >= _LEAST_REPEATS
-            and begun is not None
-            and ended is not None
-            and (ended - begun) % 86400 >= _STANDSTILL
-        ):
-            line = max(first - 1, 0)
-            return Finding(find_rule("standstill"), log, line, log.text(line).strip(), {}, log.origin, log.time(line))
+        lines = [line for line in range(max(len(log) - _MOST_REPEATS, 0), len(log)) if log.text(line).strip()]
+        for given_up in range(min(_LAST_WORDS, max(len(lines) - 1, 0)) + 1):
+            end = len(lines) - given_up - 1
+            if end < 0:
+                break
+            text, words = log.text(lines[end]), " ".join(log.text(line) for line in lines[end + 1 :])
+            waits = _WAITS.search(text) is not None
+            if not waits and not (_LIVES.search(text) and _GIVEN_UP.search(words)):
+                continue
+            if given_up and not _GIVEN_UP.search(words):
+                continue
+            skeleton, first = re.sub(r"\d+", "", text), end
+            while first > 0 and re.sub(r"\d+", "", log.text(lines[first - 1])) == skeleton:
+                first -= 1
+            begun, ended = log.time(lines[first]), log.time(lines[end])
+            if end - first < _LEAST_REPEATS or begun is None or ended is None:
+                continue
+            if (ended - begun) % 86400 >= _STANDSTILL:
+                line = lines[max(first - 1, 0)]
+                return Finding(find_rule("standstill"), log, line, log.text(line).strip(), {}, log.origin, log.time(line))
     return None
 
 

@@ -10,7 +10,13 @@ from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
 BEGIN = re.compile(r"Traceback \(most recent call last\)|RayTaskError(?:\(\w+\))?: ray::")  # Ray's go on without one
 _LONGEST = 400  # lines
 _NOISE = 12  # lines of others inside of a traceback without tags
-_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
+_FRAME = re.compile(r'\s*File ["“](?P<file>[^"”]+)["”], line (?P<line>\d+)(?:, in (?P<function>.+))?')
+# IPython's `File ~/x.py:7, in f(a)` and `Cell In[3], line 9`; and those in the boxes of rich.
+_NOTEBOOK_FRAME = re.compile(
+    r"(?:File (?P<file>[^\"“].*?):(?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?|(?P<cell>Cell In ?\[\d+\]), line (?P<number>\d+))"
+)
+_BOX_FRAME = re.compile(r"│ (?P<file>[~/\w][^│❱]*?):(?P<line>\d+) in (?P<function>[\w<>]+)\s*│?$")
+_MARKED = re.compile(r"-+> ?\d|[│╭╰]")  # source lines of such tracebacks
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:\[[^\]]*\])?(?:\([\w.]+\))?(?:: |:?$)")
 _LIBRARY = re.compile(
     r"site-packages|dist-packages|/lib/python\d|\\lib\\|^<(?!stdin|ipython)|/python\d\.\d+/|/(?:conda|anaconda|miniconda)\w*/bin/"
@@ -63,17 +69,25 @@ def read_traceback(log: LogFile, first: int) -> LogTraceback | None:
         who, text = split_tags(log.text(line))
         if who != origin and (origin.pid or origin.rank is not None):
             continue
-        frame = _FRAME.match(text)
+        frame = _read_frame(text)
         if frame:
-            frames.append(StackFrame(frame["file"], int(frame["line"]), frame["function"] or ""))
+            frames.append(frame)
         elif BEGIN.search(text):
             return None
-        elif text and not text[0].isspace() and frames:
+        elif text and not text[0].isspace() and not _MARKED.match(text) and frames:
             if _EXCEPTION.match(text):
                 return LogTraceback(first, line, text.strip(), tuple(frames), origin.fill(log.origin))
             noise += 1
             if noise > _NOISE:
                 return None
+    return None
+
+
+def _read_frame(text: str) -> StackFrame | None:
+    if found := _FRAME.match(text) or _BOX_FRAME.match(text):
+        return StackFrame(found["file"], int(found["line"]), found["function"] or "")
+    if found := _NOTEBOOK_FRAME.match(text):
+        return StackFrame(found["file"] or found["cell"], int(found["line"] or found["number"]), found["function"] or "")
     return None
 
 
