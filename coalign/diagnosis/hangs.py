@@ -29,6 +29,7 @@ _GIVEN_UP = re.compile(
     r"(?i)without (?:output|progress)|no progress|stopped by (?:the )?(?:user|operator)|ended by|stuck|hang|hung|cancel|"
     r"time limit|kill|interrupt|\^C|SIG(?:INT|TERM)"
 )
+_NOT_UP = re.compile(r"(?i)\b(?:is )?not (?:up|ready|reachable|available)(?: yet)?\b.*\bretry")
 _LEAST_REPEATS = 5
 _MOST_REPEATS = 5_000  # lines of the end of a log
 _LAST_WORDS = 3  # lines after the repeated ones
@@ -78,7 +79,7 @@ def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
             if end < 0:
                 break
             text, words = log.text(lines[end]), " ".join(log.text(line) for line in lines[end + 1 :])
-            waits = _WAITS.search(text) is not None
+            waits = _WAITS.search(text) is not None or _NOT_UP.search(text) is not None
             if not waits and not (_LIVES.search(text) and _GIVEN_UP.search(words)):
                 continue
             if given_up and not _GIVEN_UP.search(words):
@@ -87,9 +88,9 @@ def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
             while first > 0 and re.sub(r"\d+", "", log.text(lines[first - 1])) == skeleton:
                 first -= 1
             begun, ended = log.time(lines[first]), log.time(lines[end])
-            if end - first < _LEAST_REPEATS or begun is None or ended is None:
-                continue
-            if (ended - begun) % 86400 >= _STANDSTILL:
+            asks_in_vain = not given_up and end - first >= 2 and _NOT_UP.search(text)
+            is_long = begun is not None and ended is not None and (ended - begun) % 86400 >= _STANDSTILL
+            if asks_in_vain or (end - first >= _LEAST_REPEATS and is_long):
                 line = lines[max(first - 1, 0)]
                 return Finding(find_rule("standstill"), log, line, log.text(line).strip(), {}, log.origin, log.time(line))
     return None
