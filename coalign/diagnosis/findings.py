@@ -28,6 +28,13 @@ _PROGRESS = re.compile(
     r"\b(?:step|iter(?:ation)?|epoch|global_step)s?\b\W{0,3}\d+\b.{0,160}?\b(?:loss|reward|lr|grad_norm|kl)\b)",
     re.IGNORECASE | re.MULTILINE,
 )
+# What a framework says when a run has reached its end, and what a line says of an error that was got round.
+_FINISHED = re.compile(
+    r"train_runtime'?\"?[:=]|Job '[\w-]+' succeeded|(?i:\btraining (?:is )?(?:complete|finished)[d!.]*\s*$)", re.M
+)
+_GOT_ROUND = re.compile(
+    r"(?i)\bfall(?:s|ing)? back (?:to|on)\b|\b(?:is|are|was|were) skipped\b|\bgets? (?:a )?reward 0|not errors\b"
+)
 _RETRIED = re.compile(r"will be retried|retries remaining")  # Ray's words
 _RETRY_REACH = 12  # lines
 _ORDINARY = re.compile(
@@ -232,5 +239,8 @@ def mark_survival(finding: Finding) -> Finding:
     before = (finding.log.text(line) for line in range(max(finding.line - _RETRY_REACH, 0), finding.line + 1))
     if any(_RETRIED.search(text) for text in before):
         return replace(finding, survived=True)
-    steps = _PROGRESS.finditer(finding.log.rest(finding.line))
+    rest = finding.log.rest(finding.line)
+    if _FINISHED.search(rest) or (finding.traceback is None and _GOT_ROUND.search(finding.text)):
+        return replace(finding, survived=True)
+    steps = _PROGRESS.finditer(rest)
     return replace(finding, survived=sum(1 for _, _ in zip(steps, range(3), strict=False)) >= 3)

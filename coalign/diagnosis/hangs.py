@@ -92,7 +92,9 @@ def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
             is_long = begun is not None and ended is not None and (ended - begun) % 86400 >= _STANDSTILL
             if asks_in_vain or (end - first >= _LEAST_REPEATS and is_long):
                 line = lines[max(first - 1, 0)]
-                return Finding(find_rule("standstill"), log, line, log.text(line).strip(), {}, log.origin, log.time(line))
+                return Finding(
+                    find_rule("standstill"), log, line, log.text(line).strip(), {}, log.origin, log.time(line)
+                )
     return None
 
 

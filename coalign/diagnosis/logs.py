@@ -31,6 +31,7 @@ _TAG = re.compile(
     )""",
     re.VERBOSE,
 )
+_REPEATED = re.compile(r" \[repeated \d+x across cluster\][^\[]{0,120}$")  # Ray's, with a hint where to turn it off
 _NAME_RANK = re.compile(r"rank[_-]?(\d+)|(?:^|/)(\d+)/std(?:err|out)")
 _NAME_NODE = re.compile(r"(?:^|[/_.-])((?:node|host)[_-]?\w*\d)")
 _MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
@@ -152,7 +153,7 @@ def split_tags(text: str) -> tuple[LineOrigin, str]:
             int(rank) if rank else None, tag["ip"] or tag["ip2"] or tag["host"], actor and actor.strip(), tag["pid"]
         )
         origin, text = origin.fill(found), text[tag.end() :]
-    return origin, text
+    return origin, _REPEATED.sub("", text)
 
 
 def parse_time(text: str, year: int | None = None) -> float | None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
 
-BEGIN = re.compile(r"Traceback \(most recent call last\)|RayTaskError(?:\(\w+\))?: ray::")  # Ray's go on without one
+# Ray's tracebacks begin with the task.
+BEGIN = re.compile(
+    r"Traceback \(most recent call last\)|RayTaskError(?:\(\w+\))?: ray::|Unhandled error \(suppress with .{1,60}\): ray::"
+)
 _LONGEST = 400  # lines
 _NOISE = 12  # lines of others inside of a traceback without tags
 _FRAME = re.compile(r'\s*File ["“](?P<file>[^"”]+)["”], line (?P<line>\d+)(?:, in (?P<function>.+))?')
@@ -87,7 +90,9 @@ def _read_frame(text: str) -> StackFrame | None:
     if found := _FRAME.match(text) or _BOX_FRAME.match(text):
         return StackFrame(found["file"], int(found["line"]), found["function"] or "")
     if found := _NOTEBOOK_FRAME.match(text):
-        return StackFrame(found["file"] or found["cell"], int(found["line"] or found["number"]), found["function"] or "")
+        return StackFrame(
+            found["file"] or found["cell"], int(found["line"] or found["number"]), found["function"] or ""
+        )
     return None
 
 
