@@ -26,8 +26,8 @@ _IDLE = re.compile(
 _WAITS = re.compile(r"(?i)\bwait|heartbeat|no (?:progress|response|answer)|pending|still ")
 _LIVES = re.compile(r'"GET /(?:health|ping|metrics|v1/models)\S* HTTP')
 _GIVEN_UP = re.compile(
-    r"(?i)without (?:output|progress)|no progress|stopped by (?:the )?(?:user|operator)|ended by|stuck|hang|hung|cancel|"
-    r"time limit|kill|interrupt|\^C|SIG(?:INT|TERM)"
+    r"(?i)without (?:output|progress)|no progress|stopped by (?:the )?(?:user|operator)|ended by|stuck|hang|hung|"
+    r"cancel|time limit|kill|interrupt|\^C|SIG(?:INT|TERM)"
 )
 _NOT_UP = re.compile(r"(?i)\b(?:is )?not (?:up|ready|reachable|available)(?: yet)?\b.*\bretry")
 _LEAST_REPEATS = 5

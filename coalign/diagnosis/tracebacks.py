@@ -9,23 +9,26 @@ from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
 
 # Ray's tracebacks begin with the task.
 BEGIN = re.compile(
-    r"Traceback \(most recent call last\)|RayTaskError(?:\(\w+\))?: ray::|Unhandled error \(suppress with .{1,60}\): ray::"
+    r"Traceback \(most recent call last\)|RayTaskError(?:\(\w+\))?: ray::"
+    r"|Unhandled error \(suppress with .{1,60}\): ray::"
 )
 _LONGEST = 400  # lines
 _NOISE = 12  # lines of others inside of a traceback without tags
 _FRAME = re.compile(r'\s*File ["“](?P<file>[^"”]+)["”], line (?P<line>\d+)(?:, in (?P<function>.+))?')
 # IPython's `File ~/x.py:7, in f(a)` and `Cell In[3], line 9`; and those in the boxes of rich.
 _NOTEBOOK_FRAME = re.compile(
-    r"(?:File (?P<file>[^\"“].*?):(?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?|(?P<cell>Cell In ?\[\d+\]), line (?P<number>\d+))"
+    r"File (?P<file>[^\"“].*?):(?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?"
+    r"|(?P<cell>Cell In ?\[\d+\]), line (?P<number>\d+)"
 )
 _BOX_FRAME = re.compile(r"│ (?P<file>[~/\w][^│❱]*?):(?P<line>\d+) in (?P<function>[\w<>]+)\s*│?$")
 _MARKED = re.compile(r"-+> ?\d|[│╭╰]")  # source lines of such tracebacks
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:\[[^\]]*\])?(?:\([\w.]+\))?(?:: |:?$)")
 _LIBRARY = re.compile(
-    r"site-packages|dist-packages|/lib/python\d|\\lib\\|^<(?!stdin|ipython)|/python\d\.\d+/|/(?:conda|anaconda|miniconda)\w*/bin/"
+    r"site-packages|dist-packages|/lib/python\d|\\lib\\|^<(?!stdin|ipython)|/python\d\.\d+/"
+    r"|/(?:conda|anaconda|miniconda)\w*/bin/"
     r"|/bin/(?:torchrun|accelerate|deepspeed|ray|vllm|python)"
-    r"|(?:^|/)(?:verl/(?!utils/reward_score)|trl/trl/|trl/(?:trainer|scripts)|transformers/|vllm/|sglang/|openrlhf/|deepspeed/|megatron/|accelerate/"
-    r"|peft/|torch/|ray/|llamafactory/|swift/(?:llm|trainers)|coalign/(?!.*examples)|slime/|areal/|axolotl/|unsloth)",
+    r"|(?:^|/)(?:verl/(?!utils/reward_score)|trl/trl/|trl/(?:trainer|scripts)|transformers/|vllm/|sglang/|openrlhf/"
+    r"|deepspeed/|megatron/|accelerate/|peft/|torch/|ray/|llamafactory/|swift/(?:llm|trainers)|coalign/(?!.*examples)|slime/|areal/|axolotl/|unsloth)",
     re.IGNORECASE,
 )
 
