@@ -207,6 +207,8 @@ def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -
     fields = dict(found.fields) if found else {}
     if refusal:
         rule, fields = refusal
+    elif rule in (reward, user):
+        fields["exception"] = text[:160]
     return Finding(rule, log, trace.last, text, fields, origin, log.time(trace.last), traceback=trace)
 
 

@@ -26,6 +26,8 @@ def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
         lines.append(f"do: {cause.rule.advice}")
         if cause.rule.settings and is_coalign_run(logs):
             lines.append(f"settings: {cause.rule.settings}")
+    else:
+        lines.append("do: The message is the program's own; look at the place shown, and at what it was given there.")
     if verdict.others:
         lines += ["other candidates:", *(f"  {other.title[:160]}, {other.place}" for other in verdict.others)]
     return "\n".join(lines)

@@ -20,6 +20,8 @@ _WRAPPER = re.compile(
 _DONE = re.compile(r"(?i)\b(?:finished|done|completed?|saved|succeeded|success(?:fully)?|results?|all)\b")
 _LAST = 4  # lines that say how a log ends
 _CHAIN = 80  # lines between exceptions of one chain
+_WORK = 12  # lines without a word of trouble, by which an exception was caught
+_TROUBLE = re.compile(r"(?i)error|exception|traceback|fail|abort|kill|frame #|File \"|NCCL|warn|\bexit|timeout|shut")
 _OTHERS = 4  # further candidates in an answer
 
 
@@ -60,9 +62,27 @@ def judge(logs: Sequence[LogFile]) -> RunDiagnosis:
         lasting = _find_unnamed(findings)
     if not lasting:
         return RunDiagnosis(None, passed=len(primary))
+    lasting = [finding for finding in lasting if not _is_caught(finding, lasting)]
     effects_alone = all(finding.tier >= 40 for finding in lasting)
     ranked = _sort([each for each in primary if each.counts] if effects_alone else lasting)
     return _describe(ranked, findings, logs)
+
+
+def _is_caught(finding: Finding, others: list[Finding]) -> bool:
+    """Whether the process of an exception went on with ordinary work, and ended by a later one of the same weight."""
+    if finding.traceback is None or finding.tier < 20:
+        return False
+    later = [
+        other.traceback.first
+        for other in others
+        if other.log is finding.log
+        and other.tier <= finding.tier
+        and other.traceback
+        and other.origin == finding.origin
+    ]
+    end = max(later, default=0)
+    work = (finding.log.text(line) for line in range(finding.line + 1, min(end, finding.line + _CHAIN)))
+    return sum(1 for text in work if text[:1].strip() and not _TROUBLE.search(text)) >= _WORK
 
 
 def _find_unnamed(findings: list[Finding]) -> list[Finding]:
@@ -143,6 +163,8 @@ def _follow_chain(cause: Finding, findings: list[Finding]) -> Finding:
             continue
         if other.rule is cause.rule and other.traceback and cause.is_warning:
             return other
+        if other.line - cause.line <= 3 and "validation error" in cause.text and other.text.startswith("Value error"):
+            return other  # pydantic's message
         if other.traceback and cause.traceback and other.tier == cause.tier and other.rule.order < cause.rule.order:
             between = "".join(other.log.text(line) for line in range(cause.line, other.traceback.first + 1))
             if "above exception" in between:

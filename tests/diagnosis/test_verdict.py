@@ -164,3 +164,50 @@ def test_the_answer_for_programs_has_the_same_content():
     answer = to_json(verdict, [])
     assert answer["cause"] == "device-memory-backward" and answer["evidence"][0]["place"] == "run.log:4"
     assert to_json(judge_text("step 1 loss 2\n"), [])["cause"] is None
+
+
+def test_an_exception_that_was_caught_is_not_the_cause_of_a_later_one():
+    caught = 'Traceback (most recent call last):\n  File "/x/site-packages/a.py", line 1, in f\n    import kernels\n'
+    caught += "ModuleNotFoundError: No module named 'kernels'\n"
+    work = "".join(f"shard {i} of 20\n" for i in range(20))
+    assert name_cause(judge_text(caught + work + OOM)) == "device-memory-backward"
+    assert name_cause(judge_text(caught + OOM)) == "module-missing"
+
+
+def test_tracebacks_of_notebooks_and_of_rich_show_their_frames():
+    notebook = (
+        "OddError                                  Traceback (most recent call last)\nCell In[9], line 3\n"
+        "----> 3 trainer.train()\n\nFile ~/x/site-packages/trainer.py:22, in Trainer.train(self)\n"
+        "     21 if go:\n---> 22     return loop()\n\nOddError: odd\n"
+    )
+    rich = (
+        "╭──────── Traceback (most recent call last) ────────╮\n│ /home/me/train.py:80 in main                      │\n"
+        "│ ❱ 80 │   trainer.train()                          │\n╰───────────────────────────────────────────────────╯\n"
+        "OddError: odd\n"
+    )
+    assert judge_text(notebook).evidence[1] == ("Cell In[9]:3", "here")
+    assert judge_text(rich).evidence[1] == ("/home/me/train.py:80", "in main")
+    assert "raised an exception (OddError: odd)" in write_report(judge_text(rich), [])
+
+
+def test_an_assertion_without_a_message_is_shown_with_its_source():
+    text = (
+        'Traceback (most recent call last):\n  File "/x/site-packages/a.py", line 1, in f\n    assert lr is not None\n'
+    )
+    assert "AssertionError: assert lr is not None" in write_report(judge_text(text + "AssertionError\n"), [])
+
+
+def test_a_log_that_only_waits_is_a_standstill():
+    stamp = "2026-03-10 {:02d}:00:00,000 INFO {}\n"
+    waits = stamp.format(1, "loading adapter") + "".join(stamp.format(2 + i, "waiting for step 3") for i in range(8))
+    ended = stamp.format(12, "the run was ended by the operator after hours without progress")
+    lives = "".join(stamp.format(2 + i, '"GET /health HTTP/1.1" 200 OK') for i in range(8))
+    for text in (waits, waits + ended, stamp.format(1, "ready") + lives + ended):
+        verdict = judge_text(text)
+        assert name_cause(verdict) == "standstill" and verdict.cause and verdict.cause.line == 0
+    assert name_cause(judge_text(stamp.format(1, "ready") + lives)) is None
+    vain = "".join(
+        f"2026-03-10 01:00:0{i},000 INFO Server is not up yet. Retrying in 2.0 seconds...\n" for i in range(4)
+    )
+    assert name_cause(judge_text("loading the model\n" + vain)) == "standstill"
+    assert name_cause(judge_text(vain + "Server is up!\n")) is None
