@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -26,7 +27,7 @@ class JudgedLog:
 
     name: str
     verdict: RunDiagnosis
-    answer: dict[str, object]
+    answer: dict[str, Any]
     folder: Path
 
     @property
