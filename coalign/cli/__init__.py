@@ -62,6 +62,7 @@ COMMANDS = {
     "serve": generate.serve,
     "serve-reward": generate.serve_reward,
     "explain": train.explain,
+    "diagnose": train.diagnose,
     "inspect-data": train.inspect_data,
     "init": train.init,
     "recipes": train.recipes,

@@ -1,4 +1,4 @@
-"""Commands on a YAML file (train, check, pipeline, eval, inspect-data), on a run (explain), and to write a YAML."""
+"""Commands on a YAML file (train, check, pipeline, eval, inspect-data) and on a run (explain, diagnose); init."""
 
 from __future__ import annotations
 
@@ -229,6 +229,20 @@ def explain(
     from coalign.commands.explain import explain as describe
 
     typer.echo(describe(run, group, step, as_json))
+
+
+def diagnose(
+    logs: Annotated[
+        list[str], typer.Argument(help="A run's folder, log files, directories of the logs of many ranks, or `-`.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+):
+    """Name the cause of a run that ended badly, from its logs: evidence, where it began, how sure it is, what to do."""
+    from coalign.diagnosis.report import to_json, write_report
+    from coalign.diagnosis.verdict import judge_paths
+
+    verdict, read = judge_paths(logs)
+    typer.echo(json.dumps(to_json(verdict, read), indent=1) if as_json else write_report(verdict, read))
 
 
 def _complete_recipe(begun: str) -> list[str]:

@@ -16,6 +16,7 @@ from coalign.cluster.torchrun import TorchrunRank, serve_rank
 from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
+from coalign.diagnosis.ending import explain_ending
 from coalign.engine.engine import Engine, Hook, precompute
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints, verify_checkpoint
@@ -295,8 +296,10 @@ def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
         root.addHandler(handler)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         root.removeHandler(screen)  # whoever catches it says it there
+        if explanation := explain_ending(error, folder.path):
+            error.add_note(explanation)
         log.exception("the run ended with an error")
         raise
     finally:

@@ -63,16 +63,20 @@ ALLOWED = {
     },
     "weights": {"types", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "files", "threads"},
+    "diagnosis": set(),
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "devices", "hub", "memory", "threads"},
     "planner": {"config", "files", "hub", "cluster"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster"},
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
-    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "planner", "report"},
+    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "planner", "report", "diagnosis"},
     "commands": {*BELOW_BACKENDS, "http_server", "backends", "cluster", "engine", "planner", "report", "launch"},
     "jobs": {"config", "cluster", "backends", "launch"},
     "api": {"config", "commands", "launch", "report"},
-    "cli": {*BELOW_BACKENDS, "api", "backends", "cluster", "commands", "jobs", "launch", "planner", "report", "vocab"},
+    "cli": {
+        *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "diagnosis", "jobs", "launch", "planner"}),
+        *("report", "vocab"),
+    },
 }
 HEAVY = {
     "ray": ("cluster/ray.py", "cluster/ray_jobs.py", "cluster/ray_nodes.py", "cluster/ray_tune.py"),

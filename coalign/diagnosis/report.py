@@ -1,0 +1,66 @@
+"""Writes a verdict for people (the cause in the first line) and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coalign.diagnosis.logs import LogFile
+from coalign.diagnosis.verdict import RunDiagnosis
+
+_WIDTH = 240  # characters of a line of evidence
+
+
+def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
+    """Return the answer: cause, where it began, evidence, why, what to do, other candidates."""
+    cause = verdict.cause
+    if cause is None:
+        passed = f"; it went on after {verdict.passed} errors" if verdict.passed else ""
+        return f"no failure found in {_count(logs)}{passed}"
+    lines = [f"cause: {cause.title}"]
+    if origin := str(verdict.origin):
+        lines.append(f"began in: {origin}")
+    lines += [f"  {place}: {text[:_WIDTH]}" for place, text in verdict.evidence]
+    lines.append(f"sure: {verdict.sure} ({'; '.join(verdict.reasons)})")
+    if cause.rule:
+        lines.append(f"do: {cause.rule.advice}")
+        if cause.rule.settings and is_coalign_run(logs):
+            lines.append(f"settings: {cause.rule.settings}")
+    else:
+        lines.append("do: The message is the program's own; look at the place shown, and at what it was given there.")
+    if verdict.others:
+        lines += ["other candidates:", *(f"  {other.title[:160]}, {other.place}" for other in verdict.others)]
+    return "\n".join(lines)
+
+
+def to_json(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> dict[str, Any]:
+    """Return the answer as plain values. ``cause`` is a rule's id, `unknown`, or None if nothing failed."""
+    cause = verdict.cause
+    if cause is None:
+        return {"cause": None, "files": len(logs), "survived_errors": verdict.passed}
+    rule, origin = cause.rule, verdict.origin
+    return {
+        "cause": rule.id if rule else "unknown",
+        "category": rule.category if rule else "unknown",
+        "title": cause.title,
+        "sure": verdict.sure,
+        "reasons": list(verdict.reasons),
+        "origin": {"rank": origin.rank, "node": origin.node, "process": origin.pid, "actor": origin.actor},
+        "evidence": [{"place": place, "text": text} for place, text in verdict.evidence],
+        "advice": rule.advice if rule else "",
+        "settings": rule.settings if rule and is_coalign_run(logs) else "",
+        "others": [
+            {"cause": other.rule.id if other.rule else "unknown", "title": other.title, "place": other.place}
+            for other in verdict.others
+        ],
+        "files": len(logs),
+    }
+
+
+def is_coalign_run(logs: Sequence[LogFile]) -> bool:
+    """Whether one of the logs is of Coalign."""
+    return any(mark in log.data for log in logs for mark in (b" coalign.", b"/coalign/", b"coalign train"))
+
+
+def _count(logs: Sequence[LogFile]) -> str:
+    return f"{logs[0].name}" if len(logs) == 1 else f"{len(logs)} logs"

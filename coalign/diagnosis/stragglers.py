@@ -1,0 +1,46 @@
+"""Compares the step times that ranks write to their logs."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from coalign.diagnosis.findings import Finding
+from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
+from coalign.diagnosis.rules import find_rule
+
+_STEP = r"(?i)(?:time per iteration|step[ _]time|time_per_step)"
+_SECONDS = re.compile(_STEP + r"\D{0,20}?(?P<time>\d+(?:\.\d+)?)")
+_MARKS = (b"time per iteration", b"tep_time", b"tep time", b"ime_per_step")
+_LEAST = 5  # step times of a rank
+_FACTOR = 1.3  # of the median of the others
+_MOST = 20_000  # lines
+
+
+def find_straggler(logs: Sequence[LogFile]) -> Finding | None:
+    """Name the rank whose median step takes 1.3 times that of the others; None if fewer than three ranks say theirs."""
+    times: dict[int, list[float]] = defaultdict(list)
+    last: dict[int, tuple[LogFile, int]] = {}
+    for log in logs:
+        if not any(mark in log.data for mark in _MARKS):
+            continue
+        for line in list(log.find(_STEP))[:_MOST]:
+            origin, text = split_tags(log.text(line))
+            rank = origin.fill(log.origin).rank
+            if rank is not None and (found := _SECONDS.search(text)):
+                times[rank].append(float(found["time"]))
+                last[rank] = (log, line)
+    middle = {rank: median(values) for rank, values in times.items() if len(values) >= _LEAST}
+    if len(middle) < 3:
+        return None
+    slowest = max(middle, key=lambda rank: middle[rank])
+    others = median(value for rank, value in middle.items() if rank != slowest)
+    if middle[slowest] < _FACTOR * others:
+        return None
+    text = f"rank {slowest}: {middle[slowest]:g} a step, others {others:g} (medians of {len(times[slowest])} steps)"
+    log, line = last[slowest]
+    return Finding(
+        find_rule("straggler"), log, line, text, {}, LineOrigin(rank=slowest).fill(log.origin), log.time(line)
+    )

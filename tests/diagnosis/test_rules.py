@@ -1,0 +1,68 @@
+"""Every rule names its own examples first, and is silent about texts that only look like it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coalign.diagnosis.logs import LogFile
+from coalign.diagnosis.rules import SECONDARY, build_filter, load_rules, read_rule
+from tests.diagnosis.samples import BEFORE, EXAMPLES, judge_text, name_cause, spell_out
+
+NAMED = [rule.id for rule in load_rules() if rule.order < SECONDARY]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "diagnosis.md"
+
+
+def test_every_rule_that_names_a_cause_has_examples_of_both_kinds():
+    assert set(EXAMPLES) == set(NAMED)
+    assert all(each["positive"] and each["negative"] for each in EXAMPLES.values())
+    assert len(NAMED) >= 90
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_rule_names_its_examples_and_no_others(name):
+    for text in EXAMPLES[name]["positive"]:
+        verdict = judge_text(BEFORE + spell_out(text) + "\n")
+        assert name_cause(verdict) == name, text
+        assert verdict.cause and verdict.evidence[0][0].startswith("run.log:")
+    for text in EXAMPLES[name]["negative"]:
+        assert name_cause(judge_text(BEFORE + spell_out(text) + "\n")) is None, text
+
+
+def test_the_filter_lets_through_whatever_a_pattern_matches():
+    """The words that are derived from a pattern are in each of its matches, so the filter loses nothing."""
+    for rule in load_rules():
+        for text in EXAMPLES.get(rule.id, {"positive": []})["positive"]:
+            for line in spell_out(text).splitlines():
+                for pattern in rule.patterns:
+                    if pattern.expression.search(line):
+                        assert any(word in line.lower() for word in pattern.words), (rule.id, line)
+                        assert list(LogFile("x", line.encode()).find(build_filter(), ignore_case=True)), (rule.id, line)
+
+
+def test_a_wrong_rule_is_refused():
+    raw = {
+        "id": "x",
+        "category": "y",
+        "title": "z",
+        "any": ["some text"],
+        "order": 20,
+        "sure": "certain",
+        "advice": "a",
+    }
+    assert read_rule(raw).patterns[0].words == {"some text"}
+    with pytest.raises(ValueError, match="x: sure: is 'x'; expected certain"):
+        read_rule(raw | {"sure": "x"})
+    with pytest.raises(ValueError, match="no such key: anny"):
+        read_rule(raw | {"anny": []})
+    with pytest.raises(ValueError, match="missing: advice"):
+        read_rule({key: value for key, value in raw.items() if key != "advice"})
+    with pytest.raises(ValueError, match="no literal text"):
+        read_rule(raw | {"any": [r"\d+"]})
+
+
+def test_the_page_lists_every_cause():
+    listed = re.findall(r"^\| `([\w-]+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(NAMED)
