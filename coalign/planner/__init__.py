@@ -14,6 +14,8 @@ Open ``prediction.py`` first: ``predict_step(JobShape, ClusterSpec, Constants) -
 | `simulation.py` | roll-outs as discrete events |
 | `transfer.py` | weight syncs, and states that move to host memory |
 | `prediction.py` | a whole step |
+| `memory.py` | memory of each device; `coalign check` reads it, too |
+| `layouts/` | from a configuration to a job, partitions over devices, the search |
 
 Nothing heavy is imported. docs/planner.md says how it predicts, and how far it was off on published figures.
 """

@@ -13,7 +13,7 @@ HEALTHY = [path for path in sorted((HERE / "healthy").iterdir()) if path.name !=
 @pytest.mark.parametrize("folder", SETS, ids=lambda folder: folder.name)
 def test_most_held_out_logs_are_named_right(folder):
     judged = judge_set(folder)
-    assert len(judged) >= 50
+    assert len(judged) >= 30
     assert sum(each.is_at_line for each in judged) >= 0.75 * len(judged), "at the line"
     assert sum(each.is_of_category for each in judged) >= 0.85 * len(judged), "by category"
 
