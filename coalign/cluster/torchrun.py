@@ -94,8 +94,7 @@ class TorchrunRank:
     def choose_device(self, accelerator: str) -> None:
         """Let this process see the one device that is its own, before a library counts them."""
         kind = find_accelerator(accelerator)
-        seen = os.environ.get(kind.visible, "")
-        names = seen.split(",") if seen else [str(number) for number in range(self.local_size)]
+        names = kind.list_names(self.local_size)
         if kind.device != "cpu" and self.local_rank < len(names):
             os.environ[kind.visible] = names[self.local_rank]
 

@@ -10,6 +10,7 @@ it has enough, in the order of the PCI buses: devices behind one switch, with it
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,14 @@ class Accelerator:
 
     device: str
     visible: str
+
+    def list_names(self, count: int) -> list[str]:
+        """Return the names of the ``count`` devices of this process, by which another one can be shown some of them.
+
+        A process that is shown few of a machine's devices counts them from 0, and the machine does not.
+        """
+        shown = os.environ.get(self.visible, "")
+        return shown.split(",") if shown else [str(number) for number in range(count)]
 
 
 STAND_IN = Accelerator("cpu", "COALIGN_VISIBLE_DEVICES")
@@ -49,6 +58,16 @@ def find_accelerator(resource: str) -> Accelerator:
         right = f"Ray's name of it is {DEVICES[name]}" if name in DEVICES else f"supported: {', '.join(ACCELERATORS)}"
         raise ValueError(f"is {resource}; {right}")
     return ACCELERATORS.get(resource, STAND_IN)
+
+
+def find_device_kind(device: str) -> Accelerator:
+    """Return the kind of device that torch calls ``device``. ValueError for one that nothing here supports."""
+    for accelerator in ACCELERATORS.values():
+        if accelerator.device == device:
+            return accelerator
+    raise ValueError(
+        f"{device} devices are not supported; supported: {', '.join(a.device for a in ACCELERATORS.values())}"
+    )
 
 
 PCI = Path("/sys/bus/pci/devices")

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from coalign.cluster.placement.nodes import ACCELERATORS
+from coalign.cluster.placement.nodes import find_device_kind
 from coalign.commands.judges import choose_device
 from coalign.commands.serving.engine_loop import (
     ENDED,
@@ -241,5 +241,6 @@ def _plan_engines(model: ModelConfig, config: CompletionServerConfig) -> list[_E
     if index or available < number:
         found = f"`device: {device}` names one" if index else f"this machine has {available}"
         raise ValueError(f"replicas: {number} engines need a device each, and {found}")
-    [variable] = [each.visible for each in ACCELERATORS.values() if each.device == kind]
-    return [_Engine(model, kind, config.seed, {variable: str(i)}, None) for i in range(number)]
+    accelerator = find_device_kind(kind)
+    names = accelerator.list_names(available)
+    return [_Engine(model, kind, config.seed, {accelerator.visible: name}, None) for name in names[:number]]

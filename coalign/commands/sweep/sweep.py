@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coalign.cluster.placement.nodes import ACCELERATORS
+from coalign.cluster.placement.nodes import find_device_kind
 from coalign.commands.sweep.results import show_results
 from coalign.commands.sweep.space import list_settings
 from coalign.commands.sweep.state import SweepState, SweepTrial
@@ -92,10 +92,11 @@ def share_devices(config: SweepConfig, run: RunConfig) -> list[dict[str, str]]:
         return alone
     kind, count = str(torch.accelerator.current_accelerator()), torch.accelerator.device_count()
     each = count // config.concurrent
-    variable = next((a.visible for a in ACCELERATORS.values() if a.device == kind), None)
-    if not each or variable is None:
+    if not each:
         raise ValueError(f"concurrent: {config.concurrent} trials at once, and this machine has {count} {kind} devices")
-    return [{variable: ",".join(map(str, range(i * each, (i + 1) * each)))} for i in range(config.concurrent)]
+    accelerator = find_device_kind(kind)
+    names = accelerator.list_names(count)
+    return [{accelerator.visible: ",".join(names[i * each : (i + 1) * each])} for i in range(config.concurrent)]
 
 
 class RunningTrial:

@@ -141,7 +141,10 @@ def test_trials_share_the_devices_out(monkeypatch):
     monkeypatch.setattr(module.torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(module.torch.accelerator, "device_count", lambda: 5)
     monkeypatch.setattr(module.torch.accelerator, "current_accelerator", lambda: module.torch.device("cuda"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert share_devices(config, run) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")  # the others of the machine are somebody else's
+    assert share_devices(config, run) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
     with pytest.raises(ValueError, match="concurrent: 6 trials at once, and this machine has 5 cuda devices"):
         share_devices(config.model_copy(update={"concurrent": 6}), run)
 
