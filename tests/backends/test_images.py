@@ -196,3 +196,9 @@ def test_the_tower_sees_each_image_of_a_step_once(tmp_path):
     )
     trainer.train_step(batch)
     assert sum(seen) == trainer.model.images.pixels.made == 8
+
+
+def test_a_run_refuses_what_check_refuses(tmp_path):
+    model = vision_model_dir(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"models\.trainer\.compile: not with images yet"):
+        build_trainer(model, compile=True)

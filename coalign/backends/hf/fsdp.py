@@ -80,6 +80,7 @@ class HuggingFaceModule(TrainableModule):
         check_rows(packed.rows, config, name)
         if config.vision is not None:
             check_vision(packed, config, name)
+            ImageProcessor(pretrained.get_directory(config), pretrained.read_tokenizer(config), ImagesConfig())
         cls.check_model(packed.model, config, name)
         check_routers(packed.routers, config, name)
 
@@ -360,8 +361,7 @@ class HuggingFaceModule(TrainableModule):
 
     def _let_see(self, model: LanguageModel, vision: VisionConfig) -> None:
         """Give the model what reads images, forbid it to say their placeholders, and freeze the parts that stay."""
-        if model.rows != "packed":
-            raise NotImplementedError(f"rows are {model.rows}, and images are read in packed rows alone")
+        check_vision(model, self.config, self.context.model)
         learns = False  # of what makes features
         for name, part in name_parts(model.model).items():
             parameter = model.model.get_parameter(name)
@@ -420,7 +420,6 @@ def check_vision(model: PackedModel, config: ModelConfig, name: str) -> None:
     for key in ("compile", "fp8"):
         if getattr(config, key):
             raise ValueError(f"models.{name}.{key}: not with images yet (data.images); leave it out")
-    ImageProcessor(pretrained.get_directory(config), pretrained.read_tokenizer(config), ImagesConfig())
 
 
 def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
