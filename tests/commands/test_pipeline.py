@@ -179,7 +179,8 @@ def test_a_changed_reward_function_is_another_setting(home, monkeypatch, tmp_pat
     source.write_text("def reward(sample):\n    return float(len(sample.response))\n")
     path = write(home, "source", rounds=1)
     run(path, "stages.score.reward=rewards_of_mine:reward")
-    source.write_text("def reward(sample):\n    return -1.0 * len(sample.response)\n")
+    # Of another length: Python keeps compiled code while second and size of a source are those that it knows.
+    source.write_text("def reward(sample):\n    return -2.0 * float(len(sample.response))\n")
     monkeypatch.delitem(sys.modules, "rewards_of_mine")  # as in another process
     _, shown = run(path, "stages.score.reward=rewards_of_mine:reward")
     assert "round 1 score is done anew: reward[0].fn (source) changed" in shown
