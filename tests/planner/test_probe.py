@@ -32,12 +32,12 @@ def test_the_training_rate_is_the_one_at_which_the_step_takes_that_long(tmp_path
         "trainer", "trainer", read_directory(tmp_path), Parallelism(), precision=precision, micro_batch_tokens=16384,
         recomputes_head=True,
     )  # fmt: skip
-    answers = probe.GROUPS * probe.SAMPLES * probe.ANSWER
-    tokens = probe.GROUPS * probe.PROMPT + answers
-    length = probe.PROMPT + probe.ANSWER
+    # 8 groups: a prompt of 64 tokens and answers of 768; a token finds itself in a sequence of 172: sum of squares over sum
+    tokens, length, longest = 8 * (64 + 768), 220160 / 1280, 224
+    assert probe.describe_batch() == TokenBatch(tokens, length, longest, 768 / 832)
     attention = CONSTANTS.attention * HOST.bf16_tflops / gpu.bf16_tflops
     model = TrainingModel(work, ClusterSpec(1, 1, gpu, 1.0), replace(CONSTANTS, attention=attention))
-    predicted = model.train(TokenBatch(tokens, length, length, answers / tokens))
+    predicted = model.train(probe.describe_batch())
     assert predicted.seconds == pytest.approx(seconds, rel=1e-3)
 
 

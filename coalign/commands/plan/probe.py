@@ -36,7 +36,9 @@ SHAPE = {
     "vocab_size": 16384, "tie_word_embeddings": True, "max_position_embeddings": 2048,
 }  # fmt: skip
 LAYERS = 4  # of the small model
-PROMPT, ANSWER, GROUPS, SAMPLES = 64, 96, 3, 8  # tokens and sequences of the training batch
+# The training batch: groups that share a prompt, answers of uneven lengths, more than a processor's caches hold.
+PROMPT, GROUPS = 64, 8
+ANSWERS = (32, 48, 64, 80, 112, 128, 144, 160)  # tokens of a group's samples
 DECODED = 24  # tokens of each sequence of a decode probe
 GIB = 2**30
 
@@ -205,22 +207,26 @@ class MachineProbe:
         )  # fmt: skip
         trainer = FSDPModule(config, Context(loss=Objective("policy_gradient")))
         trainer.setup()
-        count, length = GROUPS * SAMPLES, PROMPT + ANSWER
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(3, SHAPE["vocab_size"], (count, length), generator=generator, dtype=torch.int32)
-        for first in range(0, count, SAMPLES):
-            tokens[first : first + SAMPLES, :PROMPT] = tokens[first, :PROMPT].clone()
-        mask = (torch.arange(length) >= PROMPT).expand(count, length)
+        lengths = torch.tensor([PROMPT + answer for answer in ANSWERS] * GROUPS)
+        count, total = len(lengths), int(lengths.sum())
+        rows = []
+        for _ in range(GROUPS):
+            prompt, *answers = (
+                torch.randint(3, SHAPE["vocab_size"], (length,), generator=generator, dtype=torch.int32)
+                for length in (PROMPT, *ANSWERS)
+            )
+            rows += [torch.cat([prompt, answer]) for answer in answers]
         batch = Batch(
-            torch.full((count,), length),
+            lengths,
             {
-                "tokens": tokens.flatten(),
-                "loss_mask": mask.flatten(),
-                "advantages": torch.randn(count * length, generator=generator),
-                "rollout_logprobs": torch.full((count * length,), -9.7),
+                "tokens": torch.cat(rows),
+                "loss_mask": torch.cat([torch.arange(len(row)) >= PROMPT for row in rows]),
+                "advantages": torch.randn(total, generator=generator),
+                "rollout_logprobs": torch.full((total,), -9.7),
             },
             {
-                "group": torch.arange(GROUPS).repeat_interleave(SAMPLES),
+                "group": torch.arange(GROUPS).repeat_interleave(len(ANSWERS)),
                 "prompt_length": torch.full((count,), PROMPT),
             },
         )
@@ -274,8 +280,7 @@ def calibrate_training(gpu: Gpu, constants: Constants, folder: Path, precision: 
         "trainer", "trainer", read_directory(folder), Parallelism(), precision=precision, micro_batch_tokens=16384,
         recomputes_head=True,
     )  # fmt: skip
-    computed = GROUPS * (PROMPT + SAMPLES * ANSWER)  # a group's prompt is computed once
-    batch = TokenBatch(computed, PROMPT + ANSWER, PROMPT + ANSWER, GROUPS * SAMPLES * ANSWER / computed)
+    batch = describe_batch()
     low, high = 1e-3, 1e3
     field = "fp32_tflops" if precision == "fp32" else "bf16_tflops"
     for _ in range(60):
@@ -284,6 +289,14 @@ def calibrate_training(gpu: Gpu, constants: Constants, folder: Path, precision: 
         predicted = TrainingModel(work, ClusterSpec(1, 1, trial, 1.0), _keep_attention(constants, gpu, trial))
         low, high = (middle, high) if predicted.train(batch).seconds > seconds else (low, middle)
     return replace(gpu, **{field: getattr(gpu, field) * math.sqrt(low * high)})
+
+
+def describe_batch() -> TokenBatch:
+    """Return the training batch as the planner sees it: a group's prompt is computed once."""
+    trained = GROUPS * sum(ANSWERS)
+    computed = GROUPS * PROMPT + trained
+    lengths = [PROMPT + answer for answer in ANSWERS]
+    return replace(TokenBatch.from_lengths(lengths, 1.0, trained / computed), tokens=computed)
 
 
 def _keep_attention(constants: Constants, measured: Gpu, trial: Gpu) -> Constants:
