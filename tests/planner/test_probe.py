@@ -32,7 +32,7 @@ def test_the_training_rate_is_the_one_at_which_the_step_takes_that_long(tmp_path
         "trainer", "trainer", read_directory(tmp_path), Parallelism(), precision=precision, micro_batch_tokens=16384,
         recomputes_head=True,
     )  # fmt: skip
-    # 8 groups: a prompt of 64 tokens and answers of 768; a token finds itself in a sequence of 172: sum of squares over sum
+    # 8 groups: a prompt of 64 tokens and answers of 768; a token's own sequence has 172 on average
     tokens, length, longest = 8 * (64 + 768), 220160 / 1280, 224
     assert probe.describe_batch() == TokenBatch(tokens, length, longest, 768 / 832)
     attention = CONSTANTS.attention * HOST.bf16_tflops / gpu.bf16_tflops
