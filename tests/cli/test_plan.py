@@ -93,6 +93,11 @@ def test_a_plan_shows_the_layout_and_better_ones_and_writes_the_best(folder):
     assert "DOES NOT FIT" not in again and "best layouts" not in again
 
 
+def test_where_nothing_fits_the_cluster_that_does_is_named(folder):
+    shown = run("plan", folder / "run.yaml", "--cluster", "1x1:L40S", "--top", "1")
+    assert "none was found that fits" in shown and "with more such nodes, a layout fits: --cluster 2x1:L40S" in shown
+
+
 @pytest.mark.parametrize(("algorithm", "head"), [("sft", ""), ("dpo", ""), ("reward_model", ", head: reward")])
 def test_recipes_without_a_sampler_are_planned(folder, algorithm, head):
     together = "[[trainer, reference]]" if algorithm == "dpo" else "[]"

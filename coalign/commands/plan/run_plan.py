@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from coalign.config.schema import RunConfig
 from coalign.config.yaml_edit import edit_yaml
 from coalign.launch.planned_run import describe_run
 from coalign.planner.constants import Constants, load_machine
-from coalign.planner.gpus import ClusterSpec
+from coalign.planner.gpus import LARGEST, ClusterSpec
 from coalign.planner.job import LengthDistribution
 from coalign.planner.layouts.adapter import PlannedRun, build_job, list_run_loads, pack_models
 from coalign.planner.layouts.devices import DeviceLoad
@@ -28,6 +28,7 @@ from coalign.planner.prediction import StepPrediction, predict_step
 from coalign.report.display import Display
 
 ASYNCHRONOUS = 4  # weight versions of an asynchronous run, where the configuration asks for none or one
+MOST_DOUBLINGS = 5  # of the nodes, where nothing fits
 LoadWith = Callable[[Mapping[str, Any]], RunConfig]  # the configuration with more settings, validated
 
 
@@ -67,6 +68,12 @@ def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Displa
             found = search_run(run, request)
             proposed = choose_layouts(found, run, load, request)
             display.show(page.show_search(found, proposed, configured, request.objective))
+            if not proposed:
+                larger = find_larger_cluster(config, load, request)
+                if larger is None:
+                    display.show(f"none fits with up to {2**MOST_DOUBLINGS} times the nodes either")
+                else:
+                    display.show(f"with more such nodes, a layout fits: --cluster {larger}")
             if request.write is not None:
                 write_layout(source, request.write, proposed, display)
     if request.trace is not None:
@@ -149,6 +156,22 @@ def search_run(run: PlannedRun, request: PlanRequest) -> LayoutSearch:
         refuse=backends.find_refusal,
         staleness=list_staleness(run),
     )
+
+
+def find_larger_cluster(config: RunConfig, load: LoadWith, request: PlanRequest) -> ClusterSpec | None:
+    """Return the cluster with two, four, … times the nodes on which the first layout fits, or None.
+
+    None as well for a cluster that would be larger than any that can be planned.
+    """
+    for doublings in range(1, MOST_DOUBLINGS + 1):
+        cluster = replace(request.cluster, nodes=request.cluster.nodes * 2**doublings)
+        if cluster.gpus > LARGEST:
+            return None
+        larger = replace(request, cluster=cluster, devices=None)
+        run = describe_run(config, cluster, request.lengths)
+        if choose_layouts(search_run(run, larger), run, load, larger):
+            return cluster
+    return None
 
 
 def choose_layouts(search: LayoutSearch, run: PlannedRun, load: LoadWith, request: PlanRequest) -> list[ProposedLayout]:
