@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -54,7 +53,7 @@ def test_gpus_that_do_not_fit_a_node_are_refused(here, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_dry_run_takes_at_most_two_seconds(tmp_path, target):
+def test_a_dry_run_imports_nothing_heavy(tmp_path, target):
     config = {"algorithm": "grpo", "output": "runs/a", "reward": {"fn": "math"}, "data": {"train": "rows.jsonl"}}
     config["models"] = {"policy": {"load": "own/model", "num_gpu": 8}}
     config["runtime"] = {"colocation": [["policy", "trainer"]]}
@@ -63,10 +62,9 @@ def test_a_dry_run_takes_at_most_two_seconds(tmp_path, target):
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     (tmp_path / "rows.jsonl").write_text("{}\n")
     options = {"skypilot": ["--gpu", "H100"]}.get(target, [])
-    command = [sys.executable, "-m", "coalign.cli", "launch", target, "run.yaml", "--dry-run", *options]
-    times = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
-        times.append(time.perf_counter() - begun)
-    assert min(times) < 2.0, times
+    command = ["-X", "importtime", "-m", "coalign.cli", "launch", target, "run.yaml", "--dry-run", *options]
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True
+    )
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in ran.stderr.splitlines()}
+    assert "coalign" in imported and not imported & {"torch", "ray", "transformers", "vllm", "numpy"}
