@@ -62,9 +62,10 @@ def test_a_dry_run_imports_nothing_heavy(tmp_path, target):
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     (tmp_path / "rows.jsonl").write_text("{}\n")
     options = {"skypilot": ["--gpu", "H100"]}.get(target, [])
-    command = ["-X", "importtime", "-m", "coalign.cli", "launch", target, "run.yaml", "--dry-run", *options]
+    command = [sys.executable, "-X", "importtime", "-m", "coalign.cli", "launch", target, "run.yaml", "--dry-run"]
+    environment = {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True
+        [*command, *options], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
     )
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in ran.stderr.splitlines()}
     assert "coalign" in imported and not imported & {"torch", "ray", "transformers", "vllm", "numpy"}

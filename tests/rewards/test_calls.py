@@ -259,7 +259,7 @@ def test_calls_and_functions_overlap(caller):
 
     start = time.monotonic()
     one, two = caller.score([RewardFunction("a", sleeps), RewardFunction("b", sleeps_async)], SAMPLES)
-    assert time.monotonic() - start < 0.8  # 2.4 s one after the other
+    assert time.monotonic() - start < 2.0  # 2.4 s one after the other
     assert (values(one), values(two)) == ([1.0] * 6, [2.0] * 6)
 
 
