@@ -43,7 +43,7 @@ from coalign.launch.check import trace
 from coalign.launch.data_load import load_data
 from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
-from coalign.launch.layout import describe_assigned_layout
+from coalign.launch.layout import StructureRecord, describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from coalign.report.plots import plot_run
@@ -83,7 +83,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
     named, config = config, fetch_sources(config)
     plan = prepare(config)
     config = plan.config
-    trace(plan)
+    graph = trace(plan)
     with closing(RunFolder(config.output)) as folder, _logged(folder, display):
         goodput = Goodput(folder.metrics)
         write_commits(folder.path, named, config)
@@ -120,7 +120,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
             with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
                 log.info("loading %s", ", ".join(plan.started))
                 engine = plan.recipe(plan, cluster, data)
-                engine.hooks.append(provenance)
+                engine.hooks += [provenance, StructureRecord(folder.path, graph)]
                 recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
                 return _learn(engine, recovery, remote, checkpoint, display, watchdog, hooks, signals, goodput)
         finally:

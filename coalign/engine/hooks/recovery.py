@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from coalign.cluster.future import WorkerLost
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.checkpoint import rewind_engine, write_engine_state
-from coalign.engine.hooks.checkpoint_folder import Checkpoints, CorruptCheckpoint
+from coalign.engine.hooks.checkpoint_folder import MEMORY, RUN, Checkpoints, CorruptCheckpoint
 from coalign.engine.hooks.run_folder import RunFolder
 from coalign.files import Sink, delete_path
 from coalign.types import Stats
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)
-MEMORY = Path("/dev/shm")
-RUN = "run"  # a link to the run's folder
 KEPT = 2  # one is complete while the next one is written
 LEFT_SECONDS = 24 * 3600.0
 

@@ -1,0 +1,127 @@
+"""Reads the checkpoints of a run: which there are and where, whether they are whole, and which one a start continues."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coalign.board.readers.placement import read_config
+from coalign.board.readers.records import read_integer
+from coalign.engine.hooks.checkpoint_folder import (
+    MANIFEST,
+    MEMORY,
+    RUN,
+    Checkpoints,
+    CorruptCheckpoint,
+    verify_checkpoint,
+)
+from coalign.files import read_json_object
+
+_COPIED = re.compile(rb" step (\d+) is copied to ")  # a line of coalign.engine.hooks.checkpoint_remote in log.txt
+
+
+def read_checkpoints(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+    """Return the `checkpoints`, newest first, and which of them a start of the same command would continue.
+
+    Each has its `step`, its `place` (disk or memory), its bytes by part, the `problem` of one that is not whole, and
+    whether it is the `best` one, that of the link `model` (`linked`), or that which a start would `resume`. Names and
+    sizes of files are compared, not their contents: see ``read_verification``. `copied` are the steps that log.txt
+    says have a copy at `copies_to`; they are not looked at.
+    """
+    runtime = read_config(folder).get("runtime") or {}
+    disk = Checkpoints(folder / "checkpoints", 1)
+    memory = [Checkpoints(path, 1) for path in _list_memory_folders(folder)]
+    found = [_describe(disk, step, "disk") for step in _list_steps(disk)]
+    found += [_describe(each, step, "memory") for each in memory for step in _list_steps(each)]
+    found.sort(key=lambda each: (-each["step"], each["place"]))
+    best = _read_best(disk)
+    resume = runtime.get("resume", "auto")
+    chosen = _choose(found) if resume == "auto" else None
+    for each in found:
+        each["best"] = each["place"] == "disk" and best is not None and each["step"] == best["step"]
+        each["linked"] = each["place"] == "disk" and _is_linked(folder, disk.path(each["step"]))
+        each["resume"] = each is chosen
+    return {
+        "checkpoints": found,
+        "writing": [path.name.removeprefix(".writing-") for path in disk.directory.glob(".writing-step_*")],
+        "best": best and best | {"metric": runtime.get("best"), "mode": runtime.get("best_mode", "max")},
+        "resume": resume,
+        "keep": runtime.get("keep"),
+        "copies_to": runtime.get("save_copies_to"),
+        "copied": _list_copied(folder / "log.txt") if runtime.get("save_copies_to") else [],
+    }
+
+
+def read_verification(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+    """Read all files of the checkpoint on disk of a `step`, and compare their contents with its manifest.
+
+    The `problem` is null if they are as they were written. It takes as long as reading the checkpoint.
+    """
+    step = read_integer(params, "step")
+    path = Checkpoints(folder / "checkpoints", 1).path(step)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is missing")
+    return {"step": step, "problem": _find_problem(path, hashes=True)}
+
+
+def _list_memory_folders(folder: Path) -> list[Path]:
+    """Return the folders in this machine's memory whose link leads to the run's folder (coalign.engine.hooks.recovery).
+
+    There is one, or none; on another machine than the run's there is none.
+    """
+    run = folder.resolve()
+    return [path for path in MEMORY.glob(f"coalign-{os.getuid()}-*") if (path / RUN).resolve() == run]
+
+
+def _list_steps(checkpoints: Checkpoints) -> list[int]:
+    """Return the steps of all directories, complete or not."""
+    numbers = (checkpoints.find_step(path) for path in checkpoints.directory.glob("step_*"))
+    return sorted(number for number in numbers if number >= 0)
+
+
+def _describe(checkpoints: Checkpoints, step: int, place: str) -> dict[str, Any]:
+    path = checkpoints.path(step)
+    problem, sizes = _find_problem(path, hashes=False), dict[str, int]()
+    if problem is None:
+        for name, entry in read_json_object(path / MANIFEST)["files"].items():
+            part = "/".join(Path(name).parts[: 2 if name.startswith("models/") else 1])
+            sizes[part] = sizes.get(part, 0) + entry["size"]
+    when = (path / MANIFEST).stat().st_mtime if problem is None else None
+    return {"step": step, "place": place, "path": str(path), "problem": problem, "sizes": sizes, "time": when}
+
+
+def _find_problem(path: Path, *, hashes: bool) -> str | None:
+    try:
+        verify_checkpoint(path, hashes=hashes)
+    except (CorruptCheckpoint, OSError) as problem:
+        return str(problem)
+    return None
+
+
+def _choose(found: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the newest one that is whole, of equal steps that on disk, as coalign.engine.hooks.recovery does."""
+    whole = (each for each in found if each["problem"] is None)
+    return max(whole, key=lambda each: (each["step"], each["place"] == "disk"), default=None)
+
+
+def _read_best(disk: Checkpoints) -> dict[str, Any] | None:
+    """Return step and value of the best step so far, which the newest checkpoint knows; None without one."""
+    for step in reversed(disk.steps()):
+        try:
+            best = read_json_object(disk.path(step) / "state.json")["hooks"]["Save"]["best"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return {"value": best[0], "step": best[1]} if best else None
+    return None
+
+
+def _is_linked(folder: Path, checkpoint: Path) -> bool:
+    link = folder / "model"
+    return link.is_symlink() and link.resolve().parent == checkpoint.resolve()
+
+
+def _list_copied(log: Path) -> list[int]:
+    return sorted({int(found[1]) for found in _COPIED.finditer(log.read_bytes())}) if log.is_file() else []
