@@ -5,17 +5,16 @@ A metric that a run does not report costs only its own picture. matplotlib is im
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coalign.report.step_line import split_step_seconds
+from coalign.run_files.records import read_records, select_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,25 +96,25 @@ def plot_run(run_dir: str | Path) -> list[Path]:
 
     Without logged steps nothing is drawn.
     """
-    rows = list(_read_rows(Path(run_dir) / "metrics.jsonl"))
+    rows = list(read_records(Path(run_dir) / "metrics.jsonl"))
     if not rows:
         return []
     folder = Path(run_dir) / "plots"
     folder.mkdir(exist_ok=True)
     curves: dict[str, Curve] = {}
     for row in rows:
-        for name, value in _select_numbers(row).items():
+        for name, value in select_numbers(row).items():
             curves.setdefault(name, []).append((row["step"], value))
     written = [_draw_curves(folder, plot, chosen) for plot in _PLOTS if (chosen := _choose(plot, curves))]
     phases = {
-        row["step"]: split_step_seconds(_select_numbers(row)) for row in rows if "time/step" in _select_numbers(row)
+        row["step"]: split_step_seconds(select_numbers(row)) for row in rows if "time/step" in select_numbers(row)
     }
     if phases:
         figure, axes = _draw_bands("Time of a step", "seconds", phases)
         axes.plot(*zip(*curves["time/step"], strict=True), color="#222222", linewidth=1.2, label="whole step")
         written.append(_save_bands(figure, axes, folder / "time.png"))
     shares = {
-        row["step"]: {n.removeprefix("goodput/"): row[n] for n in _select_numbers(row) if n.startswith("goodput/")}
+        row["step"]: {n.removeprefix("goodput/"): row[n] for n in select_numbers(row) if n.startswith("goodput/")}
         for row in rows
         if "goodput/trained" in row
     }
@@ -125,21 +124,6 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         written.append(_save_bands(figure, axes, folder / "goodput.png"))
     traces = sorted((Path(run_dir) / "timeline").glob("step_*.json"), key=lambda file: file.stat().st_mtime)
     return written + [plot_timeline(trace, folder / "timeline.png") for trace in traces[-1:]]
-
-
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        with open(path, "rb") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError, RecursionError):  # a run may be in the middle of writing one
-                    row = json.loads(line)
-                    if isinstance(row, dict) and "step" in _select_numbers(row):
-                        yield row
-
-
-def _select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite metrics of a line (metrics.jsonl writes NaN as null)."""
-    return {k: float(v) for k, v in row.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
 
 
 def _choose(plot: _Plot, curves: Mapping[str, Curve]) -> dict[str, Curve]:

@@ -1,0 +1,120 @@
+"""Reads files of lines while a run appends to them: metrics.jsonl, samples.jsonl, log.txt.
+
+A reader goes on at the byte where it ended. A run that is resumed or rolled back replaces a file by a shorter one; then
+everything is read again. Lines end at `\\n` alone, and one that is not complete yet is left for the next look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+CHUNK = 1 << 22  # bytes read at once
+_TAIL = 64  # bytes before the position that must be as they were
+
+
+@dataclass(frozen=True, slots=True)
+class FilePosition:
+    """Where reading ended: after ``offset`` bytes of the file with this ``inode``, the last of which are ``tail``."""
+
+    inode: int = 0
+    offset: int = 0
+    tail: bytes = b""
+
+
+START = FilePosition()
+
+
+@dataclass(frozen=True, slots=True)
+class FileGrowth:
+    """The complete ``lines`` that follow a position, without their ends, and the ``position`` after them.
+
+    ``replaced``: the file is another one than before, so these lines are its first, and what was read of it is void.
+
+    Example: everything that a file holds now.
+        growth = read_growth(path, START)
+        while growth.lines:
+            growth = read_growth(path, growth.position)
+    """
+
+    lines: list[bytes]
+    position: FilePosition
+    replaced: bool = False
+
+
+def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> FileGrowth:
+    """Read what was added to a file after ``position``: at most ``chunk`` bytes, or one line. A missing file is empty.
+
+    Raises OSError if it cannot be read.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (closed below)
+    except FileNotFoundError:
+        return FileGrowth([], START, replaced=position.offset > 0)
+    with file:
+        inode = os.fstat(file.fileno()).st_ino
+        replaced = position.offset > 0 and not _has_position(file, inode, position)
+        start = START if replaced else position
+        file.seek(start.offset)
+        data = file.read(chunk)
+        while data and b"\n" not in data and (more := file.read(chunk)):
+            data += more
+    data = data[: data.rfind(b"\n") + 1]
+    after = FilePosition(inode, start.offset + len(data), (start.tail + data)[-_TAIL:])
+    return FileGrowth(data[:-1].split(b"\n") if data else [], after, replaced)
+
+
+def _has_position(file: IO[bytes], inode: int, position: FilePosition) -> bool:
+    """Whether a position is one of this file. Inodes are used again, so the bytes before it count, too."""
+    file.seek(position.offset - len(position.tail))
+    return inode == position.inode and file.read(len(position.tail)) == position.tail
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line of metrics.jsonl or samples.jsonl; None if it is damaged, or has no `step`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of metrics.jsonl or samples.jsonl in order; damaged and unfinished lines are left out."""
+    growth = read_growth(path, START)
+    while growth.lines and not growth.replaced:
+        yield from filter(None, map(parse_record, growth.lines))
+        growth = read_growth(path, growth.position)
+
+
+def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite metrics of a record as floats (metrics.jsonl writes NaN as null)."""
+    return {k: float(v) for k, v in record.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
+
+
+class FollowedRecords:
+    """Follows a file of records that have a `step`; ``records`` are those that count, at most the newest ``limit``."""
+
+    def __init__(self, path: Path, limit: int | None = None) -> None:
+        self.path = path
+        self.records: deque[dict[str, Any]] = deque(maxlen=limit)
+        self._position = START
+
+    def update(self) -> bool:
+        """Read what was added since the last time; return whether ``records`` has changed."""
+        changed = False
+        while True:
+            growth = read_growth(self.path, self._position)
+            self._position = growth.position
+            if growth.replaced:
+                self.records.clear()
+            self.records.extend(filter(None, map(parse_record, growth.lines)))
+            if not growth.lines:
+                return changed or growth.replaced
+            changed = True
