@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.board.readers.placement import read_config
-from coalign.board.readers.records import read_integer
+from coalign.board.readers.parameters import read_number
 from coalign.engine.hooks.checkpoint_folder import (
     MANIFEST,
     MEMORY,
@@ -60,7 +60,7 @@ def read_verification(folder: Path, params: Mapping[str, str]) -> dict[str, Any]
 
     The `problem` is null if they are as they were written. It takes as long as reading the checkpoint.
     """
-    step = read_integer(params, "step")
+    step = read_number(params, "step")
     path = Checkpoints(folder / "checkpoints", 1).path(step)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is missing")

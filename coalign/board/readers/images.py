@@ -1,42 +1,26 @@
-"""Finds the image files of a sample. Only what samples.jsonl lists is served, and only what is an image."""
+"""Decides which files are sent as the images of samples: those that begin as an image does, and that browsers show."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-from coalign.board.readers.records import read_integer
-from coalign.board.readers.samples import read_sample
-
-LARGEST = 32 * 2**20  # bytes
+_LARGEST = 32 * 2**20  # bytes
 # Of formats that hold no program; SVG may.
-_SIGNATURES = (
-    (b"\x89PNG\r\n\x1a\n", "image/png"),
-    (b"\xff\xd8\xff", "image/jpeg"),
-    (b"GIF8", "image/gif"),
-    (b"BM", "image/bmp"),
-)
+_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM")
 
 
-def find_image(folder: Path, params: Mapping[str, str]) -> tuple[Path, str]:
-    """Return the file of the `image` (counted from 0) of the sample `number`, and its media type.
+def check_image(path: Path) -> Path:
+    """Return the path of an image. FileNotFoundError if there is none here, ValueError for a file that is no image.
 
-    FileNotFoundError if the sample lists no such image, or its file is gone; ValueError if the file is no image.
+    samples.jsonl names files anywhere on the machine that trained. Whoever wrote it must not be able to have the board
+    send other files.
     """
-    sample, number = read_sample(folder, params), read_integer(params, "image")
-    listed = sample.get("images") or []
-    if number >= len(listed):
-        raise FileNotFoundError(f"sample {sample['number']} lists {len(listed)} images; there is no image {number}")
-    path = folder / str(listed[number])  # an absolute path stays one
     if not path.is_file():
-        raise FileNotFoundError(f"the image {listed[number]} is not on this machine")
-    if path.stat().st_size > LARGEST:
-        raise ValueError(f"the image {listed[number]} has more than {LARGEST // 2**20} MiB")
+        raise FileNotFoundError(f"the image {path} is not on this machine")
+    if path.stat().st_size > _LARGEST:
+        raise ValueError(f"the image {path} has more than {_LARGEST // 2**20} MiB")
     with open(path, "rb") as file:
-        head = file.read(16)
-    for signature, media_type in _SIGNATURES:
-        if head.startswith(signature):
-            return path, media_type
-    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return path, "image/webp"
-    raise ValueError(f"{listed[number]} is no image of a kind that browsers show (PNG, JPEG, GIF, WebP, BMP)")
+        head = file.read(12)
+    if not head.startswith(_SIGNATURES) and not (head[:4] == b"RIFF" and head[8:] == b"WEBP"):
+        raise ValueError(f"{path} is no image of a kind that browsers show (PNG, JPEG, GIF, WebP, BMP)")
+    return path

@@ -1,4 +1,4 @@
-"""Reads where the processes of models are (placement.json), what the models are, and their memory over the steps."""
+"""Reads where the processes of models are (placement.json), and what config.yaml says of the models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from coalign.board.readers.records import read_steps, thin
 from coalign.files import read_json_object
 
 # What config.yaml says of a model that tells where it is and what it may need.
@@ -16,19 +15,8 @@ _SETTINGS = ("load", "like", "module", "num_gpu", "num_process", "tensor_paralle
 
 
 def read_placement(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-    """Return the `placement` (null: the run wrote none), `settings` of each model, and `memory` in MiB by model.
-
-    A model's memory is the peak of its largest process in a step; `device` is the fullest device (docs/memory.md).
-    `steps` are those of the memory; null stands for a step that does not report a model.
-    """
-    rows = thin(read_steps(folder / "metrics.jsonl", "memory/"))
-    names = sorted({name for row in rows for name in row} - {"step"})
-    return {
-        "placement": read_placement_file(folder),
-        "settings": _read_settings(folder),
-        "steps": [row["step"] for row in rows],
-        "memory": {name.removeprefix("memory/"): [row.get(name) for row in rows] for name in names},
-    }
+    """Return the `placement` (null: the run wrote none), and the `settings` of each model in config.yaml."""
+    return {"placement": read_placement_file(folder), "settings": _read_settings(folder)}
 
 
 def read_placement_file(folder: Path) -> dict[str, Any] | None:

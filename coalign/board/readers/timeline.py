@@ -1,4 +1,4 @@
-"""Reads what computed when: the traces of single steps (timeline/step_N.json), and idle shares and faults of all steps.
+"""Reads what computed when: the traces of single steps (timeline/step_N.json), and faults that log.txt tells of.
 
 Lanes are the processes of models. With placement.json there are also lanes of devices, on which several models take
 turns.
@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from coalign.board.readers.placement import read_placement_file
-from coalign.board.readers.records import read_integer, read_steps, thin
-from coalign.board.readers.samples import NAME as SAMPLES
-from coalign.board.readers.samples import list_summaries
+from coalign.board.readers.parameters import read_number
 from coalign.files import read_json_object
 
 LOOP = "loop"  # the lane of the engine's phases (coalign.engine.hooks.timeline)
 MOVE = "move"  # a part of a model goes to a device, or leaves it: not computing
 NARROWEST = 2000  # bars narrower than this part of a step are drawn together with their neighbours
-_LOG_BYTES = 64 * 2**20  # of the end of log.txt
+_LOG_BYTES = 16 * 2**20  # of the end of log.txt
 # A kind of event -> what its line in log.txt has.
 _EVENTS = {
     "lost": " is lost (",
@@ -32,44 +30,15 @@ _EVENTS = {
     "failed": "the run ended with an error",
 }
 _EVENT = re.compile(
-    rb"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (INFO|WARNING|ERROR) \S+: (.*(?:"
+    rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (INFO|WARNING|ERROR) \S+: (.*(?:"
     + b"|".join(re.escape(text.encode()) for text in _EVENTS.values())
-    + rb").*)$",
-    re.MULTILINE,
+    + rb").*)\n"
 )
 
 
 def read_timeline(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-    """Return an overview: the steps that have a `traces` file, and of each step its idle shares, faults and versions.
-
-    A step's `versions` are the lowest and the highest of the weights that wrote its logged samples. `events` are lines
-    of log.txt about lost processes, restarts, rollbacks and failures.
-    """
-    metrics = read_steps(folder / "metrics.jsonl", "idle/", "faults/", "time/step", "samples/staleness", "checkpoint/")
-    versions: dict[int, tuple[int, int]] = {}
-    for sample in list_summaries(folder) if (folder / SAMPLES).is_file() else ():
-        if sample.versions and sample.phase == "train":
-            low, high = versions.get(sample.step, sample.versions)
-            versions[sample.step] = min(low, sample.versions[0]), max(high, sample.versions[1])
-    steps = [
-        {
-            "step": row["step"],
-            "seconds": row.get("time/step"),
-            "idle": {name.removeprefix("idle/"): value for name, value in row.items() if name.startswith("idle/")},
-            "staleness": row.get("samples/staleness"),
-            "restarts": int(row.get("faults/restarts", 0)),
-            "failed_checkpoints": int(row.get("checkpoint/failed", 0) + row.get("checkpoint/remote_failed", 0)),
-            "versions": versions.get(row["step"]),
-        }
-        for row in metrics
-    ]
-    eventful = [step for step in steps if step["restarts"] or step["failed_checkpoints"]]
-    return {
-        "traces": list_traces(folder),
-        "steps": thin(steps),
-        "faults": eventful,
-        "events": list(read_events(folder / "log.txt")),
-    }
+    """Return the steps that have `traces`, and the `events` of log.txt: losses, restarts, rollbacks and failures."""
+    return {"traces": list_traces(folder), "events": list(read_events(folder / "log.txt"))}
 
 
 def list_traces(folder: Path) -> list[int]:
@@ -84,11 +53,11 @@ def read_events(path: Path) -> Iterable[dict[str, str]]:
         return
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-        text = file.read()
-    for found in _EVENT.finditer(text):
-        time, level, message = (part.decode("utf-8", "replace") for part in found.groups())
-        kind = next(kind for kind, words in _EVENTS.items() if words in message)
-        yield {"time": time, "level": level, "kind": kind, "text": message}
+        for line in file:
+            if found := _EVENT.match(line):
+                time, level, message = (part.decode("utf-8", "replace") for part in found.groups())
+                kind = next(kind for kind, words in _EVENTS.items() if words in message)
+                yield {"time": time, "level": level, "kind": kind, "text": message}
 
 
 def read_trace(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -97,7 +66,7 @@ def read_trace(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     A bar is [start, seconds, name, call, MiB, number of calls]; a wait is [start, seconds, name]. Times are seconds
     since the step began.
     """
-    step = read_integer(params, "step")
+    step = read_number(params, "step")
     path = folder / "timeline" / f"step_{step}.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; `runtime.timeline_every` says which steps are traced")
