@@ -195,7 +195,11 @@ def test_tokens_of_a_row_with_ratio_and_divergence(tmp_path):
     measures = row["measures"]
     assert measures["ratio"] == [None, 2.0, 1.0] and measures["advantage"] == [0, -1.5, -1.5]
     # k3 = e^-d - 1 + d, with d = log 2 at the second token and -log 2 at the third.
-    assert measures["kl"] == [None, pytest.approx(math.log(2) - 0.5, rel=1e-5), pytest.approx(1 - math.log(2), rel=1e-5)]
+    assert measures["kl"] == [
+        None,
+        pytest.approx(math.log(2) - 0.5, rel=1e-5),
+        pytest.approx(1 - math.log(2), rel=1e-5),
+    ]
     assert measures["loss_mask"] == [0, 1, 1] and measures["weight_version"] == [-1, 0, 1]
     assert read_row(path, 2) is None
 
@@ -210,7 +214,7 @@ def test_damaged_files_of_tokens_are_refused(tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[:-4], whole[:40], b"", b"\xff" * 64, whole.replace(b'"F32"', b'"F99"')):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="step_1.safetensors"):
+        with pytest.raises(ValueError, match=r"step_1\.safetensors"):
             read_row(path, 0)
 
 
@@ -221,7 +225,9 @@ def test_a_sample_has_the_tokens_of_its_own_row(folder):
     name = {"step": "1", "group": "1", "index": "1"}
     found = SampleReader().read_sample(folder, name)
     assert found["tokens"]["ids"] == rows[3] and found["members"] == [0, 1] and found["response"] == "seven"
-    assert SampleReader().read_sample(folder, {"step": "2", "group": "2", "index": "0"})["tokens"] is None  # its step has no file
+    assert (
+        SampleReader().read_sample(folder, {"step": "2", "group": "2", "index": "0"})["tokens"] is None
+    )  # its step has no file
     write_rollouts(folder, 1, rows[::-1], weight_version=[0] * len(versions))
     with pytest.raises(ValueError, match=r"row 3 has 6 generated tokens; samples.jsonl says 5"):
         SampleReader().read_sample(folder, name)
@@ -313,7 +319,7 @@ def test_narrow_neighbours_of_one_call_are_one_bar():
 
 
 def test_a_trace_that_is_not_there_is_one_sentence(tmp_path):
-    with pytest.raises(FileNotFoundError, match="runtime.timeline_every"):
+    with pytest.raises(FileNotFoundError, match=r"runtime\.timeline_every"):
         read_trace(tmp_path, {"step": "3"})
 
 
@@ -348,7 +354,7 @@ def test_placement_names_what_each_model_is(tmp_path):
         "num_gpu": 2,
     }
     (tmp_path / "placement.json").write_text("{}")
-    with pytest.raises(ValueError, match="placement.json: expected"):
+    with pytest.raises(ValueError, match=r"placement\.json: expected"):
         read_placement(tmp_path, {})
 
 
@@ -383,8 +389,9 @@ def test_checkpoints_best_linked_damaged_and_the_one_to_resume(tmp_path, monkeyp
     def read():
         found = read_checkpoints(run, {})
         flags = ("problem", "best", "linked", "resume")
-        return found, {(each["place"], each["step"]): [name for name in flags if each[name]] for each in
-                       found["checkpoints"]}
+        return found, {
+            (each["place"], each["step"]): [name for name in flags if each[name]] for each in found["checkpoints"]
+        }
 
     found, marks = read()
     assert marks == {("disk", 6): ["resume"], ("disk", 4): [], ("disk", 2): ["best", "linked"]}

@@ -1,4 +1,4 @@
-"""Reads the checkpoints of a run: which there are and where, whether they are whole, and which one a start continues."""
+"""Reads which checkpoints a run has and where, whether they are whole, and from which one a start would go on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coalign.board.readers.placement import read_config
 from coalign.board.readers.parameters import read_number
+from coalign.board.readers.placement import read_config
 from coalign.engine.hooks.checkpoint_folder import (
     MANIFEST,
     MEMORY,
@@ -24,7 +24,7 @@ _COPIED = re.compile(rb" step (\d+) is copied to ")  # a line of coalign.engine.
 
 
 def read_checkpoints(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-    """Return the `checkpoints`, newest first, and which of them a start of the same command would continue.
+    """Return the `checkpoints`, newest first, and from which of them the same command would go on.
 
     Each has its `step`, its `place` (disk or memory), its bytes by part, the `problem` of one that is not whole, and
     whether it is the `best` one, that of the link `model` (`linked`), or that which a start would `resume`. Names and

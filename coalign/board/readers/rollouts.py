@@ -12,13 +12,16 @@ import math
 import struct
 import sys
 from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 _TYPES = {"I32": "i", "I64": "q", "F32": "f", "U8": "B"}
 _LONGEST_HEADER = 100 * 2**20  # bytes; what the library accepts
-_FLOATS = ("logprob", "trainer_logprob", "reference_logprob", "advantage")
-_LARGEST_EXPONENT = 10.0  # as in coalign.algorithms.divergence
+_MEASURES = ("logprob", "trainer_logprob", "reference_logprob", "advantage", "loss_mask", "weight_version")
+# Bounds of coalign.algorithms.divergence, which needs torch.
+_LARGEST_K3_EXPONENT = 10.0
+_LARGEST_LOG_RATIO = 20.0
 
 
 def find_rollouts(folder: Path, step: int) -> Path:
@@ -41,47 +44,39 @@ def read_row(path: Path, row: int) -> dict[str, Any] | None:
             return None
         start, stop = ends[row - 1] if row else 0, ends[row]
         ids = tensors.read("tokens", start, stop)
-        measures = {
-            name: [_round(value) for value in tensors.read(name, start, stop)] for name in _FLOATS if name in tensors
-        }
-        for name in ("loss_mask", "weight_version"):
-            if name in tensors:
-                measures[name] = list(tensors.read(name, start, stop))
+        measures = {name: tensors.read(name, start, stop) for name in _MEASURES if name in tensors}
         pieces = _parse_object(tensors.metadata.get("pieces", "{}"), path)
         prompt_length = tensors.read("prompt_length", row, row + 1)[0]
     return {
         "ids": list(ids),
         "texts": [str(pieces.get(str(number), f"[{number}]")) for number in ids],
         "prompt_length": prompt_length,
-        "measures": measures | derive_measures(measures),
+        "measures": {name: list(map(_round, values)) for name, values in (measures | _derive(measures)).items()},
     }
 
 
-def derive_measures(measures: dict[str, list[Any]]) -> dict[str, list[float | None]]:
-    """Return ratio and KL of each token where the log-probs that they need are there."""
-    sampler, trainer = measures.get("logprob"), measures.get("trainer_logprob")
-    reference, policy = measures.get("reference_logprob"), trainer or sampler
-    found: dict[str, list[float | None]] = {}
+def _derive(measures: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Return ratio and KL of each token where the log-probs that they need are there; NaN stays NaN."""
+    sampler, trainer, reference = (measures.get(name) for name in _MEASURES[:3])
+    found: dict[str, Sequence[float]] = {}
     if sampler is not None and trainer is not None:
-        found["ratio"] = [
-            None if one is None or other is None else _round(math.exp(min(one - other, 2 * _LARGEST_EXPONENT)))
-            for one, other in zip(trainer, sampler, strict=True)
-        ]
+        pairs = zip(trainer, sampler, strict=True)
+        found["ratio"] = [math.exp(min(new - old, _LARGEST_LOG_RATIO)) for new, old in pairs]
+    policy = sampler if trainer is None else trainer
     if policy is not None and reference is not None:
-        found["kl"] = [
-            None if one is None or other is None else _round(_estimate_k3(one - other))
-            for one, other in zip(policy, reference, strict=True)
-        ]
+        found["kl"] = [_estimate_k3(own - other) for own, other in zip(policy, reference, strict=True)]
     return found
 
 
 def _estimate_k3(distance: float) -> float:
-    exponent = min(-distance, _LARGEST_EXPONENT)
+    exponent = -distance if math.isnan(distance) else min(-distance, _LARGEST_K3_EXPONENT)
     return math.expm1(exponent) - exponent
 
 
 def _round(value: float) -> float | None:
     """Return six digits; None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, int):
+        return value
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 

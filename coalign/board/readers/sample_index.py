@@ -18,8 +18,9 @@ PHASES = ("train", "eval")
 class SampleSummary:
     """One line of samples.jsonl as lists need it.
 
-    ``row`` counts the lines of the same step, from 0. ``offset`` and ``size`` are bytes of the file. ``tokens`` were generated, by the weight ``versions`` (the lowest and the highest). ``turns``
-    are the policy's, of an episode; 0 for a plain response.
+    ``row`` counts the lines of the same step, from 0. ``offset`` and ``size`` are bytes of the file. ``tokens`` were
+    generated, by the weight ``versions`` (the lowest and the highest). ``turns`` are the policy's, of an
+    episode; 0 for a plain response.
     """
 
     row: int

@@ -100,9 +100,10 @@ class SampleReader:
         return {"total": len(chosen), "offset": offset, "samples": page}
 
     def read_sample(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return the sample of a `step`, `phase`, `group` and `index` whole, with its `tokens` and their values if the run has recorded them.
+        """Return the sample of a `step`, `phase`, `group` and `index` whole.
 
-        `members` are the indices of its group. ValueError if the file of tokens is damaged, or is not of this sample.
+        `tokens` are its tokens and their values, null if the run has not recorded them. `members` are the indices of
+        its group. ValueError if the file of tokens is damaged, or is not of this sample.
         """
         summary, record = self._find(folder, params)
         path = find_rollouts(folder, summary.step)
@@ -129,7 +130,7 @@ class SampleReader:
 
         FileNotFoundError if it lists no such image, or the file is gone; ValueError if the file is no image.
         """
-        summary, record = self._find(folder, params)
+        record = self._find(folder, params)[1]
         listed, number = record.get("images") or [], read_number(params, "image")
         if number >= len(listed):
             raise FileNotFoundError(f"the sample lists {len(listed)} images; there is no image {number}")

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.board.readers.placement import read_placement_file
 from coalign.board.readers.parameters import read_number
+from coalign.board.readers.placement import read_placement_file
 from coalign.files import read_json_object
 
 LOOP = "loop"  # the lane of the engine's phases (coalign.engine.hooks.timeline)
