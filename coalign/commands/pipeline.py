@@ -43,8 +43,8 @@ from coalign.launch.run import train
 from coalign.launch.validate import check_reward_lengths
 from coalign.report.display import Display
 from coalign.report.step_line import format_number
-from coalign.run_files.lock import lock_folder
 from coalign.roles import Trainable
+from coalign.run_files.lock import lock_folder
 
 # The name of each kind of stage's result in its folder. A train stage's folder is the run's; the result is its link to
 # the newest checkpoint's model, or the best one's.
