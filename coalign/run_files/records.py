@@ -10,13 +10,14 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 CHUNK = 1 << 22  # bytes read at once
 _TAIL = 64  # bytes before the position that must be as they were
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,7 @@ class FileGrowth:
     ``replaced``: the file is another one than before, so these lines are its first, and what was read of it is void.
 
     Example: everything that a file holds now.
-        growth = read_growth(path, START)
-        while growth.lines:
-            growth = read_growth(path, growth.position)
+        lines = [line for growth in follow_growth(path, START) for line in growth.lines]
     """
 
     lines: list[bytes]
@@ -76,6 +75,14 @@ def _has_position(file: IO[bytes], inode: int, position: FilePosition) -> bool:
     return inode == position.inode and file.read(len(position.tail)) == position.tail
 
 
+def follow_growth(path: Path, position: FilePosition) -> Iterator[FileGrowth]:
+    """Yield what was added to a file after ``position``, chunk by chunk, until there is no more for now."""
+    growth = read_growth(path, position)
+    while growth.lines or growth.replaced:
+        yield growth
+        growth = read_growth(path, growth.position)
+
+
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """Return the object of a line of metrics.jsonl or samples.jsonl; None if it is damaged, or has no `step`."""
     try:
@@ -87,10 +94,10 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of metrics.jsonl or samples.jsonl in order; damaged and unfinished lines are left out."""
-    growth = read_growth(path, START)
-    while growth.lines and not growth.replaced:
+    for growth in follow_growth(path, START):
+        if growth.replaced:  # by a run that has just begun
+            return
         yield from filter(None, map(parse_record, growth.lines))
-        growth = read_growth(path, growth.position)
 
 
 def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -98,23 +105,34 @@ def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in record.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
 
 
-class FollowedRecords:
-    """Follows a file of records that have a `step`; ``records`` are those that count, at most the newest ``limit``."""
+class FollowedFile(Generic[Value]):
+    """Follows a file of lines; ``values`` is what ``parse`` makes of them, at most the newest ``limit``.
 
-    def __init__(self, path: Path, limit: int | None = None) -> None:
+    Lines of which it makes None are left out.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], Value | None], limit: int | None = None) -> None:
         self.path = path
-        self.records: deque[dict[str, Any]] = deque(maxlen=limit)
+        self.values: deque[Value] = deque(maxlen=limit)
+        self._parse = parse
         self._position = START
 
     def update(self) -> bool:
-        """Read what was added since the last time; return whether ``records`` has changed."""
+        """Read what was added since the last time; return whether ``values`` may have changed."""
         changed = False
-        while True:
-            growth = read_growth(self.path, self._position)
-            self._position = growth.position
+        for growth in follow_growth(self.path, self._position):
+            self._position, changed = growth.position, True
             if growth.replaced:
-                self.records.clear()
-            self.records.extend(filter(None, map(parse_record, growth.lines)))
-            if not growth.lines:
-                return changed or growth.replaced
-            changed = True
+                self.values.clear()
+            self.values.extend(value for line in growth.lines if (value := self._parse(line)) is not None)
+        return changed
+
+
+def follow_records(path: Path, limit: int | None = None) -> FollowedFile[dict[str, Any]]:
+    """Follow metrics.jsonl or samples.jsonl: the objects of its lines that have a `step`."""
+    return FollowedFile(path, parse_record, limit)
+
+
+def follow_text(path: Path, limit: int | None = None) -> FollowedFile[str]:
+    """Follow log.txt."""
+    return FollowedFile(path, lambda line: line.decode(errors="replace"), limit)

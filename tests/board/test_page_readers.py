@@ -44,7 +44,7 @@ SAMPLES = [
     sample(1, 0, 1, 0.0, "five!", versions=[[0, 2], [1, 3]]),
     sample(1, 1, 0, 0.5, "six"),
     sample(1, 1, 1, 0.5, "seven"),
-    sample(1, 9, 0, None, "an evaluation", phase="eval"),
+    sample(1, -1, 0, None, "an evaluation", phase="eval"),
     sample(2, 2, 0, 2.0, "Straße"),
 ]
 NAMES = [(each["group"], each["index"]) for each in SAMPLES]
@@ -89,6 +89,7 @@ def test_groups_of_a_step(folder):
         ({"sort": "reward", "order": "down"}, [5, 0, 2, 3, 1, 4]),
         ({"sort": "length", "order": "down", "limit": "2"}, [4, 5]),
         ({"step": "1", "phase": "train", "group": "1"}, [2, 3]),
+        ({"group": "-1"}, [4]),
         ({"search": "STRASSE"}, [5]),
         ({"search": "what is 1"}, [2, 3]),
         ({"search": "nowhere"}, []),
@@ -179,7 +180,7 @@ def write_rollouts(folder: Path, step: int, rows: list[list[int]], **columns) ->
 
 def test_tokens_of_a_row_with_ratio_and_divergence(tmp_path):
     nothing = math.nan
-    path = write_rollouts(
+    write_rollouts(
         tmp_path,
         1,
         [[1, 2], [3, 4, 5]],
@@ -190,7 +191,7 @@ def test_tokens_of_a_row_with_ratio_and_divergence(tmp_path):
         loss_mask=[0, 1, 0, 1, 1],
         weight_version=[-1, 0, -1, 0, 1],
     )
-    row = read_row(path, 1)
+    row = read_row(tmp_path, 1, 1)
     assert row is not None and (row["texts"], row["prompt_length"]) == (["c", "d", "e"], 1)
     measures = row["measures"]
     assert measures["ratio"] == [None, 2.0, 1.0] and measures["advantage"] == [0, -1.5, -1.5]
@@ -201,21 +202,22 @@ def test_tokens_of_a_row_with_ratio_and_divergence(tmp_path):
         pytest.approx(1 - math.log(2), rel=1e-5),
     ]
     assert measures["loss_mask"] == [0, 1, 1] and measures["weight_version"] == [-1, 0, 1]
-    assert read_row(path, 2) is None
+    assert read_row(tmp_path, 1, 2) is None
 
 
 def test_a_step_has_the_columns_that_it_has(tmp_path):
-    row = read_row(write_rollouts(tmp_path, 1, [[1, 2]], logprob=[0, -1]), 0)
+    write_rollouts(tmp_path, 1, [[1, 2]], logprob=[0, -1])
+    row = read_row(tmp_path, 1, 0)
     assert row is not None and set(row["measures"]) == {"logprob"}
 
 
 def test_damaged_files_of_tokens_are_refused(tmp_path):
     path = write_rollouts(tmp_path, 1, [[1, 2]], logprob=[0, -1])
     whole = path.read_bytes()
-    for damaged in (whole[:-4], whole[:40], b"", b"\xff" * 64, whole.replace(b'"F32"', b'"F99"')):
+    for damaged in (whole[:-4], whole[:40], b"", b"\xff" * 64, whole.replace(b'"format":"1"', b'"format":"2"')):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"step_1\.safetensors"):
-            read_row(path, 0)
+            read_row(tmp_path, 1, 0)
 
 
 def test_a_sample_has_the_tokens_of_its_own_row(folder):
@@ -229,7 +231,7 @@ def test_a_sample_has_the_tokens_of_its_own_row(folder):
         SampleReader().read_sample(folder, {"step": "2", "group": "2", "index": "0"})["tokens"] is None
     )  # its step has no file
     write_rollouts(folder, 1, rows[::-1], weight_version=[0] * len(versions))
-    with pytest.raises(ValueError, match=r"row 3 has 6 generated tokens; samples.jsonl says 5"):
+    with pytest.raises(ValueError, match=r"row 3 has 6 generated tokens, and samples.jsonl says 5"):
         SampleReader().read_sample(folder, name)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def read_number(params: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a parameter that is a whole number from 0; ``default`` None: it has to be there."""
+def read_number(params: Mapping[str, str], name: str, default: int | None = None, *, least: int | None = 0) -> int:
+    """Return a parameter that is a whole number, not below ``least``; ``default`` None: it has to be there."""
     text = params.get(name, "")
     if not text and default is not None:
         return default
-    if not (text.isascii() and text.isdigit()) or len(text) > 18:
-        raise ValueError(f"{name} is '{text:.40}'; expected a whole number from 0")
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 18 or (least is not None and int(text) < least):
+        raise ValueError(f"{name} is '{text:.40}'; expected a whole number{'' if least is None else f' from {least}'}")
     return int(text)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from coalign.board.readers.images import check_image
 from coalign.board.readers.parameters import read_choice, read_number
-from coalign.board.readers.rollouts import find_rollouts, read_row
+from coalign.board.readers.rollouts import list_recorded_steps, read_row
 from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, read_record
 
 _MOST_RUNS = 16  # whose index is kept in memory
@@ -44,7 +44,7 @@ class SampleReader:
         `tokens_recorded`: there is a file with the tokens of the step.
         """
         summaries = sorted(self.list_summaries(folder), key=lambda each: (each.step, each.phase, each.group))
-        steps = []
+        steps, recorded = [], list_recorded_steps(folder)
         for (step, phase), members in groupby(summaries, key=lambda each: (each.step, each.phase)):
             groups = [list(group) for _, group in groupby(members, key=lambda each: each.group)]
             steps.append(
@@ -53,7 +53,7 @@ class SampleReader:
                     "phase": phase,
                     "groups": len(groups),
                     "flat": sum(map(is_flat, groups)),
-                    "tokens_recorded": find_rollouts(folder, step).is_file(),
+                    "tokens_recorded": step in recorded,
                     **_summarise([sample for group in groups for sample in group]),
                 }
             )
@@ -80,9 +80,9 @@ class SampleReader:
         `sort` is file, reward or length, and `order` up or down; samples without a reward come last.
         """
         chosen = self.list_summaries(folder)
-        for name in ("step", "group"):
+        for name, least in (("step", 0), ("group", None)):
             if params.get(name):
-                number = read_number(params, name)
+                number = read_number(params, name, least=least)
                 chosen = [each for each in chosen if getattr(each, name) == number]
         if params.get("phase"):
             phase = read_choice(params, "phase", PHASES)
@@ -106,13 +106,13 @@ class SampleReader:
         its group. ValueError if the file of tokens is damaged, or is not of this sample.
         """
         summary, record = self._find(folder, params)
-        path = find_rollouts(folder, summary.step)
-        tokens = read_row(path, summary.row) if path.is_file() else None
+        tokens = read_row(folder, summary.step, summary.row)
         if tokens is not None and "weight_version" in tokens["measures"]:
             written = sum(version >= 0 for version in tokens["measures"]["weight_version"])
             if written != summary.tokens:
                 raise ValueError(
-                    f"{path.name}: row {summary.row} has {written} generated tokens; {NAME} says {summary.tokens}"
+                    f"rollouts of step {summary.step}: row {summary.row} has {written} generated tokens, and {NAME} says "
+                    f"{summary.tokens}"
                 )
         return {
             **record,
@@ -138,7 +138,8 @@ class SampleReader:
 
     def _find(self, folder: Path, params: Mapping[str, str]) -> tuple[SampleSummary, dict[str, Any]]:
         phase = read_choice(params, "phase", PHASES)
-        step, group, index = (read_number(params, name) for name in ("step", "group", "index"))
+        step, index = read_number(params, "step"), read_number(params, "index")
+        group = read_number(params, "group", least=None)  # those of evaluations are below 0
         for summary in self.list_summaries(folder):
             if (summary.step, summary.phase, summary.group, summary.index) == (step, phase, group, index):
                 with open(folder / NAME, "rb") as file:
