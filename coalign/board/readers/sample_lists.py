@@ -111,8 +111,8 @@ class SampleReader:
             written = sum(version >= 0 for version in tokens["measures"]["weight_version"])
             if written != summary.tokens:
                 raise ValueError(
-                    f"rollouts of step {summary.step}: row {summary.row} has {written} generated tokens, and {NAME} says "
-                    f"{summary.tokens}"
+                    f"rollouts of step {summary.step}: row {summary.row} has {written} generated tokens, "
+                    f"and {NAME} says {summary.tokens}"
                 )
         return {
             **record,
