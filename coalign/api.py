@@ -115,7 +115,9 @@ def train(
     code = run(config, Display(quiet=quiet), hooks)
     result = _read_result(Path(config.output))
     if code:
-        raise TrainingStopped("a signal stopped the run" if code > 128 else "a guard stopped the run", result, code)
+        raise TrainingStopped(
+            "a signal or a request stopped the run" if code > 128 else "a guard stopped the run", result, code
+        )
     return result
 
 

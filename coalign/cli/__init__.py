@@ -51,6 +51,8 @@ COMMANDS = {
     "check": train.check,
     "plan": train.plan,
     "scale": train.scale,
+    "save": train.save,
+    "stop": train.stop,
     "doctor": train.doctor,
     "check-sync": models.check_sync,
     "convert": models.convert,

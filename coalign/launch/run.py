@@ -26,6 +26,7 @@ from coalign.engine.hooks.checkpoint_remote import (
     find_newest_anywhere,
     is_url,
 )
+from coalign.engine.hooks.control import RunControl
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
@@ -35,7 +36,6 @@ from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.hooks.recovery import Recovery, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
-from coalign.engine.hooks.scaling import Scaling
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.files import RecordFile, RecordHandler, Sink
@@ -84,7 +84,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
     plan = prepare(config)
     config = plan.config
     trace(plan)
-    with closing(RunFolder(config.output)) as folder, _logged(folder, display):
+    with closing(RunFolder(config.output, config.runtime.keep_rollouts)) as folder, _logged(folder, display):
         goodput = Goodput(folder.metrics)
         write_commits(folder.path, named, config)
         data = load_data(plan)
@@ -151,7 +151,8 @@ def _learn(
     journal = [JournalHook(folder.journal)] if runtime.journal else []
     engine.cluster.on_end = timeline.note
     engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks])
-    engine.hooks.extend([goodput, record, *journal, save, recovery, Scaling(folder.path, recovery)])
+    control = RunControl(folder.path, save, recovery)
+    engine.hooks.extend([goodput, record, *journal, save, recovery, control])
     _refuse_namesakes(engine.hooks)
     if checkpoint is None:
         folder.move_records_aside()  # of an earlier run
@@ -192,6 +193,8 @@ def _learn(
     display.finish(folder.path, flatten_stats(goodput.measure()))
     if guards.ended:
         return UNHEALTHY
+    if control.stopped:
+        return 128 + signal.SIGTERM  # as a signal would have ended it
     return 128 + signals.first if signals.first else 0
 
 

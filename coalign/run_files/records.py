@@ -10,13 +10,14 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 CHUNK = 1 << 22  # bytes read at once
 _TAIL = 64  # bytes before the position that must be as they were
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +99,37 @@ def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in record.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
 
 
-class FollowedRecords:
-    """Follows a file of records that have a `step`; ``records`` are those that count, at most the newest ``limit``."""
+class FollowedFile(Generic[Value]):
+    """Follows a file of lines; ``values`` is what ``parse`` makes of them, at most the newest ``limit``.
 
-    def __init__(self, path: Path, limit: int | None = None) -> None:
+    Lines of which it makes None are left out.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], Value | None], limit: int | None = None) -> None:
         self.path = path
-        self.records: deque[dict[str, Any]] = deque(maxlen=limit)
+        self.values: deque[Value] = deque(maxlen=limit)
+        self._parse = parse
         self._position = START
 
     def update(self) -> bool:
-        """Read what was added since the last time; return whether ``records`` has changed."""
+        """Read what was added since the last time; return whether ``values`` may have changed."""
         changed = False
         while True:
             growth = read_growth(self.path, self._position)
             self._position = growth.position
             if growth.replaced:
-                self.records.clear()
-            self.records.extend(filter(None, map(parse_record, growth.lines)))
+                self.values.clear()
+            self.values.extend(value for line in growth.lines if (value := self._parse(line)) is not None)
             if not growth.lines:
                 return changed or growth.replaced
             changed = True
+
+
+def follow_records(path: Path, limit: int | None = None) -> FollowedFile[dict[str, Any]]:
+    """Follow metrics.jsonl or samples.jsonl: the objects of its lines that have a `step`."""
+    return FollowedFile(path, parse_record, limit)
+
+
+def follow_text(path: Path, limit: int | None = None) -> FollowedFile[str]:
+    """Follow log.txt."""
+    return FollowedFile(path, lambda line: line.decode(errors="replace"), limit)

@@ -4,7 +4,7 @@ import json
 import os
 
 from coalign.files import write_atomically
-from coalign.run_files.records import START, FollowedRecords, read_growth, read_records, select_numbers
+from coalign.run_files.records import START, follow_records, follow_text, read_growth, read_records, select_numbers
 
 
 def lines(*records):
@@ -42,39 +42,46 @@ def test_chunks_hold_whole_lines(tmp_path):
 
 def test_records_that_were_cut_are_forgotten(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    followed = FollowedRecords(path)
+    followed = follow_records(path)
     assert not followed.update()
     append(path, lines({"step": 1}, {"step": 2}, {"step": 3}))
-    assert followed.update() and [record["step"] for record in followed.records] == [1, 2, 3]
+    assert followed.update() and [record["step"] for record in followed.values] == [1, 2, 3]
     assert not followed.update()
     with write_atomically(path) as aside:  # a run that goes on after step 1
         aside.write_bytes(lines({"step": 1}, {"step": 2, "again": True}, {"step": 3, "again": True}))
     assert followed.update()
-    assert list(followed.records) == [{"step": 1}, {"step": 2, "again": True}, {"step": 3, "again": True}]
+    assert list(followed.values) == [{"step": 1}, {"step": 2, "again": True}, {"step": 3, "again": True}]
     path.unlink()
-    assert followed.update() and not followed.records
+    assert followed.update() and not followed.values
 
 
 def test_another_file_with_the_same_inode_is_noticed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append(path, lines({"step": 1, "loss": 1.0}))
-    followed = FollowedRecords(path)
+    followed = follow_records(path)
     followed.update()
     os.truncate(path, 0)
     append(path, lines({"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}))
-    assert followed.update() and [record["loss"] for record in followed.records] == [2.0, 2.0]
+    assert followed.update() and [record["loss"] for record in followed.values] == [2.0, 2.0]
 
 
 def test_only_the_newest_are_kept_if_wanted_and_damaged_lines_are_left_out(tmp_path):
     path = tmp_path / "samples.jsonl"
     append(path, lines({"step": 1}, {"step": 2}) + b'null\n{"step": "x"}\n{"ste\n' + b"[" * 100_000 + b"\n")
     append(path, lines({"step": 3}) + b'{"step": 4')
-    followed = FollowedRecords(path, limit=2)
+    followed = follow_records(path, limit=2)
     followed.update()
-    assert list(followed.records) == [{"step": 2}, {"step": 3}]
+    assert list(followed.values) == [{"step": 2}, {"step": 3}]
     assert [record["step"] for record in read_records(path)] == [1, 2, 3]
 
 
 def test_numbers_of_a_record_are_finite():
     record = {"step": 3, "a": None, "b": "text", "c": 0.5, "d": 10**400, "e": float("inf")}
     assert select_numbers(record) == {"step": 3.0, "c": 0.5}
+
+
+def test_a_log_is_followed_as_text(tmp_path):
+    path = tmp_path / "log.txt"
+    append(path, "one\nzwölf\n".encode() + b"\xff\nhalf")
+    followed = follow_text(path, limit=2)
+    assert followed.update() and list(followed.values) == ["zwölf", "\ufffd"]
