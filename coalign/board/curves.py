@@ -1,4 +1,4 @@
-"""Curves of a metrics.jsonl of any length, in little memory: of each bucket of steps the least, mean and greatest value.
+"""Curves of a metrics.jsonl of any length, in little memory: the least, mean and greatest value of buckets of steps.
 
 A bucket begins as one step. When there are too many, two become one, so a long run has wide buckets and no spike is
 lost. Where each bucket begins in the file is known, so a part of a curve can be read again step by step.

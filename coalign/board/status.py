@@ -1,4 +1,4 @@
-"""Says how a run is doing, from the ends of its files: running, stalled, ended or failed, and what its last step was."""
+"""Says from the ends of its files how a run is doing: running, stalled, ended or failed, and its newest step."""
 
 from __future__ import annotations
 

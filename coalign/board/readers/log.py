@@ -25,7 +25,9 @@ def read_log(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if (begin := read_count(params, "from", size + 1)) <= size:
+            begin = read_count(params, "from", size + 1)
+            goes_on = begin <= size  # the byte is where a line begins
+            if goes_on:
                 start, end = begin, min(begin + _BYTES, size)
             else:
                 end = min(read_count(params, "before", size), size)
@@ -34,7 +36,7 @@ def read_log(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
             data = file.read(end - start)
     except FileNotFoundError:
         return {"text": "", "start": 0, "end": 0, "size": 0}
-    if start and "from" not in params or (start and start != begin):
+    if start and not goes_on:
         skipped = data.find(b"\n") + 1
         start, data = start + skipped, data[skipped:]
     if len(data) < _BYTES // 2 or b"\n" in data:

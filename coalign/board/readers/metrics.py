@@ -25,7 +25,7 @@ class CurveReader:
         self._lock = Lock()
 
     def read(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return the curves of the metrics `names` (a list in JSON), between the steps `from` and `to` if these are given.
+        """Return the curves of the metrics `names` (a list in JSON), between the steps `from` and `to` if given.
 
         `since` is "generation:width:bucket" of an earlier answer: of the same buckets, only those from this one are
         sent. `complete` is false while a long file is being read: ask again. Points have `steps`, `tokens` and

@@ -4,7 +4,7 @@ import { t } from "../i18n.js";
 
 export const title = "log.title";
 
-const MOST_LINES = 20000; // that are kept on the page
+const MOST_ENTRIES = 5000; // that are kept on the page
 const LEVEL = /^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) /;
 const CHOICES = { all: [], warnings: ["WARNING", "ERROR", "CRITICAL"], errors: ["ERROR", "CRITICAL"] };
 
@@ -97,8 +97,8 @@ export async function render(root, run, state) {
       more = await run.fetch("log", { from: end });
     }
     if (!grown) return;
-    if (entries.length > MOST_LINES) {
-      const dropped = entries.splice(0, entries.length - MOST_LINES);
+    if (entries.length > MOST_ENTRIES) {
+      const dropped = entries.splice(0, entries.length - MOST_ENTRIES);
       start += dropped.reduce((bytes, entry) => bytes + new TextEncoder().encode(entry.text).length + 1, 0);
     }
     draw(false);
