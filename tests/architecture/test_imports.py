@@ -65,6 +65,7 @@ ALLOWED = {
     "weights": {"types", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "files", "threads", "run_files"},
     "diagnosis": set(),
+    "board": {"files", "http_server", "report", "run_files"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "devices", "hub", "memory", "threads"},
     "planner": {"config", "files", "hub", "cluster"},
@@ -79,7 +80,7 @@ ALLOWED = {
     "api": {"config", "commands", "launch", "report", "run_files"},
     "cli": {
         *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "diagnosis", "jobs", "launch", "planner"}),
-        *("report", "run_files", "vocab"),
+        *("board", "report", "run_files", "vocab"),
     },
 }
 HEAVY = {

@@ -1,10 +1,36 @@
-"""Readers of run folders: each is a function ``(folder, params)`` that returns a value for JSON, and loads no torch.
+"""What the pages ask of a run, one module a page: functions from the run's folder to what JSON can hold.
 
-They raise ValueError or FileNotFoundError with one sentence. Open ``samples.py`` first.
-
-- ``samples.py`` lists samples.jsonl by step, group and sample; ``rollouts.py`` reads the tokens of one sample;
-  ``images.py`` finds the images that a sample lists.
-- ``timeline.py`` reads traces of steps and faults; ``placement.py`` where processes are and their memory;
-  ``checkpoints.py`` what can be resumed; ``goodput.py`` where the time went; ``flow.py`` the recipe's flow.
-- ``records.py`` reads JSON lines and parameters.
+Open `metrics.py` first. A reader takes the folder and the parameters of the request. It raises ValueError for a
+parameter that is wrong (400), FileNotFoundError for what the run has not (404), each with one sentence. It returns a
+`Path` for a file to send, an image. The table of all readers is in `coalign/board/server.py`.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Reader = Callable[[Path, Mapping[str, str]], Any]
+
+
+def read_count(params: Mapping[str, str], name: str, default: int | None = None, *, least: int | None = 0) -> int:
+    """Return a parameter that is a whole number, not below ``least``; without a ``default`` it has to be there.
+
+    Raises ValueError for any other.
+    """
+    text = params.get(name, "")
+    if not text and default is not None:
+        return default
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 18 or (least is not None and int(text) < least):
+        raise ValueError(f"{name} is '{text:.40}'; expected a whole number{'' if least is None else f' from {least}'}")
+    return int(text)
+
+
+def read_choice(params: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """Return a parameter that is one of ``choices``, by default the first. Raises ValueError for any other."""
+    value = params.get(name) or choices[0]
+    if value not in choices:
+        raise ValueError(f"{name} is '{value:.40}'; expected one of {', '.join(choices)}")
+    return value

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coalign.board.readers.parameters import read_number
+from coalign.board.readers import read_count
 from coalign.board.readers.placement import read_config
 from coalign.engine.hooks.checkpoint_folder import (
     MANIFEST,
@@ -60,7 +60,7 @@ def read_verification(folder: Path, params: Mapping[str, str]) -> dict[str, Any]
 
     The `problem` is null if they are as they were written. It takes as long as reading the checkpoint.
     """
-    step = read_number(params, "step")
+    step = read_count(params, "step")
     path = Checkpoints(folder / "checkpoints", 1).path(step)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is missing")

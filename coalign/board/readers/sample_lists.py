@@ -11,8 +11,8 @@ from statistics import fmean
 from threading import Lock
 from typing import Any
 
+from coalign.board.readers import read_choice, read_count
 from coalign.board.readers.images import check_image
-from coalign.board.readers.parameters import read_choice, read_number
 from coalign.board.readers.rollouts import list_recorded_steps, read_row
 from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, read_record
 
@@ -61,7 +61,7 @@ class SampleReader:
 
     def read_groups(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         """Return the groups of a `step` and a `phase` (train, eval), each with the end of its prompt."""
-        step, phase = read_number(params, "step"), read_choice(params, "phase", PHASES)
+        step, phase = read_count(params, "step"), read_choice(params, "phase", PHASES)
         members = [each for each in self.list_summaries(folder) if each.step == step and each.phase == phase]
         if not members:
             raise FileNotFoundError(f"{NAME} has no samples of step {step} ({phase})")
@@ -82,12 +82,12 @@ class SampleReader:
         chosen = self.list_summaries(folder)
         for name, least in (("step", 0), ("group", None)):
             if params.get(name):
-                number = read_number(params, name, least=least)
+                number = read_count(params, name, least=least)
                 chosen = [each for each in chosen if getattr(each, name) == number]
         if params.get("phase"):
             phase = read_choice(params, "phase", PHASES)
             chosen = [each for each in chosen if each.phase == phase]
-        offset, limit = read_number(params, "offset", 0), min(_MOST_SAMPLES, read_number(params, "limit", 100))
+        offset, limit = read_count(params, "offset", 0), min(_MOST_SAMPLES, read_count(params, "limit", 100))
         sort, order = read_choice(params, "sort", _SORTS), read_choice(params, "order", ("up", "down"))
         needle = params.get("search", "").casefold()
         if not chosen:
@@ -131,15 +131,15 @@ class SampleReader:
         FileNotFoundError if it lists no such image, or the file is gone; ValueError if the file is no image.
         """
         record = self._find(folder, params)[1]
-        listed, number = record.get("images") or [], read_number(params, "image")
+        listed, number = record.get("images") or [], read_count(params, "image")
         if number >= len(listed):
             raise FileNotFoundError(f"the sample lists {len(listed)} images; there is no image {number}")
         return check_image(folder / str(listed[number]))  # an absolute path stays one
 
     def _find(self, folder: Path, params: Mapping[str, str]) -> tuple[SampleSummary, dict[str, Any]]:
         phase = read_choice(params, "phase", PHASES)
-        step, index = read_number(params, "step"), read_number(params, "index")
-        group = read_number(params, "group", least=None)  # those of evaluations are below 0
+        step, index = read_count(params, "step"), read_count(params, "index")
+        group = read_count(params, "group", least=None)  # those of evaluations are below 0
         for summary in self.list_summaries(folder):
             if (summary.step, summary.phase, summary.group, summary.index) == (step, phase, group, index):
                 with open(folder / NAME, "rb") as file:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.board.readers.parameters import read_number
+from coalign.board.readers import read_count
 from coalign.board.readers.placement import read_placement_file
 from coalign.files import read_json_object
 
@@ -66,7 +66,7 @@ def read_trace(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     A bar is [start, seconds, name, call, MiB, number of calls]; a wait is [start, seconds, name]. Times are seconds
     since the step began.
     """
-    step = read_number(params, "step")
+    step = read_count(params, "step")
     path = folder / "timeline" / f"step_{step}.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; `runtime.timeline_every` says which steps are traced")

@@ -1,0 +1,16 @@
+// The settings that are different between runs.
+import { h } from "./board.js";
+import { t } from "./i18n.js";
+
+/** A table: a row for each setting, a column for each run. */
+export function makeDifferences(runs, settings) {
+  if (!settings.length) return h("p", { class: "quiet" }, t("differences.none"));
+  const cell = (value) => h("td", { class: value === null ? "quiet" : null }, value ?? t("differences.missing"));
+  return h(
+    "table",
+    { class: "differences" },
+    h("caption", {}, t("differences.title")),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, t("differences.setting")), runs.map((run) => h("th", { scope: "col" }, run)))),
+    h("tbody", {}, settings.map(([key, values]) => h("tr", {}, h("th", { scope: "row" }, key), values.map(cell)))),
+  );
+}
