@@ -34,12 +34,12 @@ from coalign.data.kinds import KINDS
 from coalign.data.messages import parse_messages, parse_response, parse_tools, parse_transcript
 from coalign.data.sources import BadRow, open_rows
 from coalign.data.templates import load_template
-from coalign.engine.hooks.checkpoint_folder import verify_checkpoint
 from coalign.engine.hooks.guards import read_dump, write_dump
 from coalign.environments import games, parsers
 from coalign.environments.calculator import evaluate
 from coalign.environments.tools import Toolbox
 from coalign.files import hash_file, read_model_config
+from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.run_files.records import read_records
 from coalign.vocab.tokenizer import read_tokens
 from coalign.weights.compare import open_saved_weights

@@ -19,7 +19,7 @@ from coalign.config.secrets import hide_secrets
 from coalign.diagnosis.ending import explain_ending
 from coalign.engine.engine import Engine, Hook, precompute
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
-from coalign.engine.hooks.checkpoint_folder import Checkpoints, verify_checkpoint
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.checkpoint_remote import (
     RemoteCheckpoints,
     fetch_checkpoint,
@@ -48,6 +48,7 @@ from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from coalign.report.plots import plot_run
 from coalign.report.trackers import start_trackers
+from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)

@@ -346,9 +346,9 @@ def test_events_of_the_log(tmp_path):
 
 
 def test_placement_names_what_each_model_is(tmp_path):
-    assert read_placement(tmp_path, {}) == {"placement": None, "settings": {}}
-    (tmp_path / "placement.json").write_text(json.dumps(PLACEMENT))
     (tmp_path / "config.yaml").write_text("models: {policy: {load: m, num_gpu: 2, num_process: null, module: vllm}}")
+    assert read_placement(tmp_path, {})["placement"] is None
+    (tmp_path / "placement.json").write_text(json.dumps(PLACEMENT))
     found = read_placement(tmp_path, {})
     assert found["placement"] == PLACEMENT and found["settings"]["policy"] == {
         "load": "m",

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coalign.board.catalog import find_within
+from coalign.files import read_json_object
+
 Reader = Callable[[Path, Mapping[str, str]], Any]
 
 
@@ -26,6 +29,14 @@ def read_count(params: Mapping[str, str], name: str, default: int | None = None,
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 18 or (least is not None and int(text) < least):
         raise ValueError(f"{name} is '{text:.40}'; expected a whole number{'' if least is None else f' from {least}'}")
     return int(text)
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object of a file in a run's folder. Raises FileNotFoundError, and ValueError for any other."""
+    path = find_within(folder, folder / name)
+    if not path.is_file():
+        raise FileNotFoundError(f"the run has no {name}")
+    return read_json_object(path)
 
 
 def read_choice(params: Mapping[str, str], name: str, choices: Sequence[str]) -> str:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coalign.board.catalog import find_within
 from coalign.board.readers import read_count
-from coalign.board.readers.placement import read_config
-from coalign.engine.hooks.checkpoint_folder import (
+from coalign.board.readers.configuration import read_settings
+from coalign.files import read_json_object
+from coalign.run_files.checkpoints import (
     MANIFEST,
     MEMORY,
     RUN,
-    Checkpoints,
     CorruptCheckpoint,
+    list_steps,
+    read_manifest,
     verify_checkpoint,
 )
-from coalign.files import read_json_object
 
 _COPIED = re.compile(rb" step (\d+) is copied to ")  # a line of coalign.engine.hooks.checkpoint_remote in log.txt
 
@@ -31,27 +34,26 @@ def read_checkpoints(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     sizes of files are compared, not their contents: see ``read_verification``. `copied` are the steps that log.txt
     says have a copy at `copies_to`; they are not looked at.
     """
-    runtime = read_config(folder).get("runtime") or {}
-    disk = Checkpoints(folder / "checkpoints", 1)
-    memory = [Checkpoints(path, 1) for path in _list_memory_folders(folder)]
-    found = [_describe(disk, step, "disk") for step in _list_steps(disk)]
-    found += [_describe(each, step, "memory") for each in memory for step in _list_steps(each)]
+    runtime = {key.removeprefix("runtime."): value for key, value in read_settings(folder).items()}
+    disk = find_within(folder, folder / "checkpoints")
+    found = [_describe(disk / f"step_{step}", step, "disk") for step in list_steps(disk)]
+    for memory in _list_memory_folders(folder):
+        found += [_describe(memory / f"step_{step}", step, "memory") for step in list_steps(memory)]
     found.sort(key=lambda each: (-each["step"], each["place"]))
-    best = _read_best(disk)
-    resume = runtime.get("resume", "auto")
+    best, resume, linked = _read_best(disk), runtime.get("resume", "auto"), (folder / "model").resolve().parent
     chosen = _choose(found) if resume == "auto" else None
     for each in found:
         each["best"] = each["place"] == "disk" and best is not None and each["step"] == best["step"]
-        each["linked"] = each["place"] == "disk" and _is_linked(folder, disk.path(each["step"]))
+        each["linked"] = linked == Path(each["path"])
         each["resume"] = each is chosen
     return {
         "checkpoints": found,
-        "writing": [path.name.removeprefix(".writing-") for path in disk.directory.glob(".writing-step_*")],
+        "writing": [path.name.removeprefix(".writing-") for path in disk.glob(".writing-step_*")],
         "best": best and best | {"metric": runtime.get("best"), "mode": runtime.get("best_mode", "max")},
         "resume": resume,
         "keep": runtime.get("keep"),
         "copies_to": runtime.get("save_copies_to"),
-        "copied": _list_copied(folder / "log.txt") if runtime.get("save_copies_to") else [],
+        "copied": _list_copied(find_within(folder, folder / "log.txt")) if runtime.get("save_copies_to") else [],
     }
 
 
@@ -61,9 +63,9 @@ def read_verification(folder: Path, params: Mapping[str, str]) -> dict[str, Any]
     The `problem` is null if they are as they were written. It takes as long as reading the checkpoint.
     """
     step = read_count(params, "step")
-    path = Checkpoints(folder / "checkpoints", 1).path(step)
+    path = find_within(folder, folder / "checkpoints" / f"step_{step}")
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is missing")
+        raise FileNotFoundError(f"there is no checkpoint of step {step} on the disk")
     return {"step": step, "problem": _find_problem(path, hashes=True)}
 
 
@@ -76,19 +78,11 @@ def _list_memory_folders(folder: Path) -> list[Path]:
     return [path for path in MEMORY.glob(f"coalign-{os.getuid()}-*") if (path / RUN).resolve() == run]
 
 
-def _list_steps(checkpoints: Checkpoints) -> list[int]:
-    """Return the steps of all directories, complete or not."""
-    numbers = (checkpoints.find_step(path) for path in checkpoints.directory.glob("step_*"))
-    return sorted(number for number in numbers if number >= 0)
-
-
-def _describe(checkpoints: Checkpoints, step: int, place: str) -> dict[str, Any]:
-    path = checkpoints.path(step)
-    problem, sizes = _find_problem(path, hashes=False), dict[str, int]()
+def _describe(path: Path, step: int, place: str) -> dict[str, Any]:
+    problem, sizes = _find_problem(path, hashes=False), Counter[str]()
     if problem is None:
-        for name, entry in read_json_object(path / MANIFEST)["files"].items():
-            part = "/".join(Path(name).parts[: 2 if name.startswith("models/") else 1])
-            sizes[part] = sizes.get(part, 0) + entry["size"]
+        for name, (size, _) in read_manifest(path).items():
+            sizes["/".join(Path(name).parts[: 2 if name.startswith("models/") else 1])] += size
     when = (path / MANIFEST).stat().st_mtime if problem is None else None
     return {"step": step, "place": place, "path": str(path), "problem": problem, "sizes": sizes, "time": when}
 
@@ -107,20 +101,15 @@ def _choose(found: list[dict[str, Any]]) -> dict[str, Any] | None:
     return max(whole, key=lambda each: (each["step"], each["place"] == "disk"), default=None)
 
 
-def _read_best(disk: Checkpoints) -> dict[str, Any] | None:
+def _read_best(disk: Path) -> dict[str, Any] | None:
     """Return step and value of the best step so far, which the newest checkpoint knows; None without one."""
-    for step in reversed(disk.steps()):
+    for step in reversed(list_steps(disk)):
         try:
-            best = read_json_object(disk.path(step) / "state.json")["hooks"]["Save"]["best"]
+            best = read_json_object(disk / f"step_{step}" / "state.json")["hooks"]["Save"]["best"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         return {"value": best[0], "step": best[1]} if best else None
     return None
-
-
-def _is_linked(folder: Path, checkpoint: Path) -> bool:
-    link = folder / "model"
-    return link.is_symlink() and link.resolve().parent == checkpoint.resolve()
 
 
 def _list_copied(log: Path) -> list[int]:

@@ -6,18 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.files import read_json_object
+from coalign.board.readers import read_object
 
 
 def read_flow(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """Return `algorithm` and `calls` of a step (coalign.cluster.dry.describe_graph), each call with its `layer`."""
-    path = folder / "flow.json"
-    if not path.is_file():
-        raise FileNotFoundError("flow.json is missing: the run has not begun, or its Coalign did not write it yet")
-    flow = read_json_object(path)
+    flow = read_object(folder, "flow.json")
     calls = flow.get("calls")
     if not isinstance(calls, list):
-        raise ValueError(f"{path} has no list `calls`")
+        raise ValueError("flow.json has no list `calls`")
     layers = assign_layers(calls)
     return {"algorithm": flow.get("algorithm"), "calls": [call | {"layer": layers[call["label"]]} for call in calls]}
 

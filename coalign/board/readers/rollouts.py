@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coalign.board.catalog import find_within
+
 # Bounds of coalign.algorithms.divergence, which needs torch.
 _LARGEST_K3_EXPONENT = 10.0
 _LARGEST_LOG_RATIO = 20.0
@@ -24,14 +26,14 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
 
     `texts` are those of the tokens alone, `ids` their numbers, and the first `prompt_length` are the prompt.
     `measures` has a number, or null where there is none, for each token: the columns of the file
-    (coalign.run_files.rollouts), and what follows from them:
+    (coalign.run_files.rollouts) that have any for this row, and what follows from them:
 
     - `ratio`: probability of the trainer's policy over the sampler's;
     - `kl`: the estimate k3 of the divergence from the reference (coalign.algorithms.divergence).
     """
     from coalign.run_files.rollouts import find_rollouts, read_rollouts
 
-    path = find_rollouts(folder, step)
+    path = find_within(folder, find_rollouts(folder, step))
     if not path.is_file():
         return None
     rollouts = read_rollouts(path)
@@ -40,11 +42,12 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
     start, stop = int(rollouts.row_ends[row - 1]) if row else 0, int(rollouts.row_ends[row])
     ids: list[int] = rollouts.tokens[start:stop].tolist()
     columns: dict[str, list[float]] = {name: values[start:stop].tolist() for name, values in rollouts.columns.items()}
+    measures = [(name, list(map(_round, values))) for name, values in (columns | derive_measures(columns)).items()]
     return {
         "ids": ids,
         "texts": [rollouts.pieces.get(number, f"[{number}]") for number in ids],
         "prompt_length": int(rollouts.prompt_length[row]),
-        "measures": {name: list(map(_round, values)) for name, values in (columns | derive_measures(columns)).items()},
+        "measures": {name: rounded for name, rounded in measures if any(value is not None for value in rounded)},
     }
 
 

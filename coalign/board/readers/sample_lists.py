@@ -11,6 +11,7 @@ from statistics import fmean
 from threading import Lock
 from typing import Any
 
+from coalign.board.catalog import find_within
 from coalign.board.readers import read_choice, read_count
 from coalign.board.readers.images import check_image
 from coalign.board.readers.rollouts import list_recorded_steps, read_row
@@ -32,7 +33,7 @@ class SampleReader:
     def list_summaries(self, folder: Path) -> list[SampleSummary]:
         """Return all samples of a run in the order of the file; none if there is no file."""
         with self._lock:
-            index = self._kept.setdefault(folder, SampleIndex(folder / NAME))
+            index = self._kept.setdefault(folder, SampleIndex(find_within(folder, folder / NAME)))
             self._kept.move_to_end(folder)
             if len(self._kept) > _MOST_RUNS:
                 self._kept.popitem(last=False)

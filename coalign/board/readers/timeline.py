@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.board.readers import read_count
-from coalign.board.readers.placement import read_placement_file
-from coalign.files import read_json_object
+from coalign.board.catalog import find_within
+from coalign.board.readers import read_count, read_object
+from coalign.board.readers.placement import find_placement
 
 LOOP = "loop"  # the lane of the engine's phases (coalign.engine.hooks.timeline)
 MOVE = "move"  # a part of a model goes to a device, or leaves it: not computing
@@ -38,7 +38,7 @@ _EVENT = re.compile(
 
 def read_timeline(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """Return the steps that have `traces`, and the `events` of log.txt: losses, restarts, rollbacks and failures."""
-    return {"traces": list_traces(folder), "events": list(read_events(folder / "log.txt"))}
+    return {"traces": list_traces(folder), "events": list(read_events(find_within(folder, folder / "log.txt")))}
 
 
 def list_traces(folder: Path) -> list[int]:
@@ -67,15 +67,14 @@ def read_trace(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     since the step began.
     """
     step = read_count(params, "step")
-    path = folder / "timeline" / f"step_{step}.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; `runtime.timeline_every` says which steps are traced")
-    events = read_json_object(path).get("traceEvents")
+    if step not in list_traces(folder):
+        raise FileNotFoundError(f"step {step} has no trace; `runtime.timeline_every` says which steps are traced")
+    events = read_object(folder, f"timeline/step_{step}.json").get("traceEvents")
     if not isinstance(events, list):
-        raise ValueError(f"{path} has no list `traceEvents`")
+        raise ValueError(f"timeline/step_{step}.json has no list `traceEvents`")
     whole = max((event["ts"] + event["dur"] for event in events if event["ph"] == "X"), default=0) / 1e6
     lanes = build_lanes(events, whole)
-    placement = read_placement_file(folder)
+    placement = find_placement(folder)
     return {
         "step": step,
         "seconds": whole,
