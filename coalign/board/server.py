@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import mimetypes
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,10 +16,16 @@ from typing import Any
 from coalign.board.access import RequestGuard, list_own_names, read_token
 from coalign.board.catalog import RunCatalog
 from coalign.board.readers import Reader
+from coalign.board.readers.checkpoints import read_checkpoints, read_verification
 from coalign.board.readers.configuration import compare_configurations, read_configuration
+from coalign.board.readers.flow import read_flow
+from coalign.board.readers.images import find_media_type
 from coalign.board.readers.log import read_log, read_stalls
 from coalign.board.readers.metrics import CurveReader
+from coalign.board.readers.placement import read_placement
+from coalign.board.readers.sample_lists import SampleReader
 from coalign.board.readers.samples import read_newest_samples
+from coalign.board.readers.timeline import read_timeline, read_trace
 from coalign.board.status import RunSummaries
 from coalign.http_server import (
     HttpRefusal,
@@ -44,12 +49,24 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".
 
 def make_readers() -> dict[str, Reader]:
     """Return what answers `/api/runs/RUN/NAME`, by name: functions of the run's folder and the request's parameters."""
+    samples = SampleReader()
     return {
+        "checkpoints": read_checkpoints,
         "configuration": read_configuration,
+        "flow": read_flow,
+        "image": samples.read_image,
         "log": read_log,
         "metrics": CurveReader().read,
+        "placement": read_placement,
+        "sample": samples.read_sample,
+        "sample_groups": samples.read_groups,
+        "sample_page": samples.read_page,
+        "sample_steps": samples.read_steps,
         "samples": read_newest_samples,
         "stalls": read_stalls,
+        "timeline": read_timeline,
+        "trace": read_trace,
+        "verification": read_verification,
     }
 
 
@@ -166,11 +183,7 @@ def _read_answer(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _send_image(path: Path) -> Response:
-    kind = mimetypes.guess_type(path.name)[0] or ""
-    # A drawing can hold scripts, and no reader has one to send.
-    if not kind.startswith("image/") or kind == "image/svg+xml":
-        raise HttpRefusal(404, f"{path.name} is no image")
-    return Response(path.read_bytes(), 200, {"Cache-Control": "private, max-age=3600"}, kind)
+    return Response(path.read_bytes(), 200, {"Cache-Control": "private, max-age=3600"}, find_media_type(path))
 
 
 async def _run(read: Callable[[], Any]) -> Any:

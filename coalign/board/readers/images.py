@@ -6,14 +6,19 @@ from pathlib import Path
 
 _LARGEST = 32 * 2**20  # bytes
 # Of formats that hold no program; SVG may.
-_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM")
+_SIGNATURES = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
 
 
-def check_image(path: Path) -> Path:
-    """Return the path of an image. FileNotFoundError if there is none here, ValueError for a file that is no image.
+def find_media_type(path: Path) -> str:
+    """Return the media type of an image. FileNotFoundError without a file, ValueError for one that is no image.
 
     samples.jsonl names files anywhere on the machine that trained. Whoever wrote it must not be able to have the board
-    send other files.
+    send other files. Names say nothing: images that were in a data file are kept by their hash.
     """
     if not path.is_file():
         raise FileNotFoundError(f"the image {path} is not on this machine")
@@ -21,6 +26,9 @@ def check_image(path: Path) -> Path:
         raise ValueError(f"the image {path} has more than {_LARGEST // 2**20} MiB")
     with open(path, "rb") as file:
         head = file.read(12)
-    if not head.startswith(_SIGNATURES) and not (head[:4] == b"RIFF" and head[8:] == b"WEBP"):
-        raise ValueError(f"{path} is no image of a kind that browsers show (PNG, JPEG, GIF, WebP, BMP)")
-    return path
+    if head[:4] == b"RIFF" and head[8:] == b"WEBP":
+        return "image/webp"
+    for signature, media_type in _SIGNATURES.items():
+        if head.startswith(signature):
+            return media_type
+    raise ValueError(f"{path} is no image of a kind that browsers show (PNG, JPEG, GIF, WebP, BMP)")

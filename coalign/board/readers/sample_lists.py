@@ -13,7 +13,7 @@ from typing import Any
 
 from coalign.board.catalog import find_within
 from coalign.board.readers import read_choice, read_count
-from coalign.board.readers.images import check_image
+from coalign.board.readers.images import find_media_type
 from coalign.board.readers.rollouts import list_recorded_steps, read_row
 from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, read_record
 
@@ -135,7 +135,9 @@ class SampleReader:
         listed, number = record.get("images") or [], read_count(params, "image")
         if number >= len(listed):
             raise FileNotFoundError(f"the sample lists {len(listed)} images; there is no image {number}")
-        return check_image(folder / str(listed[number]))  # an absolute path stays one
+        path = folder / str(listed[number])  # an absolute path stays one
+        find_media_type(path)
+        return path
 
     def _find(self, folder: Path, params: Mapping[str, str]) -> tuple[SampleSummary, dict[str, Any]]:
         phase = read_choice(params, "phase", PHASES)

@@ -24,7 +24,7 @@ _EVENTS = {
     "lost": " is lost (",
     "rolled_back": "Continuing from step",
     "continued": "continuing from ",
-    "scaled": "scale: ",
+    "asked": "asked to ",
     "checkpoint": "could not be written",
     "stopped": "stopping: ",
     "failed": "the run ended with an error",

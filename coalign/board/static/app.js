@@ -18,7 +18,7 @@ import { formatAge, getLanguage, LANGUAGES, setLanguage, t } from "./i18n.js";
 import { makeStatus } from "./status.js";
 
 // Pages of a run, in the order of their tabs: pages/NAME.js with the text `NAME.title`.
-const RUN_PAGES = ["overview", "log", "configuration"];
+const RUN_PAGES = ["overview", "rollouts", "timeline", "placement", "checkpoints", "goodput", "flow", "log", "configuration"];
 const POLL_MILLISECONDS = 2000;
 
 const app = document.getElementById("app");

@@ -36,6 +36,14 @@ export class CurveStore {
     if (lost.length && !this.range) await this.request(lost.slice(0, MOST_NAMES), null);
   }
 
+  /** Fetch what is new of all metrics whose names `matches(name)`, also while the server still reads a long file. */
+  async fetchMatching(matches) {
+    do {
+      await this.fetch([]);
+      await this.fetch(this.names.filter(matches));
+    } while (!this.complete);
+  }
+
   findStart(names) {
     if (this.key === null || !names.length) return null;
     return `${this.key}:${Math.min(...names.map((name) => this.series.get(name).until))}`;

@@ -81,10 +81,10 @@ export async function render(root, run, state) {
     state.set({ sample: name });
     sampleList.draw();
     if (name === null) return fill(detail, h("p", { class: "empty" }, t("rollouts.choose_sample")));
-    const [step, phase, group, index] = name.split("-");
+    const [step, phase, group, index] = name.split(".");
     const sample = await run.fetch("sample", { step, phase, group, index });
     if (name !== state.get("sample")) return; // another one was chosen meanwhile
-    drawSample(detail, run, sample, state, (other) => attempt(() => open([step, phase, group, other].join("-"))));
+    drawSample(detail, run, sample, state, (other) => attempt(() => open([step, phase, group, other].join("."))));
   }
 
   function drawCrumbs() {
@@ -124,7 +124,7 @@ export async function render(root, run, state) {
 
   fill(
     root,
-    h("div", { class: "toolbar" }, search, sort, order, crumbs),
+    h("div", { class: "row" }, search, sort, order, crumbs),
     h(
       "div",
       { class: "rollouts" },
@@ -146,7 +146,7 @@ function readFilters(state) {
 
 /** The name of a sample in the address. Unlike its place in the file it stays when the run goes back some steps. */
 function nameSample({ step, phase, group, index }) {
-  return [step, phase, group, index].join("-");
+  return [step, phase, group, index].join(".");
 }
 
 function drawStep({ step, phase, groups, samples, flat, reward, reward_range: range, tokens_recorded: recorded }) {

@@ -1,8 +1,10 @@
 // Timeline: what each process computed in a step that was traced; idle shares, weight versions and faults of all steps.
 import { bindKey, fill, formatNumber, formatSeconds, h, RequestError } from "../board.js";
+import { CurveStore } from "../curves.js";
 import { t } from "../i18n.js";
 
 export const title = "timeline.title";
+const RESTARTS = "faults/restarts"; // the metric
 const HUES = 6; // colours of bars in style.css; more names take them again, and differ by their text
 
 export async function render(root, run, state) {
@@ -15,6 +17,7 @@ export async function render(root, run, state) {
     { "aria-label": t("timeline.view"), onchange: () => (state.set({ view: view.value }), drawTrace()) },
     ["processes", "devices"].map((name) => h("option", { value: name, selected: name === state.get("view") }, t(`timeline.${name}`))),
   );
+  const store = new CurveStore(run);
   let traces = [];
   let trace = null;
 
@@ -46,16 +49,16 @@ export async function render(root, run, state) {
   }
 
   async function read() {
-    const [found, steps, curves] = await Promise.all([run.fetch("timeline"), run.fetch("sample_steps"), readCurves(run)]);
+    const [found, steps] = await Promise.all([run.fetch("timeline"), run.fetch("sample_steps"), store.fetchMatching(isShown)]);
     traces = found.traces;
     fill(chosen, traces.map((step) => h("option", { value: step }, t("timeline.step", { step }))));
     if (trace !== null) chosen.value = String(trace.step);
-    drawFaults(faults, found.events, steps.steps, curves);
+    drawFaults(faults, found.events, steps.steps, store);
   }
 
   fill(
     root,
-    h("div", { class: "toolbar" }, chosen, view),
+    h("div", { class: "row" }, chosen, view),
     h("section", { class: "panel" }, h("h2", {}, t("timeline.one_step")), lanes, about),
     faults,
   );
@@ -68,11 +71,7 @@ export async function render(root, run, state) {
   return read;
 }
 
-async function readCurves(run) {
-  const { all } = await run.fetch("metrics");
-  const names = all.filter((name) => name.startsWith("idle/") || name.startsWith("faults/") || name === "samples/staleness");
-  return run.fetch("metrics", { names: JSON.stringify(names) });
-}
+const isShown = (name) => name.startsWith("idle/") || name === RESTARTS;
 
 // ---- one step --------------------------------------------------------------------------------------------------------
 
@@ -146,10 +145,10 @@ function formatShare(share) {
 
 // ---- all steps -------------------------------------------------------------------------------------------------------
 
-function drawFaults(root, events, steps, curves) {
-  const models = Object.keys(curves.series).filter((name) => name.startsWith("idle/"));
-  const restarts = curves.series["faults/restarts"];
-  const troubled = restarts ? curves.steps.filter((_, place) => (restarts.high ?? restarts.mean)[place] > 0) : [];
+function drawFaults(root, events, steps, store) {
+  const models = store.names.filter((name) => name.startsWith("idle/"));
+  const { x, high } = store.select(RESTARTS, "steps");
+  const troubled = x.filter((_, place) => high[place] > 0);
   const written = steps.filter(({ phase, versions }) => phase === "train" && versions).slice(-200);
   fill(
     root,
@@ -159,7 +158,7 @@ function drawFaults(root, events, steps, curves) {
           { class: "panel" },
           h("h2", {}, t("timeline.idle_title")),
           h("p", { class: "quiet" }, t("timeline.idle_about")),
-          models.map((name) => drawStrip(name.slice(5), curves.steps, curves.series[name].mean)),
+          models.map((name) => drawStrip(name.slice(5), store.select(name, "steps"))),
         )
       : null,
     written.length
@@ -189,7 +188,7 @@ function drawFaults(root, events, steps, curves) {
 }
 
 /** A row of cells, one for each step or bucket of steps: the higher, the more of the time a model was idle. */
-function drawStrip(name, steps, values) {
+function drawStrip(name, { x: steps, mean: values }) {
   const known = values.filter((value) => value !== null);
   const mean = known.reduce((sum, value) => sum + value, 0) / (known.length || 1);
   const cells = values.map((value, place) =>
