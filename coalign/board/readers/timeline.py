@@ -106,7 +106,8 @@ def build_lanes(events: Sequence[Mapping[str, Any]], whole: float) -> list[dict[
     lanes = []
     for key in sorted(names, key=lambda key: (models.get(key[0]) != LOOP, key)):
         model, process = models.get(key[0], "?"), names[key]
-        own = sorted(bars[key], key=lambda bar: bar[0])
+        if not (own := sorted(bars[key], key=lambda bar: bar[0])):
+            continue  # calls that only wait for others, such as `join`
         lanes.append(
             {
                 "model": model,

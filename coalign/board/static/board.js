@@ -183,6 +183,14 @@ export function formatNumber(value) {
   return size > 0 && size < 0.01 ? value.toFixed(4) : Number.isInteger(value) ? String(value) : value.toFixed(3);
 }
 
+/** What a call took: 340 µs, 12 ms, 3.42 s; from a minute on as formatSeconds. */
+export function formatDuration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds >= 60) return formatSeconds(seconds);
+  const [size, unit] = seconds >= 1 ? [seconds, "s"] : seconds >= 1e-3 ? [seconds * 1e3, "ms"] : [seconds * 1e6, "µs"];
+  return seconds === 0 ? "0 s" : `${Number(size.toPrecision(3))} ${unit}`;
+}
+
 /** Seconds as 3 s, 4:05 or 1:02:03. */
 export function formatSeconds(seconds) {
   if (seconds === null || seconds === undefined) return "–";

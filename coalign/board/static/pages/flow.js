@@ -1,12 +1,14 @@
 // Flow: the calls of a step of the run's recipe, drawn from above to below, with the columns that go from one to another.
-import { fill, formatSeconds, h } from "../board.js";
+import { fill, formatDuration, h } from "../board.js";
 import { svg } from "../areas.js";
 import { CurveStore } from "../curves.js";
 import { t } from "../i18n.js";
 
 export const title = "flow.title";
 const [HEIGHT, GAP, ROW] = [46, 36, 128]; // of a call, between calls of a layer, from one layer to the next
+const MARGIN = 120; // left and right, for lines that pass by
 const LETTER = 7.6; // width, about
+const LANE = 14; // between lines that pass by a layer
 const SHOWN = 2; // columns that are written on an edge
 
 export async function render(root, run) {
@@ -43,7 +45,7 @@ function placeCalls(calls) {
   for (const call of calls) (layers[call.layer] ??= []).push(call);
   const measure = (call) => Math.max(110, call.label.length * LETTER + 24);
   const widths = layers.map((layer) => layer.reduce((sum, call) => sum + measure(call) + GAP, -GAP));
-  const whole = Math.max(...widths) + 2 * GAP;
+  const whole = Math.max(...widths) + 2 * MARGIN;
   const places = new Map();
   layers.forEach((layer, row) => {
     let x = (whole - widths[row]) / 2;
@@ -58,6 +60,7 @@ function placeCalls(calls) {
 function drawFlow(calls, latest, show) {
   const { places, width, height } = placeCalls(calls);
   const edges = calls.flatMap((call) => Object.entries(call.reads).filter(([source]) => places.has(source)).map(([source, columns]) => ({ source, target: call.label, columns })));
+  routeEdges(edges, places, width);
   const lines = [];
   const texts = [];
   for (const edge of edges) {
@@ -86,29 +89,52 @@ function drawFlow(calls, latest, show) {
       },
       svg("rect", { x, y, width, height: HEIGHT, rx: call.model ? 6 : 22 }),
       svg("text", { x: x + width / 2, y: y + 19, "text-anchor": "middle" }, call.label),
-      svg("text", { x: x + width / 2, y: y + 36, "text-anchor": "middle", class: "call-about" }, seconds === undefined || seconds === null ? (call.model ? "" : t("flow.function")) : formatSeconds(seconds)),
+      svg("text", { x: x + width / 2, y: y + 36, "text-anchor": "middle", class: "call-about" }, seconds === undefined || seconds === null ? (call.model ? "" : t("flow.function")) : formatDuration(seconds)),
     );
   });
   return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": t("flow.title") }, lines, boxes, texts);
 }
 
-/** A line from below one call to above another; lines of one call leave it and enter it side by side. */
-function drawEdge({ source, target, columns }, places, edges) {
+/**
+ * A line from below one call to above another; lines of one call leave it and enter it side by side. Where there are
+ * layers between the two, it passes beside their calls.
+ */
+function drawEdge({ source, target, columns, detour }, places, edges) {
   const [from, to] = [places.get(source), places.get(target)];
-  const spread = (box, own, others) => box.x + (box.width * (others.indexOf(own) + 1)) / (others.length + 1);
-  const leaving = edges.filter((each) => each.source === source).sort((a, b) => places.get(a.target).x - places.get(b.target).x);
-  const entering = edges.filter((each) => each.target === target).sort((a, b) => places.get(a.source).x - places.get(b.source).x);
-  const same = (list) => list.find((each) => each.source === source && each.target === target);
-  const [x1, y1] = [spread(from, same(leaving), leaving), from.y + HEIGHT];
-  const [x2, y2] = [spread(to, same(entering), entering), to.y];
-  const bend = Math.min(60, (y2 - y1) / 2);
+  const middle = (edge, label) => edge.detour ?? places.get(label).x + places.get(label).width / 2;
+  const spread = (box, others, place) => box.x + (box.width * (place + 1)) / (others.length + 1);
+  const leaving = edges.filter((each) => each.source === source).sort((a, b) => middle(a, a.target) - middle(b, b.target));
+  const entering = edges.filter((each) => each.target === target).sort((a, b) => middle(a, a.source) - middle(b, b.source));
+  const entry = entering.findIndex((each) => each.source === source);
+  const [x1, y1] = [spread(from, leaving, leaving.findIndex((each) => each.target === target)), from.y + HEIGHT];
+  const [x2, y2] = [spread(to, entering, entry), to.y];
+  const curve = (xa, ya, xb, yb) => `C${xa},${(ya + yb) / 2} ${xb},${(ya + yb) / 2} ${xb},${yb}`;
+  const path =
+    detour === undefined
+      ? `M${x1},${y1} ${curve(x1, y1, x2, y2)}`
+      : `M${x1},${y1} ${curve(x1, y1, detour, y1 + ROW - HEIGHT)} L${detour},${y2 - ROW + HEIGHT} ${curve(detour, y2 - ROW + HEIGHT, x2, y2)}`;
   const text = columns.length > SHOWN ? `${columns.slice(0, SHOWN).join(", ")} +${columns.length - SHOWN}` : columns.join(", ");
   const label = `${source} → ${target}: ${columns.join(", ")}`;
-  // Beside the end of the line: there lines that were together are apart.
+  // Above the call that reads, in turn at three heights: there lines that were together are apart.
   return {
-    line: svg("path", { class: "edge", d: `M${x1},${y1} C${x1},${y1 + bend} ${x2},${y2 - bend} ${x2},${y2}`, "data-source": source, "data-target": target }, svg("title", {}, label)),
-    text: svg("text", { class: "edge-text", x: x2, y: y2 - 10 - 13 * (entering.indexOf(same(entering)) % 3), "text-anchor": "middle", "data-source": source, "data-target": target }, svg("title", {}, label), text),
+    line: svg("path", { class: "edge", d: path, "data-source": source, "data-target": target }, svg("title", {}, label)),
+    text: svg("text", { class: "edge-text", x: x2, y: y2 - 8 - 13 * (entry % 3), "text-anchor": "middle", "data-source": source, "data-target": target }, svg("title", {}, label), text),
   };
+}
+
+/** Give each edge that passes by layers the place beside their calls where it does so, to the side that is nearer. */
+function routeEdges(edges, places, width) {
+  const taken = { left: 0, right: 0 };
+  for (const edge of edges) {
+    const [from, to] = [places.get(edge.source), places.get(edge.target)];
+    const passed = [...places.values()].filter(({ call }) => call.layer > from.call.layer && call.layer < to.call.layer);
+    if (!passed.length) continue;
+    const [left, right] = [Math.min(...passed.map((box) => box.x)), Math.max(...passed.map((box) => box.x + box.width))];
+    const centre = (from.x + from.width / 2 + to.x + to.width / 2) / 2;
+    const side = centre - left < right - centre || (centre - left === right - centre && taken.left <= taken.right) ? "left" : "right";
+    const gap = LANE * ++taken[side];
+    edge.detour = side === "left" ? Math.max(4, left - gap) : Math.min(width - 4, right + gap);
+  }
 }
 
 /** All of one call in words. */

@@ -70,9 +70,9 @@ function makePanel(key, prefix, order, top) {
     seconds = places.map((place) => store.points.seconds[place]);
     bands = names.map((name, number) => ({ name, label: t(`goodput.${name}`), values: pick(store.series.get(prefix + name).mean), colour: number % HUES }));
     const highest = Math.max(...steps.map((_, place) => bands.reduce((sum, band) => sum + band.values[place], 0)), 0);
-    nothing.hidden = steps.length > 0;
-    for (const each of [areas.element, when, table]) each.hidden = !steps.length;
-    if (steps.length) areas.draw(steps, bands, top ?? Math.max(highest, 1e-6));
+    nothing.hidden = highest > 0;
+    for (const each of [areas.element, when, table]) each.hidden = highest === 0;
+    if (highest > 0) areas.draw(steps, bands, top ?? highest);
     say(null);
   }
 

@@ -151,13 +151,13 @@ function nameSample({ step, phase, group, index }) {
 
 function drawStep({ step, phase, groups, samples, flat, reward, reward_range: range, tokens_recorded: recorded }) {
   return [
-    h("div", {}, h("b", {}, t("rollouts.step", { step, phase: t(`rollouts.${phase}`) })), " ", drawReward(reward, range)),
+    h("div", { class: "one-line" }, h("b", {}, t("rollouts.step", { step, phase: t(`rollouts.${phase}`) })), " ", drawReward(reward, range)),
     h(
       "div",
-      { class: "quiet" },
+      { class: "quiet one-line" },
       t("rollouts.step_counts", { groups, samples }),
       flat ? h("span", { class: "flat" }, ` ▬ ${t("rollouts.flat_count", { count: flat })}`) : null,
-      recorded ? ` · ${t("rollouts.has_tokens")}` : null,
+      recorded ? null : ` · ${t("rollouts.without_tokens")}`,
     ),
   ];
 }
@@ -166,7 +166,7 @@ function drawGroup({ group, samples, flat, reward, reward_range: range, tokens, 
   return [
     h(
       "div",
-      {},
+      { class: "one-line" },
       h("b", {}, t("rollouts.group", { group })),
       " ",
       drawReward(reward, range),
@@ -188,7 +188,7 @@ function drawSampleRow(row, search) {
   return [
     h(
       "div",
-      {},
+      { class: "one-line" },
       h("b", {}, t("rollouts.sample_short", { step, group, index })),
       phase === "eval" ? ` ${t("rollouts.eval")}` : null,
       " ",

@@ -1,5 +1,5 @@
 // Timeline: what each process computed in a step that was traced; idle shares, weight versions and faults of all steps.
-import { bindKey, fill, formatNumber, formatSeconds, h, RequestError } from "../board.js";
+import { bindKey, fill, formatNumber, formatDuration, h, RequestError } from "../board.js";
 import { CurveStore } from "../curves.js";
 import { t } from "../i18n.js";
 
@@ -89,7 +89,7 @@ function mergeLanes(trace, { node, device, lanes, idle }) {
 
 function drawAxis(seconds) {
   const marks = [0, 0.25, 0.5, 0.75, 1].map((share) =>
-    h("span", { style: { left: `${share * 100}%` } }, formatSeconds(share * seconds)),
+    h("span", { style: { left: `${share * 100}%` } }, formatDuration(share * seconds)),
   );
   return h("div", { class: "lane lane-axis", "aria-hidden": "true" }, h("span", { class: "lane-name" }), h("div", { class: "lane-marks" }, marks), h("span", { class: "lane-idle" }, t("timeline.idle")));
 }
@@ -100,7 +100,7 @@ function drawLane({ name, bars, waits, idle }, seconds, names, say) {
     h("div", { class: `lane-bar hue-${names.indexOf(bar[2]) % HUES}`, style: { left: share(bar[0]), width: share(bar[1]) }, title: describeBar(bar), onclick: () => pick(bars.indexOf(bar)) }, bar[2]),
   );
   const lines = waits.map(([start, length, what]) =>
-    h("div", { class: "lane-wait", style: { left: share(start), width: share(length) }, title: `${what}: ${formatSeconds(length)}` }),
+    h("div", { class: "lane-wait", style: { left: share(start), width: share(length) }, title: `${what}: ${formatDuration(length)}` }),
   );
   let current = -1;
   const pick = (place) => {
@@ -133,8 +133,8 @@ function describeBar([start, length, , call, memory, calls]) {
   return t(calls > 1 ? "timeline.bars" : "timeline.bar", {
     call,
     calls,
-    start: formatSeconds(start),
-    length: formatSeconds(length),
+    start: formatDuration(start),
+    length: formatDuration(length),
     memory: memory ? t("timeline.memory", { memory: formatNumber(memory) }) : "",
   });
 }
