@@ -117,7 +117,7 @@ def _is_loopback(host: str) -> bool:
 
 def _split_host(header: str) -> str:
     """Return the name or address of a Host header, without port and brackets."""
-    if header.startswith("["):
+    if header.startswith("[") and "]" in header:
         return header[1:].partition("]")[0]
     return header.partition(":")[0].lower()
 

@@ -11,8 +11,7 @@ import math
 import sys
 import time
 from array import array
-from collections.abc import Collection, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +36,28 @@ class BucketSeries:
         self.high = array("d")
         self.holes = array("I")
 
-    def add(self, bucket: int, values: Sequence[float], holes: int) -> None:
-        """Add finite values, and a number of holes, to a bucket."""
+    def add(self, bucket: int, values: Sequence[Any]) -> None:
+        """Add values to a bucket; those that are no finite numbers are holes."""
         if (missing := bucket + 1 - len(self.count)) > 0:
             self.count.extend([0] * missing)
             self.total.extend([0.0] * missing)
             self.low.extend([math.inf] * missing)
             self.high.extend([-math.inf] * missing)
             self.holes.extend([0] * missing)
-        self.holes[bucket] += holes
-        if values:
-            self.count[bucket] += len(values)
-            self.total[bucket] += sum(values)
-            self.low[bucket] = min(self.low[bucket], min(values))
-            self.high[bucket] = max(self.high[bucket], max(values))
+        try:
+            total = float(sum(values))
+        except (TypeError, OverflowError):
+            total = math.nan
+        if not math.isfinite(total):
+            finite = [value for value in values if is_finite(value)]
+            self.holes[bucket] += len(values) - len(finite)
+            if not finite:
+                return
+            values, total = finite, math.fsum(finite)
+        self.count[bucket] += len(values)
+        self.total[bucket] += total
+        self.low[bucket] = min(self.low[bucket], min(values))
+        self.high[bucket] = max(self.high[bucket], max(values))
 
     def halve(self) -> None:
         """Make one bucket of each two."""
@@ -101,7 +108,7 @@ class MetricCurves:
         self.tokens = array("d")
         self.seconds = array("d")
         self.series: dict[str, BucketSeries] = {}
-        self.latest: dict[str, float | None] = {}
+        self.latest: dict[str, Any] = {}
         self._offsets = array("q")  # of the first line of each bucket, -1 for one without lines
         self._tokens = self._seconds = 0.0
 
@@ -121,6 +128,8 @@ class MetricCurves:
             if growth.replaced:
                 self._clear()
             begun = 0 if growth.replaced else self._position.offset
+            if begun == 0 and growth.lines and self._names is None:
+                self._choose_width(growth.lines)
             self._position = growth.position
             if growth.lines:
                 self._add_lines(growth.lines, begun)
@@ -165,6 +174,12 @@ class MetricCurves:
             self._add_bucket(bucket, records[start:end])
             start = end
 
+    def _choose_width(self, lines: list[bytes]) -> None:
+        """Begin with buckets as wide as those that the whole file will need: so a long one is read in half the time."""
+        size = sum(map(len, lines)) / len(lines) + 1
+        while self.path.stat().st_size / size > self.width * MOST_BUCKETS:
+            self.width *= 2
+
     def _open_bucket(self, step: int, offset: int) -> int:
         """Return the bucket of a step; the buckets become wider until there is one."""
         if self.first is None:
@@ -196,16 +211,13 @@ class MetricCurves:
 
     def _add_bucket(self, bucket: int, records: list[dict[str, Any]]) -> None:
         """Add records of one bucket, column by column."""
-        names = self._names if self._names is not None else dict.fromkeys(chain.from_iterable(records))
-        for name in names:
-            if name == "step":
+        for name, column in _read_columns(records):
+            if name == "step" or (self._names is not None and name not in self._names):
                 continue
-            column = [record[name] for record in records if name in record]
-            if not column:
-                continue
-            values = column if _has_only_floats(column) else [v for v in column if _is_finite(v)]
-            self.series.setdefault(name, BucketSeries()).add(bucket, values, len(column) - len(values))
-            self.latest[name] = round_value(values[-1]) if values and column[-1] is values[-1] else None
+            if name not in self.series:
+                self.series[name] = BucketSeries()
+            self.series[name].add(bucket, column)
+            self.latest[name] = column[-1]
         newest = records[-1]
         self.newest = max(self.newest, newest["step"])
         self.steps[bucket] = max(self.steps[bucket], newest["step"])
@@ -231,18 +243,25 @@ def _parse_together(lines: list[bytes]) -> list[dict[str, Any] | None]:
     return [parse_record(line) for line in lines]
 
 
-def _has_only_floats(column: list[Any]) -> bool:
-    kinds = set(map(type, column))
-    return kinds <= {float} and math.isfinite(sum(column))
+def _read_columns(records: list[dict[str, Any]]) -> Iterable[tuple[str, Sequence[Any]]]:
+    """Return the values of each metric that any of these records has."""
+    names = list(records[0])
+    if all(list(record) == names for record in records):
+        return zip(names, zip(*map(dict.values, records), strict=True), strict=True)
+    columns: dict[str, list[Any]] = {}
+    for record in records:
+        for name, value in record.items():
+            columns.setdefault(name, []).append(value)
+    return columns.items()
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _read_number(record: dict[str, Any], name: str, default: float) -> float:
     value = record.get(name)
-    return float(value) if _is_finite(value) else default  # pyright: ignore[reportArgumentType]
+    return float(value) if is_finite(value) else default  # pyright: ignore[reportArgumentType]
 
 
 def _pair(values: array[Any], join: Any) -> list[Any]:

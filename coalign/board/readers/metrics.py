@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from coalign.board.curves import FEWEST_BUCKETS, MetricCurves
+from coalign.board.curves import FEWEST_BUCKETS, MetricCurves, is_finite, round_value
 
 _MOST_RUNS = 16  # whose curves are kept in memory
 _MOST_NAMES = 200  # metrics of one request
@@ -40,7 +40,9 @@ class CurveReader:
                 "complete": complete,
                 "read": curves.bytes_read,
                 "newest": curves.newest,
-                "latest": curves.latest,
+                "latest": {
+                    name: round_value(value) if is_finite(value) else None for name, value in curves.latest.items()
+                },
                 "all": sorted(curves.series),
                 **_select(curves, names, params),
             }
