@@ -115,10 +115,10 @@ function drawEdge({ source, target, columns, detour }, places, edges) {
       : `M${x1},${y1} ${curve(x1, y1, detour, y1 + ROW - HEIGHT)} L${detour},${y2 - ROW + HEIGHT} ${curve(detour, y2 - ROW + HEIGHT, x2, y2)}`;
   const text = columns.length > SHOWN ? `${columns.slice(0, SHOWN).join(", ")} +${columns.length - SHOWN}` : columns.join(", ");
   const label = `${source} → ${target}: ${columns.join(", ")}`;
-  // Above the call that reads, in turn at three heights: there lines that were together are apart.
+  // Above the call that reads, in turn at four heights: there lines that were together are apart.
   return {
     line: svg("path", { class: "edge", d: path, "data-source": source, "data-target": target }, svg("title", {}, label)),
-    text: svg("text", { class: "edge-text", x: x2, y: y2 - 8 - 13 * (entry % 3), "text-anchor": "middle", "data-source": source, "data-target": target }, svg("title", {}, label), text),
+    text: svg("text", { class: "edge-text", x: x2, y: y2 - 8 - 13 * (entry % 4), "text-anchor": "middle", "data-source": source, "data-target": target }, svg("title", {}, label), text),
   };
 }
 

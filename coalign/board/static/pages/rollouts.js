@@ -35,7 +35,7 @@ export async function render(root, run, state) {
   });
   const sampleList = new LongList({
     label: t("rollouts.samples"),
-    rowHeight: 80,
+    rowHeight: 68,
     readPage: async (offset, limit) => {
       const found = await run.fetch("sample_page", { ...readFilters(state), offset, limit });
       counted.textContent = t("rollouts.count", { count: found.total });
@@ -155,8 +155,9 @@ function drawStep({ step, phase, groups, samples, flat, reward, reward_range: ra
     h(
       "div",
       { class: "quiet one-line" },
-      t("rollouts.step_counts", { groups, samples }),
+      t("rollouts.group_count", { count: groups }),
       flat ? h("span", { class: "flat" }, ` ▬ ${t("rollouts.flat_count", { count: flat })}`) : null,
+      ` · ${t("rollouts.count", { count: samples })}`,
       recorded ? null : ` · ${t("rollouts.without_tokens")}`,
     ),
   ];
