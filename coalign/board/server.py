@@ -159,7 +159,7 @@ class BoardEndpoints:
         runs = json.loads(text) if text.startswith("[") else None
         if not isinstance(runs, list) or not 0 < len(runs) <= _MOST_COMPARED or not all(type(r) is str for r in runs):
             raise ValueError(f"runs is {text[:80]!r}; expected a list of 1 to {_MOST_COMPARED} runs")
-        return compare_configurations({run: self.catalog.find(run) for run in runs})
+        return compare_configurations([self.catalog.find(run) for run in runs])
 
     def _read_state(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         return self._summaries.summarise(folder) | {"can_control": self.can_control}

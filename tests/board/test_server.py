@@ -137,7 +137,7 @@ def test_what_is_refused(client, runs, path, status, says):
 def test_files_of_a_run_that_are_links_to_elsewhere_are_not_read(client, runs):
     (runs.parent / "secret").write_text("2026-11-24 11:43:48,451 INFO here: secret\n")
     folder = make_run(runs / "bad")
-    for name in ("log.txt", "samples.jsonl", "config.yaml"):
+    for name in ("log.txt", "metrics.jsonl", "samples.jsonl", "config.yaml"):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(runs.parent / "secret")
     (folder / "stalls").symlink_to(runs.parent)

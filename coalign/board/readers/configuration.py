@@ -29,13 +29,13 @@ def read_configuration(folder: Path, params: Mapping[str, str]) -> dict[str, Any
     return {"text": _read_text(folder, name), "files": files}
 
 
-def compare_configurations(folders: Mapping[str, Path]) -> dict[str, Any]:
+def compare_configurations(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the `settings` that are different between runs, and which runs are alike but for seeds.
 
     A setting is [key, value in each run], None where a run has no such key. `alike` has a number for each run: runs of
     one number have the same settings but for the seed.
     """
-    flat = [read_settings(folder) for folder in folders.values()]
+    flat = [read_settings(folder) for folder in folders]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     different = [key for key in keys if len({json.dumps(s.get(key), default=str) for s in flat}) > 1]
     telling = [key for key in different if key not in _OF_ONE_START]

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from coalign.board.catalog import find_within
 from coalign.board.curves import FEWEST_BUCKETS, MetricCurves, is_finite, round_value
 
 _MOST_RUNS = 16  # whose curves are kept in memory
@@ -33,6 +34,7 @@ class CurveReader:
         `all` are the names of all metrics, `latest` their newest values.
         """
         names = _parse_names(params.get("names", "[]"))
+        find_within(folder, folder / "metrics.jsonl")
         lock, curves = self._find(folder)
         with lock:
             complete = curves.read(_SECONDS)
