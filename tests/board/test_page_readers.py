@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from starlette.testclient import TestClient
 
 from coalign.board.readers import checkpoints as checkpoints_reader
 from coalign.board.readers.checkpoints import read_checkpoints, read_verification
@@ -19,6 +20,8 @@ from coalign.board.readers.placement import read_placement
 from coalign.board.readers.rollouts import read_row
 from coalign.board.readers.sample_lists import SampleReader
 from coalign.board.readers.timeline import merge_narrow, read_timeline, read_trace
+from coalign.board.server import build_board
+from tests.board.folders import make_run
 
 PNG = b"\x89PNG\r\n\x1a\n0000"
 
@@ -449,3 +452,27 @@ def test_a_call_is_below_all_that_it_reads(tmp_path):
         read_flow(tmp_path, {})
     (tmp_path / "flow.json").write_text(json.dumps({"algorithm": "grpo", "calls": calls}))
     assert read_flow(tmp_path, {})["calls"][4] == {**calls[4], "layer": 3}
+
+
+def test_the_server_sends_images_and_nothing_else_that_a_sample_lists(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "picture").write_bytes(PNG)  # images of a data file are kept without a suffix
+    (run / "page.png").write_text("<svg onload='alert(1)'/>")
+    write_lines(run / "samples.jsonl", [sample(1, -3, 0, 1.0, images=["picture", "page.png"])])
+    client = TestClient(build_board(run), base_url="http://127.0.0.1:7070")
+    address = "/api/runs/run/image?step=1&group=-3&index=0&image="
+    answer = client.get(address + "0")
+    assert answer.content == PNG and answer.headers["content-type"] == "image/png"
+    assert client.get(address + "1").status_code == 400 and client.get(address + "2").status_code == 404
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path):
+    run = make_run(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("samples.jsonl", "flow.json", "placement.json", "timeline", "checkpoints"):
+        (run / name).symlink_to(tmp_path / "elsewhere")
+    (run / "rollouts").symlink_to(tmp_path / "elsewhere")
+    client = TestClient(build_board(run), base_url="http://127.0.0.1:7070")
+    for reader in ("sample_steps", "sample_page", "flow", "placement", "checkpoints", "verification?step=1"):
+        answer = client.get(f"/api/runs/run/{reader}")
+        assert answer.status_code == 400 and "leads out of the folder" in answer.json()["error"], reader

@@ -124,6 +124,7 @@ export async function render(root, run, state) {
 
   fill(
     root,
+    h("h1", { class: "unseen" }, t(title)),
     h("div", { class: "row" }, search, sort, order, crumbs),
     h(
       "div",

@@ -58,6 +58,7 @@ export async function render(root, run, state) {
 
   fill(
     root,
+    h("h1", { class: "unseen" }, t(title)),
     h("div", { class: "row" }, chosen, view),
     h("section", { class: "panel" }, h("h2", {}, t("timeline.one_step")), lanes, about),
     faults,
