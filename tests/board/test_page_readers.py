@@ -66,11 +66,13 @@ def folder(tmp_path):
 
 
 def test_steps_count_groups_whose_rewards_are_all_the_same(folder):
-    first, evaluation, second = sorted(SampleReader().read_steps(folder, {})["steps"], key=lambda s: -s["samples"])
+    second, first, evaluation = SampleReader().read_steps(folder, {})["steps"]
     assert (first["step"], first["groups"], first["flat"], first["reward"], first["tokens"]) == (1, 2, 1, 0.5, 4.25)
     assert first["reward_range"] == [0.0, 1.0] and first["versions"] == [0, 1] and not first["tokens_recorded"]
     assert (evaluation["phase"], evaluation["reward"], evaluation["flat"]) == ("eval", None, 0)
     assert (second["step"], second["groups"], second["flat"]) == (2, 1, 0)  # one sample has nothing to differ from
+    page = SampleReader().read_steps(folder, {"offset": "1", "limit": "1"})
+    assert page["total"] == 3 and [each["phase"] for each in page["steps"]] == ["train"]  # the newest first
 
 
 def test_groups_of_a_step(folder):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.board.catalog import find_within
+from safetensors import SafetensorError, deserialize
 
+from coalign.board.catalog import find_within
+from coalign.files import describe_problem
+
+_FORMAT = "1"  # of coalign.run_files.rollouts
+_TYPES = {"I32": "i", "I64": "q", "F32": "f", "U8": "B"}
+_OF_ROWS = ("tokens", "row_ends", "prompt_length")
 # Bounds of coalign.algorithms.divergence, which needs torch.
 _LARGEST_K3_EXPONENT = 10.0
 _LARGEST_LOG_RATIO = 20.0
@@ -16,9 +25,8 @@ _LARGEST_LOG_RATIO = 20.0
 
 def list_recorded_steps(folder: Path) -> set[int]:
     """Return the steps whose tokens are recorded."""
-    from coalign.run_files.rollouts import list_rollout_steps  # numpy: only where samples are looked at
-
-    return set(list_rollout_steps(folder))
+    names = (path.stem.removeprefix("step_") for path in (folder / "rollouts").glob("step_*.safetensors"))
+    return {int(name) for name in names if name.isdigit()}
 
 
 def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
@@ -31,24 +39,42 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
     - `ratio`: probability of the trainer's policy over the sampler's;
     - `kl`: the estimate k3 of the divergence from the reference (coalign.algorithms.divergence).
     """
-    from coalign.run_files.rollouts import find_rollouts, read_rollouts
-
-    path = find_within(folder, find_rollouts(folder, step))
+    path = find_within(folder, folder / "rollouts" / f"step_{step}.safetensors")
     if not path.is_file():
         return None
-    rollouts = read_rollouts(path)
-    if row >= len(rollouts.row_ends):
-        return None
-    start, stop = int(rollouts.row_ends[row - 1]) if row else 0, int(rollouts.row_ends[row])
-    ids: list[int] = rollouts.tokens[start:stop].tolist()
-    columns: dict[str, list[float]] = {name: values[start:stop].tolist() for name, values in rollouts.columns.items()}
+    try:
+        tensors, pieces = _read_tensors(path)
+        if row >= len(tensors["row_ends"]):
+            return None
+        start, stop = int(tensors["row_ends"][row - 1]) if row else 0, int(tensors["row_ends"][row])
+        ids = tensors["tokens"][start:stop].tolist()
+        prompt_length = tensors["prompt_length"][row]
+    except (SafetensorError, ValueError, LookupError) as problem:
+        raise ValueError(f"rollouts/{path.name} holds no roll-outs: {describe_problem(problem)}") from problem
+    columns = {name: tensors[name][start:stop].tolist() for name in tensors.keys() - _OF_ROWS}
     measures = [(name, list(map(_round, values))) for name, values in (columns | derive_measures(columns)).items()]
     return {
         "ids": ids,
-        "texts": [rollouts.pieces.get(number, f"[{number}]") for number in ids],
-        "prompt_length": int(rollouts.prompt_length[row]),
-        "measures": {name: rounded for name, rounded in measures if any(value is not None for value in rounded)},
+        "texts": [pieces.get(str(number), f"[{number}]") for number in ids],
+        "prompt_length": prompt_length,
+        "measures": {name: values for name, values in measures if any(value is not None for value in values)},
     }
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, array[Any]], dict[str, str]]:
+    """Return the tensors of a file and the texts of its tokens, without numpy, which takes 11 MB of memory."""
+    data = path.read_bytes()
+    tensors = {}
+    for name, tensor in deserialize(data):
+        tensors[name] = array(_TYPES[tensor["dtype"]])
+        tensors[name].frombytes(tensor["data"])
+        if sys.byteorder == "big":
+            tensors[name].byteswap()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # which `deserialize` does not return
+    metadata = header["__metadata__"]
+    if metadata["format"] != _FORMAT:
+        raise ValueError(f"its format is {metadata['format']!r}; expected {_FORMAT!r}")
+    return tensors, json.loads(metadata["pieces"])
 
 
 def derive_measures(columns: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from sys import intern
 from typing import IO, Any
 
 from coalign.run_files.records import START, parse_record, read_growth
 
 NAME = "samples.jsonl"
 PHASES = ("train", "eval")
+_CHUNK = 1 << 18  # bytes that are parsed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class SampleIndex:
     def update(self) -> list[SampleSummary]:
         """Read what is new; return all summaries in the order of the file."""
         while True:
-            growth = read_growth(self.path, self._position)
+            growth = read_growth(self.path, self._position, _CHUNK)
             if growth.replaced:
                 self.summaries, self._rows, self._position = [], Counter(), START
             offset = self._position.offset
@@ -74,11 +76,11 @@ class SampleIndex:
                 offset=offset,
                 size=len(line),
                 step=step,
-                phase=phase if phase in PHASES else PHASES[0],
+                phase=PHASES[phase == PHASES[1]],
                 group=record.get("group", 0),
                 index=record.get("index", 0),
                 reward=reward if isinstance(reward, int | float) and math.isfinite(reward) else None,
-                status=record.get("status", ""),
+                status=intern(str(record.get("status", ""))),  # one text for all lines
                 tokens=sum(tokens for _, tokens in versions),
                 versions=(min(numbers), max(numbers)) if numbers else None,
                 turns=sum(message.get("role") == "assistant" for message in record.get("messages") or ()),

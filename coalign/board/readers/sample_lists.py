@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -18,9 +19,10 @@ from coalign.board.readers.rollouts import list_recorded_steps, read_row
 from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, read_record
 
 _MOST_RUNS = 16  # whose index is kept in memory
-_MOST_SAMPLES = 200  # in one answer
+_MOST = 200  # steps or samples of one answer
 _EXCERPT = 160  # characters of a text in a list
 _SORTS = ("file", "reward", "length")
+_get_group = attrgetter("group")
 
 
 class SampleReader:
@@ -40,25 +42,21 @@ class SampleReader:
             return list(index.update())
 
     def read_steps(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return what was sampled at each step: counts, rewards, and groups whose rewards are all the same (`flat`).
+        """Return what was sampled at the steps `offset` to `offset + limit` (at most 200), the newest first.
 
-        `tokens_recorded`: there is a file with the tokens of the step.
+        Of each: counts, rewards, groups whose rewards are all the same (`flat`), and whether tokens are recorded.
         """
-        summaries = sorted(self.list_summaries(folder), key=lambda each: (each.step, each.phase, each.group))
-        steps, recorded = [], list_recorded_steps(folder)
-        for (step, phase), members in groupby(summaries, key=lambda each: (each.step, each.phase)):
-            groups = [list(group) for _, group in groupby(members, key=lambda each: each.group)]
-            steps.append(
-                {
-                    "step": step,
-                    "phase": phase,
-                    "groups": len(groups),
-                    "flat": sum(map(is_flat, groups)),
-                    "tokens_recorded": step in recorded,
-                    **_summarise([sample for group in groups for sample in group]),
-                }
-            )
-        return {"steps": steps, "samples": len(summaries)}
+        offset, limit = read_count(params, "offset", 0), min(_MOST, read_count(params, "limit", 100))
+        steps: dict[tuple[int, str], list[SampleSummary]] = {}
+        for sample in self.list_summaries(folder):
+            steps.setdefault((sample.step, sample.phase), []).append(sample)
+        page, recorded = [], list_recorded_steps(folder)
+        for step, phase in sorted(steps, reverse=True)[offset : offset + limit]:
+            samples = sorted(steps[step, phase], key=_get_group)
+            groups = [list(group) for _, group in groupby(samples, key=_get_group)]
+            counts = {"groups": len(groups), "flat": sum(map(is_flat, groups)), "tokens_recorded": step in recorded}
+            page.append({"step": step, "phase": phase, **counts, **_summarise(samples)})
+        return {"total": len(steps), "offset": offset, "steps": page}
 
     def read_groups(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         """Return the groups of a `step` and a `phase` (train, eval), each with the end of its prompt."""
@@ -68,7 +66,7 @@ class SampleReader:
             raise FileNotFoundError(f"{NAME} has no samples of step {step} ({phase})")
         groups = []
         with open(folder / NAME, "rb") as file:
-            for number, group in groupby(sorted(members, key=lambda each: each.group), key=lambda each: each.group):
+            for number, group in groupby(sorted(members, key=_get_group), key=_get_group):
                 samples = list(group)
                 prompt = str(read_record(file, samples[0]).get("prompt", ""))[-_EXCERPT:]
                 groups.append({"group": number, "flat": is_flat(samples), "prompt": prompt, **_summarise(samples)})
@@ -88,7 +86,7 @@ class SampleReader:
         if params.get("phase"):
             phase = read_choice(params, "phase", PHASES)
             chosen = [each for each in chosen if each.phase == phase]
-        offset, limit = read_count(params, "offset", 0), min(_MOST_SAMPLES, read_count(params, "limit", 100))
+        offset, limit = read_count(params, "offset", 0), min(_MOST, read_count(params, "limit", 100))
         sort, order = read_choice(params, "sort", _SORTS), read_choice(params, "order", ("up", "down"))
         needle = params.get("search", "").casefold()
         if not chosen:

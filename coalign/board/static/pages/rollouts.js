@@ -9,7 +9,6 @@ const FILTERS = ["step", "phase", "group", "search", "sort", "order"]; // parame
 const SEARCH_PAUSE = 250; // milliseconds without a key until a search begins
 
 export async function render(root, run, state) {
-  let steps = [];
   let groups = [];
   const detail = h("section", { class: "panel sample", "aria-label": t("rollouts.sample") });
   const counted = h("p", { class: "quiet", role: "status" });
@@ -18,7 +17,10 @@ export async function render(root, run, state) {
   const stepList = new LongList({
     label: t("rollouts.steps"),
     rowHeight: 48,
-    readPage: (offset, limit) => ({ total: steps.length, rows: steps.slice(offset, offset + limit) }),
+    readPage: async (offset, limit) => {
+      const found = await run.fetch("sample_steps", { offset, limit });
+      return { total: found.total, rows: found.steps };
+    },
     drawRow: drawStep,
     choose: ({ step, phase }) => attempt(() => choose({ step, phase, group: null })),
     isChosen: ({ step, phase }) => step === state.number("step") && phase === (state.get("phase") ?? "train"),
@@ -64,11 +66,6 @@ export async function render(root, run, state) {
     if ("step" in changes) await readGroups();
     groupList.draw();
     await sampleList.refresh({ top: true });
-  }
-
-  async function readSteps() {
-    steps = (await run.fetch("sample_steps")).steps.reverse(); // the newest first
-    await stepList.refresh();
   }
 
   async function readGroups() {
@@ -136,9 +133,9 @@ export async function render(root, run, state) {
   );
   bindKey(root, "/", "rollouts.key_search", () => search.focus());
   drawCrumbs();
-  await Promise.all([readSteps(), attempt(readGroups), sampleList.refresh()]);
+  await Promise.all([stepList.refresh(), attempt(readGroups), sampleList.refresh()]);
   await attempt(() => open(state.get("sample")));
-  return () => Promise.all([readSteps(), attempt(readGroups), sampleList.refresh()]);
+  return () => Promise.all([stepList.refresh(), attempt(readGroups), sampleList.refresh()]);
 }
 
 function readFilters(state) {

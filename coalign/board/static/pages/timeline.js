@@ -49,7 +49,7 @@ export async function render(root, run, state) {
   }
 
   async function read() {
-    const [found, steps] = await Promise.all([run.fetch("timeline"), run.fetch("sample_steps"), store.fetchMatching(isShown)]);
+    const [found, steps] = await Promise.all([run.fetch("timeline"), run.fetch("sample_steps", { limit: 200 }), store.fetchMatching(isShown)]);
     traces = found.traces;
     fill(chosen, traces.map((step) => h("option", { value: step }, t("timeline.step", { step }))));
     if (trace !== null) chosen.value = String(trace.step);
@@ -150,7 +150,7 @@ function drawFaults(root, events, steps, store) {
   const models = store.names.filter((name) => name.startsWith("idle/"));
   const { x, high } = store.select(RESTARTS, "steps");
   const troubled = x.filter((_, place) => high[place] > 0);
-  const written = steps.filter(({ phase, versions }) => phase === "train" && versions).slice(-200);
+  const written = steps.filter(({ phase, versions }) => phase === "train" && versions);
   fill(
     root,
     models.length
@@ -216,7 +216,7 @@ function drawVersions(steps) {
       h(
         "tbody",
         {},
-        [...steps].reverse().map(({ step, versions: [low, high] }) =>
+        steps.map(({ step, versions: [low, high] }) =>
           h("tr", {}, h("td", { class: "number" }, step), h("td", { class: "number" }, low === high ? low : `${low} – ${high}`), h("td", { class: "number" }, Math.max(0, step - 1 - low))),
         ),
       ),
