@@ -83,10 +83,11 @@ export class StackedAreas {
 
   handleKey(event) {
     const last = this.steps.length - 1;
-    const by = { ArrowRight: 1, ArrowLeft: -1, Home: -last, End: last }[event.key];
-    if (by === undefined || last < 0) return;
+    const current = this.current ?? last;
+    const place = { ArrowRight: current + 1, ArrowLeft: current - 1, Home: 0, End: last }[event.key];
+    if (place === undefined || last < 0) return;
     event.preventDefault();
-    this.move(Math.max(0, Math.min(last, (this.current ?? (by > 0 ? -1 : last + 1)) + by)));
+    this.move(Math.max(0, Math.min(last, place)));
   }
 
   move(place) {
