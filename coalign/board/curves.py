@@ -19,7 +19,7 @@ from coalign.run_files.records import START, FilePosition, parse_record, read_gr
 
 MOST_BUCKETS = 1024  # then two become one
 FEWEST_BUCKETS = 256  # of a part of a curve; with fewer it is read again
-_CHUNK = 1 << 20  # bytes that are parsed at once
+_CHUNK = 1 << 18  # bytes that are parsed at once
 _DECODE = json.JSONDecoder(parse_constant=lambda _: None).decode
 
 

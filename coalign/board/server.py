@@ -6,10 +6,12 @@ It holds nothing that a run needs, and reads files only while somebody asks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from coalign.board.readers.samples import read_newest_samples
 from coalign.board.readers.timeline import read_timeline, read_trace
 from coalign.board.status import RunSummaries
 from coalign.http_server import (
+    GZipMiddleware,
     HttpRefusal,
     Request,
     Response,
@@ -42,6 +45,7 @@ from coalign.run_files.control import ControlRequest, read_answer, submit
 STATIC = Path(__file__).parent / "static"
 _LARGEST_REQUEST = 1 << 16  # bytes of a request to a run
 _MOST_COMPARED = 12  # runs; there are no more colours that can be told apart
+_THREADS = 2
 _CONNECTIONS = 200
 _TIMEOUT = 60.0  # seconds that a client may take to send a request, or to take its answer
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -97,9 +101,17 @@ def build_board(root: Path, token: str | None = None, names: tuple[str, ...] = (
         ("GET", "/api/runs/{run:path}/{reader}"): board.read_run,
         ("POST", "/api/runs/{run:path}/control"): board.ask_run,
     }
-    application = build_application(handlers, lambda status, message: {"error": message})
+    application = build_application(handlers, lambda status, message: {"error": message}, lifespan=_limit_threads)
+    application.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
     application.add_middleware(RequestGuard, names=names, token=token)
     return application
+
+
+@contextlib.asynccontextmanager
+async def _limit_threads(_: object) -> AsyncIterator[None]:
+    """Read in few threads: each keeps memory of its own."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "board"))
+    yield
 
 
 class BoardEndpoints:

@@ -31,15 +31,16 @@ append(app, [skip, header, problem, main, announcer]);
 
 let shown = { ticket: 0, run: null, update: null, growth: null, showRun: null };
 let busy = false;
+const runs = new Map(); // those that were looked at, with what their pages keep
 
 // ---- what the address shows ------------------------------------------------------------------------------------------
 
 async function show() {
   const { path, query } = readAddress();
   const ticket = shown.ticket + 1;
-  const before = shown;
   const [kind, id, page = "overview"] = path;
-  const run = kind === "run" && id ? (before.run?.id === id ? before.run : new Run(id)) : null;
+  const run = kind === "run" && id ? (runs.get(id) ?? new Run(id)) : null;
+  if (run) runs.set(id, run);
   shown = { ticket, run, update: null, growth: null, showRun: null };
   const name = run ? (RUN_PAGES.includes(page) ? page : "overview") : kind === "compare" ? "compare" : "runs";
   const state = new PageState(query);

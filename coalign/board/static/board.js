@@ -78,6 +78,7 @@ export class Run {
   constructor(id) {
     this.id = id;
     this.summary = null;
+    this.kept = {}; // by pages, until the browser leaves the board
   }
 
   url(path, params = {}) {

@@ -33,7 +33,7 @@ export class MetricChart {
     this.zoom = zoom;
     this.holes = h("span", { class: "holes" });
     this.value = h("output", {});
-    this.box = h("div", { class: "plot", role: "img", ondblclick: () => zoom() });
+    this.box = h("div", { class: "plot", role: "img", "aria-label": name, ondblclick: () => zoom() });
     this.element = h(
       "section",
       { class: "chart", "aria-label": name },
@@ -53,7 +53,7 @@ export class MetricChart {
 
   /** Draw curves: [{label, x, mean, low, high, number, holes}], along `steps`, `tokens` or `seconds`. */
   draw(curves, along, weight, newest) {
-    const tables = curves.map(({ x, mean, low, high }) => [x, low, high, mean, smooth(mean, weight)]);
+    const tables = curves.map(({ x, mean, low, high }) => [x, low, high, mean, smooth(mean, hasFew(mean) ? 0 : weight)]);
     const data = tables.length > 1 ? uPlot.join(tables) : (tables[0] ?? [[]]);
     this.along = along;
     this.curves = curves;
@@ -86,7 +86,7 @@ export class MetricChart {
       series.push({ ...bound }, { ...bound });
       bands.push({ series: [first + 1, first], fill: `${stroke}30` });
       series.push({ stroke: `${stroke}55`, width: 1, show: weight > 0, points: { show: false }, spanGaps: true });
-      series.push({ label, stroke, width: 1.8, dash, points: { size: 4, show: showPoints }, spanGaps: true });
+      series.push({ label, stroke, width: 1.8, dash, points: { size: 4, show: (plot, place) => hasFew(plot.data[place]) }, spanGaps: true });
     }
     return {
       width: this.box.clientWidth || 400,
@@ -140,9 +140,9 @@ export class MetricChart {
   }
 }
 
-/** Single points are shown where a line would not be: a metric of few steps, such as evaluations. */
-function showPoints(plot, number) {
-  return plot.data[number].reduce((count, value) => count + (value !== null && value !== undefined), 0) < 30;
+/** A metric of few steps, such as evaluations, is not smoothed, and its points are shown. */
+function hasFew(values) {
+  return values.reduce((count, value) => count + (value !== null && value !== undefined), 0) < 30;
 }
 
 function formatTick(value) {

@@ -41,7 +41,7 @@ export async function render(root, _run, state) {
     h("div", { class: "row" }, settings.element, seedsLabel, search, unzoom, progress),
     legend,
     groups.element,
-    h("div", { class: "scroll" }, makeDifferences(ids, different)),
+    makeDifferences(ids, different),
   ]);
   bindKey(root, "/", "overview.search", () => search.focus());
   bindKey(root, "z", "overview.unzoom", () => zoom());

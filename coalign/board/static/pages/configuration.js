@@ -8,7 +8,7 @@ export const title = "configuration.title";
 export async function render(root, run, state) {
   const [first, { runs }] = await Promise.all([run.fetch("configuration", only(state.get("file"))), request("/api/runs")]);
   const text = h("pre", { class: "text", tabindex: 0, role: "region", "aria-label": t("configuration.text") });
-  const differences = h("div", { class: "scroll", "aria-live": "polite" });
+  const differences = h("div", { "aria-live": "polite" });
   const files = h(
     "select",
     { "aria-label": t("configuration.file"), onchange: () => (state.set({ file: files.value }), load()) },

@@ -8,7 +8,8 @@ import { t } from "../i18n.js";
 export const title = "overview.title";
 
 export async function render(root, run, state) {
-  let store = new CurveStore(run, readRange(state));
+  const whole = (run.kept.curves ??= new CurveStore(run));
+  let store = readRange(state) ? new CurveStore(run, readRange(state)) : whole;
   const groups = new ChartGroups((names) => load(names), zoom);
   const settings = makeAxisControls(root, state, draw);
   const progress = h("span", { class: "quiet", role: "status" });
@@ -56,7 +57,7 @@ export async function render(root, run, state) {
   function zoom(from = null, to = null) {
     const range = from === null ? null : { from: store.findStep(from, settings.along), to: store.findStep(to, settings.along) };
     state.set({ from: range?.from, to: range?.to });
-    store = new CurveStore(run, range);
+    store = range ? new CurveStore(run, range) : whole;
     load(groups.listVisible());
   }
 
