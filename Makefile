@@ -9,11 +9,12 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 # Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help lock demo test test-backends test-device test-chaos test-processors test-all lint format bench clean
+.PHONY: help lock demo test test-backends test-board test-device test-chaos test-processors test-all lint format bench clean
 help:
 	@echo "make demo      install, then GRPO on SmolLM2-135M-Instruct: the accuracy climbs in minutes on a CPU"
 	@echo "make test      install, then the test suite (about nine minutes on two cores)"
 	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
+	@echo "make test-board  the board in a headless Chromium (apt-get install chromium; five minutes)"
 	@echo "make test-device  tests on a simulated accelerator, built with the machine's C++ compiler (under fifteen minutes)"
 	@echo "make test-chaos  runs that lose processes, in every phase of a step (under twenty-five minutes)"
 	@echo "make test-processors  the numeric tests as other processors compute them, four times"
@@ -55,6 +56,10 @@ test: $(VENV)/.installed
 
 test-backends: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m backends
+
+test-board: $(VENV)/.installed
+	$(BIN)/python -m tests.board.axe
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/board
 
 # One after the other: each run starts a Ray of its own.
 test-chaos: $(VENV)/.installed

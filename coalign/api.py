@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from coalign.config import dump, load, load_section
 from coalign.config.schema import GenerateConfig, RunConfig
 from coalign.config.yaml_reader import parse
+from coalign.run_files.records import read_records
 
 if TYPE_CHECKING:
     from coalign.engine.engine import Hook
@@ -114,7 +115,9 @@ def train(
     code = run(config, Display(quiet=quiet), hooks)
     result = _read_result(Path(config.output))
     if code:
-        raise TrainingStopped("a signal stopped the run" if code > 128 else "a guard stopped the run", result, code)
+        raise TrainingStopped(
+            "a signal or a request stopped the run" if code > 128 else "a guard stopped the run", result, code
+        )
     return result
 
 
@@ -227,7 +230,7 @@ def _write_prompts(prompts: Any, key: str, folder: Path) -> Path:
 
 def _read_result(folder: Path) -> TrainResult:
     model, metrics = folder / "model", folder / "metrics.jsonl"
-    return TrainResult(folder, _read_lines(metrics) if metrics.exists() else [], model if model.exists() else None)
+    return TrainResult(folder, list(read_records(metrics)), model if model.exists() else None)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

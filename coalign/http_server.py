@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any, cast
 import h11
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -103,7 +106,7 @@ class EventStream:
             yield b"data: [DONE]\n\n"
 
 
-Handler = Callable[[Request], Awaitable[dict[str, Any] | EventStream]]
+Handler = Callable[[Request], Awaitable[dict[str, Any] | EventStream | Response]]
 
 
 def build_application(
@@ -111,7 +114,7 @@ def build_application(
 ) -> Starlette:
     """Return the application that answers by what the handler for (method, path) returns, or by the JSON of an error.
 
-    ``options``: Starlette's.
+    A handler's own response is sent as it is. ``options``: Starlette's.
     """
 
     def answer_error(_: Request, error: Exception) -> Response:
@@ -127,6 +130,8 @@ def build_application(
     def make_route(method: str, path: str, handler: Handler) -> Route:
         async def answer(request: Request) -> Response:
             content = await handler(request)
+            if isinstance(content, Response):
+                return content
             if isinstance(content, EventStream):
                 return StreamingResponse(content.write(), media_type="text/event-stream")
             return _respond(content)
@@ -163,6 +168,25 @@ async def read_body(request: Request, limit: int) -> bytes:
         if len(body) > limit:
             raise HttpRefusal(413, f"the body has more than {limit} bytes; send fewer at a time")
     return bytes(body)
+
+
+def open_listener(host: str, port: int, refusal: str | None) -> tuple[socket.socket, str]:
+    """Return a socket that is bound, and not yet listening, and its address (`http://HOST:PORT`).
+
+    Raises ValueError with ``refusal``, unless that is None, for an address that other machines reach, and OSError if
+    the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        found, bound = listener.getsockname()[:2]
+        if refusal is not None and not ipaddress.ip_address(found).is_loopback:
+            raise ValueError(refusal)
+    except BaseException:
+        listener.close()
+        raise
+    return listener, f"http://{f'[{found}]' if ':' in host else found}:{bound}"
 
 
 def build_server(application: Starlette, *, timeout: float, connections: int, grace: float | None = None) -> Server:

@@ -68,6 +68,7 @@ class Context:
     rewards: tuple[RewardConfig, ...] = ()  # reward functions, for the reward module
     adapter_rank: int | None = None  # of adapters that are synced separately, not merged into the weights
     routing_replay: bool = False  # a policy records the experts that it chooses; its trainer chooses them again
+    records_logprobs: bool = False  # the trainer returns its log-probs of what it learns from, for `rollouts/`
     whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
     recompute_kv: bool = True  # new weights replace the keys and values of a policy's unfinished responses
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt

@@ -114,7 +114,7 @@ def test_hooks_add_metrics_and_keep_their_state(tmp_path):
 
 
 def test_a_run_that_was_stopped_raises(tmp_path):
-    with pytest.raises(coalign.TrainingStopped, match="a signal stopped the run") as caught:
+    with pytest.raises(coalign.TrainingStopped, match="a signal or a request stopped the run") as caught:
         coalign.train(grpo(tmp_path), hooks=[Count(at=1)], quiet=True)
     assert caught.value.exit_code == 130
     assert [line["step"] for line in caught.value.result.metrics] == [1]

@@ -34,13 +34,13 @@ from coalign.data.kinds import KINDS
 from coalign.data.messages import parse_messages, parse_response, parse_tools, parse_transcript
 from coalign.data.sources import BadRow, open_rows
 from coalign.data.templates import load_template
-from coalign.engine.hooks.checkpoint_folder import verify_checkpoint
 from coalign.engine.hooks.guards import read_dump, write_dump
 from coalign.environments import games, parsers
 from coalign.environments.calculator import evaluate
 from coalign.environments.tools import Toolbox
 from coalign.files import hash_file, read_model_config
-from coalign.report.plots import _read_rows
+from coalign.run_files.checkpoints import verify_checkpoint
+from coalign.run_files.records import read_records
 from coalign.vocab.tokenizer import read_tokens
 from coalign.weights.compare import open_saved_weights
 from coalign.weights.convert.huggingface import HuggingFaceReader
@@ -197,7 +197,7 @@ FILES = {  # name of the file: who writes a good one, who reads it
     "manifest.json": (write_checkpoint, lambda path: verify_checkpoint(path.parent)),
     "meta.json": (write_cache, lambda path: ExampleStore(path.parent)),
     "dump.pt": (lambda path: write_dump(path, 1, BATCH, {}, ["x"]), read_dump),
-    "metrics.jsonl": (write_lines({"step": 1, "loss": 1.0}), lambda path: [*_read_rows(path)]),
+    "metrics.jsonl": (write_lines({"step": 1, "loss": 1.0}), lambda path: [*read_records(path)]),
     "config.json": (lambda path: tiny_model_dir(path.parent), read_family),
     "model.safetensors": (lambda path: save_file({"a": torch.ones(2, 3)}, path), read_weights),
     "tokenizer.json": (write_tokenizer, read_tokens),

@@ -463,7 +463,7 @@ class TrainableModule(Module):
 
     def train_step(
         self, batch: Batch, *, loss: str | None = None, ptx: Batch | None = None, ptx_coef: float = 1.0
-    ) -> Stats:
+    ) -> dict[str, Any]:
         """Train on ``batch``: epochs_per_batch passes, each cut into updates_per_batch optimizer steps.
 
         Updates are consecutive parts of the batch, with groups whole and tokens balanced, or as the column `update`
@@ -475,6 +475,9 @@ class TrainableModule(Module):
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained, the
         loss's own statistics as loss/<name>, and loss/ptx; loss/not_finite counts updates skipped for their gradient;
         with experts, router/<name> (coalign.algorithms.routing).
+
+        With `Context.records_logprobs` also the column old_logprobs f32[sum T]: this model's log-probs before the first
+        update, NaN or 0.0 where no token is trained on.
         """
         name = self.context.model
         if self.config.frozen:
@@ -486,14 +489,17 @@ class TrainableModule(Module):
             return self._compare_with_sampler(batch)
         objective = self._objective(loss)
         batch = batch if objective.compares else self._with_old_logprobs(batch)
+        own = TrainedLogprobs(batch) if self.context.records_logprobs and self.config.head == "lm" else None
+        batch = batch if own is None else own.batch
         updates, epochs = self.config.updates_per_batch, self.config.epochs_per_batch
         parts = epochs * _split_updates(batch, updates)
         if objective.compares:  # and has no anchor: later updates are of other weights than those that sampled
             parts[1:] = [part.without("rollout_logprobs") for part in parts[1:]]
         mixed_in = epochs * ([None] * updates if ptx is None else _split_updates(ptx, updates))
-        stats = [self._update(part, objective, rows, ptx_coef) for part, rows in zip(parts, mixed_in, strict=True)]
+        pairs = zip(parts, mixed_in, strict=True)
+        stats = merge_stats(self._update(part, objective, rows, ptx_coef, own) for part, rows in pairs)
         self.version += 1
-        return merge_stats(stats)
+        return stats if own is None else {**stats, "old_logprobs": own.values}
 
     def eval_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
         """loss/value and loss/<name> over ``batch``, as means that merge exactly; nothing is learned."""
@@ -510,14 +516,16 @@ class TrainableModule(Module):
 
     # ---- one update
 
-    def _update(self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float) -> Stats:
+    def _update(
+        self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float, own: TrainedLogprobs | None
+    ) -> Stats:
         first = float(self.context.rank == 0)
         if self.config.reduction == "exact" and self.context.world_size > 1 and "leaf" not in batch:
             raise ValueError("`reduction: exact` needs the column `leaf`, which says how an update is cut")
         totals = self._count_totals(batch)
         if totals.tokens == 0:  # nothing to learn; a step on momentum alone would still move the weights
             return {"loss/skipped_updates": Total(first)}
-        micros, measure, seen = self._prepare(batch, objective, totals)
+        micros, measure, seen = self._prepare(batch, objective, totals, own)
         # Dropout depends on the position in the run, not on what ran before in this process: no RNG state to save.
         with seed_generator(self.context.device, hash((self.context.seed, self.context.rank, self.updates))):
             self.run(micros, measure, needs=objective.needs)
@@ -555,14 +563,17 @@ class TrainableModule(Module):
         return LossTotals(*self.all_reduce([float(count) for count in counts]))
 
     def _prepare(
-        self, batch: Batch, objective: Objective, totals: LossTotals
+        self, batch: Batch, objective: Objective, totals: LossTotals, own: TrainedLogprobs | None = None
     ) -> tuple[list[Batch], Measure, list[Stats]]:
-        """The micro-batches, the function from (micro-batch, outputs) to a loss, and the list it adds statistics to."""
+        """The micro-batches, the function from (micro-batch, outputs) to a loss, and the list it adds statistics to.
+        ``own`` takes the log-probs."""
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:
             if micro is IDLE:
                 return sum((out.sum() for out in outputs.values()), torch.zeros(())) * 0.0
+            if own is not None:
+                own.note(micro, outputs)
             value, stats = objective(micro, outputs, totals)
             seen.append({f"loss/{name}": stat for name, stat in stats.items()})
             # Statistics of data-parallel ranks are averaged when they are merged; the loss is a sum over the ranks.
@@ -630,6 +641,26 @@ class TrainableModule(Module):
         several = self.config.updates_per_batch * self.config.epochs_per_batch > 1
         (needed,) = self.all_reduce([float(stale or several)], "max")
         return batch.with_(**self.forward_step(batch, into="old_logprobs")) if needed else batch
+
+
+class TrainedLogprobs:
+    """The log-probs of a batch's trained tokens by the weights of now, as a training step computes them anyway.
+
+    ``values`` f32[T], NaN where there is none. ``batch`` is to be cut into the step's micro-batches.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        known = batch.token.get("old_logprobs")
+        self.values = torch.full((batch.tokens_total,), torch.nan) if known is None else known
+        token = {**batch.token, "token": torch.arange(batch.tokens_total)}
+        self.batch = batch if known is not None else Batch(batch.lengths, token, batch.sequence)
+
+    def note(self, micro: Batch, outputs: Outputs) -> None:
+        """Take the log-probs of a micro-batch, unless they come from weights that have moved since."""
+        if "token" in micro.token:
+            where = micro.token["token"][get_loss_mask(micro)]
+            first = self.values[where].isnan()
+            self.values[where[first]] = outputs["logprobs"].detach().float().cpu()[first]
 
 
 def _split_updates(batch: Batch, count: int) -> list[Batch]:

@@ -1,7 +1,8 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` is fast.
 
 `train.py` has the commands on a run or its YAML, `launch.py` those that start one as a job elsewhere, `generate.py`
-those that compute with a model, `models.py` those on model directories, `indexed.py` those on tokenised datasets.
+those that compute with a model, `models.py` those on model directories, `indexed.py` those on tokenised datasets,
+`board.py` the page over run folders.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated
 import typer
 
 import coalign
-from coalign.cli import generate, indexed, launch, models, train
+from coalign.cli import board, generate, indexed, launch, models, train
 from coalign.cli.problems import describe_briefly
 
 app = typer.Typer(
@@ -50,6 +51,8 @@ COMMANDS = {
     "check": train.check,
     "plan": train.plan,
     "scale": train.scale,
+    "save": train.save,
+    "stop": train.stop,
     "doctor": train.doctor,
     "check-sync": models.check_sync,
     "convert": models.convert,
@@ -61,6 +64,7 @@ COMMANDS = {
     "chat": generate.chat,
     "serve": generate.serve,
     "serve-reward": generate.serve_reward,
+    "board": board.board,
     "explain": train.explain,
     "diagnose": train.diagnose,
     "inspect-data": train.inspect_data,

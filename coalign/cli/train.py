@@ -1,4 +1,4 @@
-"""Commands on a YAML file (train, check, pipeline, eval, inspect-data) and on a run (explain, diagnose); init."""
+"""Commands on a YAML file (train, check, eval, …) and on a run (watch, save, stop, scale, explain, diagnose); init."""
 
 from __future__ import annotations
 
@@ -42,15 +42,36 @@ def train(
         raise typer.Exit(stop.exit_code) from stop
 
 
+GoingRun = Annotated[Path, typer.Argument(help="The folder of a run that is going.")]
+
+
 def scale(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that is going.")],
+    run: GoingRun,
     processes: Annotated[list[str], typer.Argument(help="Processes by model: `policy=4 trainer=2`.")],
 ):
     """Give models of a running run more processes or fewer, between two steps, and wait for the run's answer."""
-    from coalign.commands.scale import scale_run
+    from coalign.commands.control import scale_run
     from coalign.report.display import Display
 
     scale_run(run, processes, Display())
+
+
+def save(run: GoingRun):
+    """Let a running run write a checkpoint after the step under way, and wait until it is complete."""
+    _ask(run, "save")
+
+
+def stop(run: GoingRun):
+    """Let a running run end after the step under way, with a checkpoint; the same `coalign train` then goes on."""
+    _ask(run, "stop")
+
+
+def _ask(run: Path, verb: str) -> None:
+    from coalign.commands.control import ask_run
+    from coalign.report.display import Display
+    from coalign.run_files.control import ControlRequest
+
+    ask_run(run, ControlRequest(verb), Display())
 
 
 def check(config: Config, overrides: Overrides = None, no_code: NoCode = False, cluster: Cluster = None):

@@ -58,6 +58,20 @@ class FlowGraph:
         return [(source, call.label, names) for call in self.calls for source, names in call.reads.items()]
 
 
+def describe_graph(graph: FlowGraph) -> list[dict[str, Any]]:
+    """Return the calls as JSON has them: `label`, `model` (null: a function), `method`, `reads` by label, `makes`."""
+    return [
+        {
+            "label": call.label,
+            "model": call.made_by.model,
+            "method": call.made_by.method,
+            "reads": {source: list(names) for source, names in call.reads.items()},
+            "makes": list(call.makes),
+        }
+        for call in graph.calls
+    ]
+
+
 def draw_graph(graph: FlowGraph) -> str:
     """Draw the graph as text: a paragraph for each call, with what it reads from which call and what it makes."""
     width = max((len(source) for source, _, _ in graph.edges), default=0)

@@ -35,7 +35,6 @@ from coalign.config.schema import (
     SelectConfig,
     SourceConfig,
 )
-from coalign.engine.hooks.run_folder import lock_folder
 from coalign.files import move_aside, write_text_atomically
 from coalign.launch.check import trace
 from coalign.launch.fetch import fetch_sources
@@ -45,6 +44,7 @@ from coalign.launch.validate import check_reward_lengths
 from coalign.report.display import Display
 from coalign.report.step_line import format_number
 from coalign.roles import Trainable
+from coalign.run_files.lock import lock_folder
 
 # The name of each kind of stage's result in its folder. A train stage's folder is the run's; the result is its link to
 # the newest checkpoint's model, or the best one's.

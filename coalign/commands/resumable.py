@@ -20,9 +20,10 @@ from coalign.config.introspect import find_input, list_relevant_settings
 from coalign.config.schema import Section
 from coalign.config.secrets import hide_secrets
 from coalign.engine.hooks.provenance import fingerprint_source
-from coalign.engine.hooks.run_folder import lock_file, replace_non_finite
+from coalign.engine.hooks.run_folder import replace_non_finite
 from coalign.files import hash_file, write_atomically
 from coalign.hub import is_hub_name, pin
+from coalign.run_files.lock import lock_file
 
 log = logging.getLogger(__name__)
 

@@ -107,13 +107,16 @@ class Trainer:
         self.main = main
         self.syncs = list(syncs)
 
-    def step(self, batch: BatchRef) -> Stats:
-        """Train on one batch, and wait until every model has taken its step."""
+    def step(self, batch: BatchRef) -> tuple[Stats, BatchRef]:
+        """Train on one batch, and wait until every model has taken its step.
+
+        Returns the metrics, and the batch with what it was learned from: advantages and the trainer's log-probs.
+        """
         begun = time.perf_counter()
         with self.cluster.watch() as calls:
             self.flow(batch)
         stats = calls.stats(self.main)
-        return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}])
+        return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}]), find_learned(calls, batch)
 
     def sync(self, version: int) -> Stats:
         """Send the weights of ``version`` to every target, which serves them only once they are verified.
@@ -140,6 +143,22 @@ class Trainer:
         """Send the next weights as the first ones: processes were started again."""
         for sync in self.syncs:
             sync.reconnect()
+
+
+def find_learned(calls: WatchedCalls, batch: BatchRef) -> BatchRef:
+    """Return ``batch`` with the columns that the calls of its training step have made for the same rows: `advantages`
+    and `old_logprobs`, where they did."""
+    newest: dict[str, BatchRef] = {}
+    for future in calls.futures:
+        result = future.result()
+        if isinstance(result, BatchRef) and _has_same_rows(result, batch):
+            newest |= {name: result for name in ("advantages", "old_logprobs") if name in result.columns}
+    return BatchRef.join([newest.pop("advantages", batch), *newest.values()])
+
+
+def _has_same_rows(one: BatchRef, other: BatchRef) -> bool:
+    alike = one.group is None or other.group is None or torch.equal(one.group, other.group)
+    return torch.equal(one.lengths, other.lengths) and alike
 
 
 def pass_at_k(correct: int, n: int, k: int) -> float:
@@ -257,6 +276,7 @@ class Engine:
         self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
         self.whole: dict[str, Any] | None = None  # the `snapshot` after the last step; None while one is trained
         self.stats: Stats = {}  # metrics of the last step
+        self.learned: BatchRef | None = None  # what it learned from; None once the next one begins
         self.late: Stats = {}  # metrics that came after their step was recorded: the next one records them
         self.notices: deque[Callable[[], None]] = deque()  # what hooks have yet to hear of
         self._losses = Counter[int]()  # how often processes were lost, by the step under way
@@ -277,7 +297,14 @@ class Engine:
 
     def _start_models(self) -> dict[str, DistModel[Any]]:
         planned = [model for model in self.plan.models.values() if model.base_of is None]
-        return {m.name: self.cluster.spawn(m.name, m.config, replace(m.context, steps=self.last)) for m in planned}
+        main, runtime = self.learning[:1], self.config.runtime
+        records = self.source == "prompts" and min(runtime.log_samples, runtime.keep_rollouts) > 0
+        return {
+            m.name: self.cluster.spawn(
+                m.name, m.config, replace(m.context, steps=self.last, records_logprobs=records and m.name in main)
+            )
+            for m in planned
+        }
 
     def _set_models(self, models: Mapping[str, Any]) -> None:
         reserved = {*vars(self), *Engine.__annotations__} - {"policy", "reward"}
@@ -439,6 +466,7 @@ class Engine:
     def _take_step(self) -> None:
         """Train once, and send the weights; leave notices of the step to the hooks, unless one refuses it."""
         begun = time.perf_counter()
+        self.learned = None
         self.phase("rollout")
         batch, rollout = self.environment.next(self.step, self.served)
         for hook in self.hooks:
@@ -448,7 +476,7 @@ class Engine:
             if error is not None:  # of a roll-out; no weight has changed yet
                 raise error
             self.whole = None
-            trained = self.training.step(batch)
+            trained, learned = self.training.step(batch)
         if self.ptx_loader is not None and not self.ptx_loader.drawn:
             raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
         self.step += 1
@@ -457,7 +485,7 @@ class Engine:
         if any(hook.refuses(self, stats, batch) for hook in self.hooks):
             return  # before anyone generates with such weights
         self.after_step(stats)
-        self.whole, self.stats, self.late = self.snapshot(), stats, {}
+        self.whole, self.stats, self.late, self.learned = self.snapshot(), stats, {}, learned
         self.notices.extend(partial(hook.after_step, self, stats, batch) for hook in self.hooks)
         self.phase("sync")
         try:

@@ -19,13 +19,14 @@ from coalign.config.secrets import hide_secrets
 from coalign.diagnosis.ending import explain_ending
 from coalign.engine.engine import Engine, Hook, precompute
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
-from coalign.engine.hooks.checkpoint_folder import Checkpoints, verify_checkpoint
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.checkpoint_remote import (
     RemoteCheckpoints,
     fetch_checkpoint,
     find_newest_anywhere,
     is_url,
 )
+from coalign.engine.hooks.control import RunControl
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
@@ -35,7 +36,6 @@ from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.hooks.recovery import Recovery, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
-from coalign.engine.hooks.scaling import Scaling
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.files import RecordFile, RecordHandler, Sink
@@ -43,11 +43,12 @@ from coalign.launch.check import trace
 from coalign.launch.data_load import load_data
 from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
-from coalign.launch.layout import describe_assigned_layout
+from coalign.launch.layout import StructureRecord, describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from coalign.report.plots import plot_run
 from coalign.report.trackers import start_trackers
+from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)
@@ -83,8 +84,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
     named, config = config, fetch_sources(config)
     plan = prepare(config)
     config = plan.config
-    trace(plan)
-    with closing(RunFolder(config.output)) as folder, _logged(folder, display):
+    graph = trace(plan)
+    with closing(RunFolder(config.output, config.runtime.keep_rollouts)) as folder, _logged(folder, display):
         goodput = Goodput(folder.metrics)
         write_commits(folder.path, named, config)
         data = load_data(plan)
@@ -120,7 +121,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
             with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
                 log.info("loading %s", ", ".join(plan.started))
                 engine = plan.recipe(plan, cluster, data)
-                engine.hooks.append(provenance)
+                engine.hooks += [provenance, StructureRecord(folder.path, graph)]
                 recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
                 return _learn(engine, recovery, remote, checkpoint, display, watchdog, hooks, signals, goodput)
         finally:
@@ -151,7 +152,8 @@ def _learn(
     journal = [JournalHook(folder.journal)] if runtime.journal else []
     engine.cluster.on_end = timeline.note
     engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks])
-    engine.hooks.extend([goodput, record, *journal, save, recovery, Scaling(folder.path, recovery)])
+    control = RunControl(folder.path, save, recovery)
+    engine.hooks.extend([goodput, record, *journal, save, recovery, control])
     _refuse_namesakes(engine.hooks)
     if checkpoint is None:
         folder.move_records_aside()  # of an earlier run
@@ -192,6 +194,8 @@ def _learn(
     display.finish(folder.path, flatten_stats(goodput.measure()))
     if guards.ended:
         return UNHEALTHY
+    if control.stopped:
+        return 128 + signal.SIGTERM  # as a signal would have ended it
     return 128 + signals.first if signals.first else 0
 
 

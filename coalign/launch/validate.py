@@ -19,12 +19,12 @@ from coalign.config.errors import ConfigError, ConfigProblem, located_at, sugges
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.templates import read_arguments, read_template, reads_tools
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.checkpoint_remote import check_url, is_url
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
 from coalign.files import read_model_config
 from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
+from coalign.run_files.checkpoints import find_step
 
 if TYPE_CHECKING:
     from coalign.backends.base import Objective
@@ -76,7 +76,7 @@ def check_resume(config: RunConfig) -> None:
     if is_url(resume):
         with located_at("runtime", "resume"):
             check_url(resume, config.output)
-            if Checkpoints.find_step(Path(resume)) < 0:
+            if find_step(Path(resume)) < 0:
                 raise ValueError("expected the URL of a checkpoint, such as s3://bucket/run/step_100")
     elif resume not in ("auto", "never") and not Path(resume).is_dir():
         message = (

@@ -9,10 +9,10 @@ import torch
 
 from coalign import load_config
 from coalign.engine.hooks import checkpoint
-from coalign.engine.hooks.checkpoint_folder import CorruptCheckpoint
 from coalign.launch.check import check as examine
 from coalign.recipes.grpo import GRPO
 from coalign.report.display import Display
+from coalign.run_files.checkpoints import CorruptCheckpoint
 from coalign.types import Stat
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
 

@@ -29,7 +29,7 @@ from coalign.commands.serving.engine_loop import (
     JobFailure,
 )
 from coalign.commands.serving.engine_process import build_model_config, start_engine, start_replicas
-from coalign.commands.serving.listener import ApiKey, open_listener, read_key
+from coalign.commands.serving.listener import ApiKey, open_guarded_listener, read_key
 from coalign.config.functions import resolve
 from coalign.config.schema import CompletionServerConfig
 from coalign.data.templates import PlainText, Template, load_template
@@ -54,7 +54,7 @@ def serve(config: CompletionServerConfig, display: Display) -> None:
     other machines reach without a key; OSError if the port is taken.
     """
     key = read_key(config)
-    listener, address = open_listener(config, config.port, key)  # before a model loads: the port may be taken
+    listener, address = open_guarded_listener(config, config.port, key)  # before a model loads: the port may be taken
     name, config = config.model, config.model_copy(update={"model": find_model(config.model)})
     model = build_model_config(config)
     text = load_text_tools(config)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import socket
 
 from coalign.config.schema import ServerConfig
-from coalign.http_server import HttpRefusal, Request
+from coalign.http_server import HttpRefusal, Request, open_listener
 
 
 def read_key(config: ServerConfig) -> str | None:
@@ -19,22 +18,16 @@ def read_key(config: ServerConfig) -> str | None:
     return key
 
 
-def open_listener(config: ServerConfig, port: int, key: str | None) -> tuple[socket.socket, str]:
-    """Return a socket that is bound, and not yet listening, and its address (`http://HOST:PORT`).
+def open_guarded_listener(config: ServerConfig, port: int, key: str | None) -> tuple[socket.socket, str]:
+    """Return a bound socket and its address, as `open_listener` does.
 
     Raises ValueError for an address that other machines reach without a key, and OSError if the port is taken.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((config.host, port))
-    host, bound = listener.getsockname()[:2]
-    if key is None and not ipaddress.ip_address(host).is_loopback:
-        listener.close()
-        raise ValueError(
-            f"host: other machines reach {config.host}, and whoever does could use the server; name the environment "
-            "variable with a key: `api_key_env`"
-        )
-    return listener, f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+    refusal = (
+        f"host: other machines reach {config.host}, and whoever does could use the server; name the environment "
+        "variable with a key: `api_key_env`"
+    )
+    return open_listener(config.host, port, refusal if key is None else None)
 
 
 class ApiKey:

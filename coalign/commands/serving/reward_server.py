@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
-from coalign.commands.serving.listener import ApiKey, open_listener, read_key
+from coalign.commands.serving.listener import ApiKey, open_guarded_listener, read_key
 from coalign.config.errors import describe_error, format_key
 from coalign.config.schema import ServeConfig
 from coalign.data.messages import Message, parse_messages
@@ -147,7 +147,7 @@ def serve(config: ServeConfig, display: Display) -> None:
     machines reach without a key; OSError if the port is taken.
     """
     key = read_key(config)
-    listener, address = open_listener(config, config.port, key)  # before a model loads: the port may be taken
+    listener, address = open_guarded_listener(config, config.port, key)  # before a model loads: the port may be taken
     judge = open_judge(config)
     if judge.compares:
         raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +16,7 @@ from coalign.config.schema import SweepConfig
 from coalign.report.display import Display
 from coalign.report.step_line import format_number
 from coalign.report.sweep_plot import plot_curves, plot_settings
+from coalign.run_files.records import read_records
 
 COLORS = {"finished": "green", "stopped": "yellow", "failed": "red", "waiting": "dim", "running": "dim"}
 
@@ -91,9 +90,5 @@ def write_csv(path: Path, config: SweepConfig, trials: Sequence[SweepTrial]) -> 
 
 def read_curve(folder: Path, metric: str) -> list[tuple[int, float]]:
     """Read the values of a metric from the metrics.jsonl of a run, by step."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    with open(path, "rb") as lines:
-        rows: list[Mapping[str, Any]] = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), int | float)]
+    records = read_records(folder / "metrics.jsonl")
+    return [(row["step"], row[metric]) for row in records if isinstance(row.get(metric), int | float)]

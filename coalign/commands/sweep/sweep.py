@@ -22,11 +22,11 @@ from coalign.commands.sweep.trial import SCREEN, StepReport, TrialEnd, load_tria
 from coalign.config import dump
 from coalign.config.errors import suggest
 from coalign.config.schema import RunConfig, SweepConfig
-from coalign.engine.hooks.run_folder import lock_folder
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from coalign.report.step_line import format_number
+from coalign.run_files.lock import lock_folder
 
 if TYPE_CHECKING:
     from coalign.cluster.ray_tune import EarlyStopping

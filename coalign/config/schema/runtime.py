@@ -166,6 +166,9 @@ class RuntimeConfig(Section):
     eval_sampling: Continuable[EvalSamplingConfig] = EvalSamplingConfig()
     log_samples: ResultNeutral[NonNegativeInt] = 4
     """Samples per step to write to samples.jsonl: the first of a step, and some spread over the evaluation set."""
+    keep_rollouts: ResultNeutral[NonNegativeInt] = 200
+    """Newest steps whose samples in samples.jsonl keep their tokens, with log-probs and advantages, in `rollouts/`: at
+    most 1 GiB. 0: none. Runs without roll-outs write none."""
     journal: ResultNeutral[bool] = False
     """Write what became of each group of samples into journal.jsonl, for `coalign explain`; 3 ms of CPU a step."""
     plots: ResultNeutral[bool] = True

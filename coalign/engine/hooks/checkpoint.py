@@ -250,6 +250,18 @@ class Save(Hook):
             self._complete(engine, wait=True, fatal=True)
         engine.phase("hooks")
 
+    def save_now(self, engine: Engine) -> Path:
+        """Write a checkpoint of the last step, unless there is one, and wait for it; return its path.
+
+        Raises what writing raises.
+        """
+        self._complete(engine, wait=True)
+        if engine.step not in self.checkpoints.steps():
+            self._step = engine.step
+            self.checkpoints.write(engine.step, partial(write_engine_state, engine))
+            self.begun = time.monotonic()
+        return self.checkpoints.path(engine.step)
+
     def end(self, engine: Engine) -> None:
         engine.phase("save")
         self._complete(engine, wait=True)

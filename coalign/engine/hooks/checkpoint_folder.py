@@ -21,24 +21,18 @@ from typing import Any, Protocol
 from coalign.files import (
     delete_path,
     delete_report,
-    describe_problem,
     flush_path,
     hash_file,
     move_aside,
-    read_json_object,
     read_report,
     write_atomically,
 )
+from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, list_steps, verify_checkpoint
 from coalign.threads import begin_in_thread
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 _PAUSE = 0.05  # seconds between two looks for reports
-
-
-class CorruptCheckpoint(OSError):
-    """A checkpoint whose files do not match its manifest."""
 
 
 class UnfinishedFiles(Protocol):
@@ -99,16 +93,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Their files are not verified."""
-        return [step for step in self._list_directories() if (self.path(step) / MANIFEST).exists()]
-
-    def _list_directories(self) -> list[int]:
-        return sorted(step for path in self.directory.glob("step_*") if (step := self.find_step(path)) >= 0)
-
-    @staticmethod
-    def find_step(path: Path) -> int:
-        """Return the step of a checkpoint's directory; -1 for any other."""
-        number = path.name.removeprefix("step_")
-        return int(number) if number.isdigit() else -1
+        return [step for step in list_steps(self.directory) if (self.path(step) / MANIFEST).exists()]
 
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
@@ -223,7 +208,7 @@ class Checkpoints:
         CorruptCheckpoint if there are some and all fail.
         """
         problems = []
-        for step in reversed(self._list_directories()):
+        for step in reversed(list_steps(self.directory)):
             try:
                 verify_checkpoint(self.path(step))
             except CorruptCheckpoint as problem:
@@ -240,26 +225,10 @@ class Checkpoints:
 
     def move_later_aside(self, step: int) -> None:
         """Rename the checkpoints after ``step``: the run goes on from there, and will not continue from these."""
-        for later in self._list_directories():
+        for later in list_steps(self.directory):
             if later > step:
                 path = self.path(later)
                 log.warning("%s comes after step %d; it is now %s", path, step, move_aside(path))
-
-
-def verify_checkpoint(path: Path) -> None:
-    """Check every file against the manifest. Raises CorruptCheckpoint naming the first file that differs."""
-    try:
-        files: dict[str, Any] = read_json_object(path / MANIFEST)["files"]
-        expected = {name: (entry["size"], entry.get("sha256")) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise CorruptCheckpoint(f"{path} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
-    for name, (length, digest) in expected.items():
-        if not os.path.isfile(path / name):
-            raise CorruptCheckpoint(f"{path}: {name} is missing")
-        if (size := (path / name).stat().st_size) != length:
-            raise CorruptCheckpoint(f"{path}: {name} has {size} bytes, {length!r:.30} were written")
-        if digest is not None and hash_file(path / name) != digest:
-            raise CorruptCheckpoint(f"{path}: the contents of {name} have changed since they were written")
 
 
 def _drop_from_memory(path: Path) -> None:

@@ -28,9 +28,10 @@ from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
 from coalign.config.secrets import hide_secrets
-from coalign.engine.hooks.checkpoint_folder import MANIFEST, Checkpoints, CorruptCheckpoint, verify_checkpoint
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.recovery import find_newest
 from coalign.files import Sink, describe_problem, move_aside, write_atomically
+from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, find_step, verify_checkpoint
 from coalign.threads import begin_in_thread
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def find_newest_anywhere(memory: Checkpoints, disk: Checkpoints, remote: RemoteC
     except CorruptCheckpoint as error:
         problem = error
     try:
-        newer = remote.fetch_newer(-1 if found is None else disk.find_step(found))
+        newer = remote.fetch_newer(-1 if found is None else find_step(found))
     except RemoteError as error:
         if found is None:
             raise RemoteError(
@@ -109,7 +110,7 @@ def find_newest_anywhere(memory: Checkpoints, disk: Checkpoints, remote: RemoteC
 def fetch_checkpoint(url: str, disk: Checkpoints) -> Path:
     """Download the checkpoint …/step_N. Raises CorruptCheckpoint, or RemoteError."""
     parent, _, name = url.rstrip("/").rpartition("/")
-    return RemoteCheckpoints(parent, disk).fetch(disk.find_step(Path(name)))
+    return RemoteCheckpoints(parent, disk).fetch(find_step(Path(name)))
 
 
 class RemoteCheckpoints:
@@ -374,7 +375,7 @@ class RemoteCheckpoints:
         found: dict[int, dict[str, int]] = {}
         for path, info in files.find(root, detail=True).items():
             folder, _, name = path.removeprefix(f"{root}/").partition("/")
-            if name and (step := Checkpoints.find_step(Path(folder))) >= 0:
+            if name and (step := find_step(Path(folder))) >= 0:
                 found.setdefault(step, {})[name] = info["size"]
         return found
 

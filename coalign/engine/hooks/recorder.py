@@ -1,4 +1,4 @@
-"""Writes a run's metrics and samples: metrics.jsonl, samples.jsonl, the trackers and the step line."""
+"""Writes a run's metrics and samples: metrics.jsonl, samples.jsonl, rollouts/, the trackers and the step line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coalign.data.batch import Batch
 from coalign.data.templates import read_samples
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
@@ -54,7 +55,10 @@ class MetricsRecorder(Hook):
                 message = "step %d: %s is %.0f: no weights moved, as there was no token to learn from or a gradient %s"
                 log.warning(message, engine.step, name, count, "was not finite")
         if self.samples and engine.source == "prompts":  # nothing else has samples
-            self._record_samples(engine, [batch.slice(0, min(self.samples, len(batch)))], "train")
+            shown = batch.fetch(self.samples)
+            learned = shown if engine.learned is None else engine.learned.fetch(self.samples)
+            self._record_samples(engine, [shown], "train")
+            self.folder.rollouts.add(engine.step, [learned], engine.tokenizer)
 
     def record_evaluation(self, engine: Engine, batches: Sequence[BatchRef]) -> None:
         """Write samples spread evenly over the evaluation set, so over its sources; the same prompts each time."""
@@ -66,12 +70,13 @@ class MetricsRecorder(Hook):
             rows = torch.arange(len(batch))[-start % every :: every]
             start += len(batch)
             if len(rows):
-                spread.append(batch.select(rows))
+                spread.append(batch.select(rows).fetch())
         self._record_samples(engine, spread, "eval")
+        self.folder.rollouts.add(engine.step, spread, engine.tokenizer)
 
-    def _record_samples(self, engine: Engine, batches: Sequence[BatchRef], phase: str) -> None:
+    def _record_samples(self, engine: Engine, batches: Sequence[Batch], phase: str) -> None:
         rows = []
-        for sample in chain.from_iterable(read_samples(batch.fetch(), engine.tokenizer) for batch in batches):
+        for sample in chain.from_iterable(read_samples(batch, engine.tokenizer) for batch in batches):
             rows.append(
                 {
                     "step": engine.step,

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from coalign.cluster.future import WorkerLost
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.checkpoint import rewind_engine, write_engine_state
-from coalign.engine.hooks.checkpoint_folder import Checkpoints, CorruptCheckpoint
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.run_folder import RunFolder
 from coalign.files import Sink, delete_path
+from coalign.run_files.checkpoints import MEMORY, RUN, CorruptCheckpoint, find_step
 from coalign.types import Stats
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)
-MEMORY = Path("/dev/shm")
-RUN = "run"  # a link to the run's folder
 KEPT = 2  # one is complete while the next one is written
 LEFT_SECONDS = 24 * 3600.0
 
@@ -167,6 +166,6 @@ def find_newest(memory: Checkpoints, disk: Checkpoints) -> Path | None:
             if on_disk < 0:
                 raise
         else:
-            if found is not None and memory.find_step(found) > on_disk:
+            if found is not None and find_step(found) > on_disk:
                 return found
     return disk.find_newest()

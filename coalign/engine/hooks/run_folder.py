@@ -1,4 +1,4 @@
-"""The files of a run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, plots/, log.txt. Their names are stable.
+"""The files of a run: config.yaml, metrics.jsonl, samples.jsonl, rollouts/, checkpoints/, …. Their names are stable.
 
 A disk that is full or away does not stop a run: what cannot be written waits in memory and is written with the next
 record. Only one run at a time may write to a folder.
@@ -6,24 +6,25 @@ record. Only one run at a time may write to a folder.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from coalign.engine.hooks.rollouts import RolloutFiles
 from coalign.engine.journal import NAME as JOURNAL
 from coalign.files import RecordFile, move_aside, write_atomically, write_text_atomically
+from coalign.run_files.control import refuse_request
+from coalign.run_files.lock import lock_folder
+from coalign.run_files.records import parse_record
+from coalign.run_files.rollouts import FOLDER
 from coalign.types import Metric
 
 log = logging.getLogger(__name__)
-
-
-class FolderInUse(OSError):
-    """Another process is writing to this file or run folder."""
 
 
 class StepLog:
@@ -46,9 +47,9 @@ class StepLog:
         # Bytes, because a crash may cut a character, and because text may hold separators that JSON does not escape.
         with write_atomically(self.path) as replacement, open(self.path, "rb") as lines, open(replacement, "wb") as out:
             for line in lines:
-                found = _read_step(line)
+                found = parse_record(line)
                 broken += found is None
-                if found is not None and found <= step:
+                if found is not None and found["step"] <= step:
                     out.write(line.rstrip(b"\n") + b"\n")
                 else:
                     with open(self.cut_path, "ab") as cut:
@@ -62,53 +63,21 @@ class StepLog:
         for path in (self.path, self.cut_path):
             if path.exists():
                 with open(path, "rb") as lines:
-                    values += [value for line in lines if isinstance(value := _read_line(line).get(name), int | float)]
+                    found = [(parse_record(line) or {}).get(name) for line in lines]
+                    values += [value for value in found if isinstance(value, int | float)]
         return max(values)
-
-
-def _read_line(line: bytes) -> dict[str, Any]:
-    """Return the object of a line; empty if it cannot be read."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _read_step(line: bytes) -> int | None:
-    """Return the step of a line; None if it cannot be read."""
-    step = _read_line(line).get("step")
-    return step if isinstance(step, int) else None
-
-
-def lock_file(path: Path, message: str) -> IO[bytes]:
-    """Open a file, made if needed, and hold its lock until it is closed. Raises FolderInUse(message) if it is locked.
-
-    The file is open for reading and appending.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b")  # noqa: SIM115 (held by the caller)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise FolderInUse(message) from None
-    return file
-
-
-def lock_folder(folder: Path) -> IO[bytes]:
-    """Make the folder and hold its lock until the returned file is closed. Raises FolderInUse."""
-    return lock_file(folder / ".lock", f"{folder} belongs to a run that is still going; choose another `output`")
 
 
 class RunFolder:
     """Creates and locks the folder of a run. Raises FolderInUse, and OSError where it cannot be written."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, keep_rollouts: int = 0) -> None:
         self.path = Path(path)
         self._lock = lock_folder(self.path)
+        refuse_request(self.path, "the run ended before it came to this")
         self.metrics = StepLog(self.path / "metrics.jsonl")
         self.samples = StepLog(self.path / "samples.jsonl")
+        self.rollouts = RolloutFiles(self.path, keep_rollouts)
 
     @property
     def checkpoints(self) -> Path:
@@ -120,9 +89,9 @@ class RunFolder:
 
     def move_records_aside(self) -> None:
         """Rename the checkpoints and records of an earlier run, for a run that does not resume from them."""
-        trackers = (self.path / "trackers.json", self.path / "tensorboard")
+        others = (self.path / FOLDER, self.path / "trackers.json", self.path / "tensorboard")
         records = [path for log in (self.metrics, self.samples) for path in (log.path, log.cut_path)]
-        for path in (self.checkpoints, *records, self.journal, *trackers):
+        for path in (self.checkpoints, *records, self.journal, *others):
             if path.exists():
                 log.warning("%s is of an earlier run; it is now %s", path, move_aside(path))
 
@@ -139,11 +108,16 @@ class RunFolder:
         self.cut(step)
 
     def cut(self, step: int) -> None:
-        """Move what was logged after ``step`` aside."""
+        """Move what was logged after ``step`` aside, and delete its roll-outs."""
         self.metrics.cut(step)
         self.samples.cut(step)
+        self.rollouts.cut(step)
 
     def close(self) -> None:
+        """Wait for what is being written, refuse what is still asked for, and give up the lock."""
+        self.rollouts.close()
+        with suppress(OSError):
+            refuse_request(self.path, "the run has ended")
         self._lock.close()
 
 

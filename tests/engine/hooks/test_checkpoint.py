@@ -7,8 +7,9 @@ import pytest
 
 from coalign.backends.base import TrainableModule
 from coalign.engine.hooks import checkpoint_folder
-from coalign.engine.hooks.checkpoint_folder import MANIFEST, Checkpoints, CorruptCheckpoint, verify_checkpoint
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.files import report_written
+from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, verify_checkpoint
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
 
 

@@ -1,17 +1,13 @@
-"""`coalign scale RUN policy=4 trainer=2`: asks a running run for other numbers of processes."""
+"""`coalign scale`, `save` and `stop`: asks a running run for something, and waits for its answer."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from coalign.config import load
-from coalign.engine.hooks.run_folder import FolderInUse, lock_folder
-from coalign.engine.hooks.scaling import read_answer, write_request
 from coalign.report.display import Display
-
-POLL_SECONDS = 0.2
+from coalign.run_files.control import ControlRequest, require_going, submit, wait_for_answer
 
 
 def scale_run(run: Path, processes: Sequence[str], display: Display) -> None:
@@ -20,20 +16,22 @@ def scale_run(run: Path, processes: Sequence[str], display: Display) -> None:
     Raises ValueError for numbers and models that are wrong, for a folder where no run is going, and if the run refuses.
     """
     wanted = dict(_parse(text) for text in processes)
-    _check_going(run)
+    require_going(run)
     models = load(run / "config.yaml", ()).models
     if unknown := [name for name in wanted if name not in models]:
         raise ValueError(f"{run} has no model '{unknown[0]}'; there are {', '.join(models)}")
-    write_request(run, wanted)
+    ask_run(run, ControlRequest("scale", wanted), display)
+
+
+def ask_run(run: Path, request: ControlRequest, display: Display) -> None:
+    """Ask a run for one thing, and show the answer. Raises ValueError if no run is going, and if it refuses."""
+    request_id = submit(run, request)
     display.note(f"asked {run}; waiting for the end of its step (Ctrl-C: it will be done all the same)")
-    while (answer := read_answer(run)) is None:
-        _check_going(run)
-        time.sleep(POLL_SECONDS)
-    refused = [f"{name}: {said}" for name, said in answer.items() if said.startswith("refused")]
-    for name, said in answer.items():
-        if f"{name}: {said}" not in refused:
-            display.note(f"{name}: {said}")
-    if refused:
+    results = wait_for_answer(run, request_id)
+    for result in results:
+        if result.done:
+            display.note(result.text)
+    if refused := [result.text for result in results if not result.done]:
         raise ValueError("; ".join(refused))
 
 
@@ -42,13 +40,3 @@ def _parse(text: str) -> tuple[str, int]:
     if not (name and sign and number.isdecimal() and int(number) > 0):
         raise ValueError(f"'{text}' says no number of processes; expected MODEL=NUMBER, such as policy=4")
     return name, int(number)
-
-
-def _check_going(run: Path) -> None:
-    """Raise ValueError if no run is going in this folder."""
-    if (run / "config.yaml").exists():
-        try:
-            lock_folder(run).close()
-        except FolderInUse:
-            return
-    raise ValueError(f"no run is going in {run}; set num_process or num_gpu of the model, and start it")

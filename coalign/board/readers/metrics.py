@@ -1,0 +1,109 @@
+"""Curves of a run for the pages run and compare, in as many points as a picture needs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from coalign.board.catalog import find_within
+from coalign.board.curves import FEWEST_BUCKETS, MetricCurves, is_finite, round_value
+
+_MOST_RUNS = 16  # whose curves are kept in memory
+_MOST_NAMES = 200  # metrics of one request
+_SECONDS = 0.1  # of reading, before an answer is sent with what there is
+
+
+class CurveReader:
+    """Keeps the curves of the runs that were looked at last, and reads on where it ended."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Path, tuple[Lock, MetricCurves]] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+        """Return the curves of the metrics `names` (a list in JSON), between the steps `from` and `to` if given.
+
+        `since` is "generation:width:bucket" of an earlier answer: of the same buckets, only those from this one are
+        sent. `complete` is false while a long file is being read: ask again. Points have `steps`, `tokens` and
+        `seconds`; each series has the `mean` of its buckets, and `low` and `high` where a bucket has several steps.
+        `all` are the names of all metrics, `latest` their newest values.
+        """
+        names = _parse_names(params.get("names", "[]"))
+        find_within(folder, folder / "metrics.jsonl")
+        lock, curves = self._find(folder)
+        with lock:
+            complete = curves.read(_SECONDS)
+            return {
+                "complete": complete,
+                "read": curves.bytes_read,
+                "newest": curves.newest,
+                "latest": {
+                    name: round_value(value) if is_finite(value) else None for name, value in curves.latest.items()
+                },
+                "all": sorted(curves.series),
+                **_select(curves, names, params),
+            }
+
+    def _find(self, folder: Path) -> tuple[Lock, MetricCurves]:
+        with self._lock:
+            if folder not in self._kept:
+                self._kept[folder] = Lock(), MetricCurves(folder / "metrics.jsonl")
+            self._kept.move_to_end(folder)
+            while len(self._kept) > _MOST_RUNS:
+                self._kept.popitem(last=False)
+            return self._kept[folder]
+
+
+def _select(curves: MetricCurves, names: list[str], params: Mapping[str, str]) -> dict[str, Any]:
+    start, end = 0, len(curves.steps)
+    chosen = curves
+    if "from" in params or "to" in params:
+        first, last = _parse_step(params, "from", -math.inf), _parse_step(params, "to", math.inf)
+        start = curves.find_bucket(max(first, -1.0))
+        end = curves.find_bucket(min(last, float(curves.newest))) + 1 if end else 0
+        if end - start < FEWEST_BUCKETS and curves.width > 1:
+            chosen = curves.read_part(names, max(first, -1.0), min(last, float(curves.newest)))
+            start, end = 0, len(chosen.steps)
+    elif (since := params.get("since", "")).startswith(f"{curves.generation}:{curves.width}:"):
+        start = min(int(since.rpartition(":")[2] or 0), end)
+    used = [i for i in range(start, end) if chosen.steps[i] >= 0]
+    series = {}
+    for name in names:
+        if name in chosen.series:
+            found = chosen.series[name].select(start, end, is_exact=chosen.width == 1)
+            kept = {kind: [values[i - start] for i in used] for kind, values in found.items() if kind != "holes"}
+            series[name] = kept | {"holes": [chosen.steps[i] for i in found["holes"]]}
+    return {
+        "generation": curves.generation,
+        "width": chosen.width,
+        "buckets": used,
+        "steps": [chosen.steps[i] for i in used],
+        "tokens": [chosen.tokens[i] for i in used],
+        "seconds": [round(chosen.seconds[i], 3) for i in used],
+        "series": series,
+    }
+
+
+def _parse_names(text: str) -> list[str]:
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or len(names) > _MOST_NAMES or not all(isinstance(name, str) for name in names):
+        raise ValueError(f'names is {text[:80]!r}; expected a list of at most {_MOST_NAMES} metrics: ["loss/value"]')
+    return names
+
+
+def _parse_step(params: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        step = float(params.get(name, default))
+    except ValueError:
+        step = math.nan
+    if math.isnan(step):
+        raise ValueError(f"{name} is '{params[name]}'; expected a step")
+    return step

@@ -1,0 +1,99 @@
+"""An index of samples.jsonl: what lists sort and count by, and where each line is. It grows with the file."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from sys import intern
+from typing import IO, Any
+
+from coalign.run_files.records import START, parse_record, read_growth
+
+NAME = "samples.jsonl"
+PHASES = ("train", "eval")
+_CHUNK = 1 << 18  # bytes that are parsed at once
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSummary:
+    """One line of samples.jsonl as lists need it.
+
+    ``row`` counts the lines of the same step, from 0. ``offset`` and ``size`` are bytes of the file. ``tokens`` were
+    generated, by the weight ``versions`` (the lowest and the highest). ``turns`` are the policy's, of an
+    episode; 0 for a plain response.
+    """
+
+    row: int
+    offset: int
+    size: int
+    step: int
+    phase: str
+    group: int
+    index: int
+    reward: float | None
+    status: str
+    tokens: int
+    versions: tuple[int, int] | None
+    turns: int
+    images: int
+
+
+class SampleIndex:
+    """The summaries of a samples.jsonl, which may grow, be cut or be replaced between two calls of ``update``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.summaries: list[SampleSummary] = []
+        self._rows: Counter[int] = Counter()  # of each step
+        self._position = START
+
+    def update(self) -> list[SampleSummary]:
+        """Read what is new; return all summaries in the order of the file."""
+        while True:
+            growth = read_growth(self.path, self._position, _CHUNK)
+            if growth.replaced:
+                self.summaries, self._rows, self._position = [], Counter(), START
+            offset = self._position.offset
+            for line in growth.lines:
+                self._add(line, offset)
+                offset += len(line) + 1
+            self._position = growth.position
+            if not growth.lines:
+                return self.summaries
+
+    def _add(self, line: bytes, offset: int) -> None:
+        record = parse_record(line)
+        if record is None:
+            return
+        step, versions = record["step"], record.get("versions") or []
+        numbers = [version for version, _ in versions]
+        reward, phase = record.get("reward"), record.get("phase")
+        self.summaries.append(
+            SampleSummary(
+                row=self._rows[step],
+                offset=offset,
+                size=len(line),
+                step=step,
+                phase=PHASES[phase == PHASES[1]],
+                group=record.get("group", 0),
+                index=record.get("index", 0),
+                reward=reward if isinstance(reward, int | float) and math.isfinite(reward) else None,
+                status=intern(str(record.get("status", ""))),  # one text for all lines
+                tokens=sum(tokens for _, tokens in versions),
+                versions=(min(numbers), max(numbers)) if numbers else None,
+                turns=sum(message.get("role") == "assistant" for message in record.get("messages") or ()),
+                images=len(record.get("images") or ()),
+            )
+        )
+        self._rows[step] += 1
+
+
+def read_record(file: IO[bytes], summary: SampleSummary) -> dict[str, Any]:
+    """Return the line of a summary. FileNotFoundError if the file has changed since."""
+    file.seek(summary.offset)
+    record = parse_record(file.read(summary.size))
+    if record is None or record["step"] != summary.step:
+        raise FileNotFoundError(f"{NAME} has just been replaced; ask again")
+    return record

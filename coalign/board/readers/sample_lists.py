@@ -1,0 +1,205 @@
+"""Lists of samples for the page rollouts: steps, the groups of a step, samples, and one sample whole."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from statistics import fmean
+from threading import Lock
+from typing import Any
+
+from coalign.board.catalog import find_within
+from coalign.board.readers import read_choice, read_count
+from coalign.board.readers.images import find_media_type
+from coalign.board.readers.rollouts import list_recorded_steps, read_row
+from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, read_record
+
+_MOST_RUNS = 16  # whose index is kept in memory
+_MOST = 200  # steps or samples of one answer
+_EXCERPT = 160  # characters of a text in a list
+_SORTS = ("file", "reward", "length")
+_get_group = attrgetter("group")
+
+
+class SampleReader:
+    """Reads samples.jsonl through indexes of the runs that were looked at last."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Path, SampleIndex] = OrderedDict()
+        self._lock = Lock()
+
+    def list_summaries(self, folder: Path) -> list[SampleSummary]:
+        """Return all samples of a run in the order of the file; none if there is no file."""
+        with self._lock:
+            index = self._kept.setdefault(folder, SampleIndex(find_within(folder, folder / NAME)))
+            self._kept.move_to_end(folder)
+            if len(self._kept) > _MOST_RUNS:
+                self._kept.popitem(last=False)
+            return list(index.update())
+
+    def read_steps(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+        """Return what was sampled at the steps `offset` to `offset + limit` (at most 200), the newest first.
+
+        Of each: counts, rewards, groups whose rewards are all the same (`flat`), and whether tokens are recorded.
+        """
+        offset, limit = read_count(params, "offset", 0), min(_MOST, read_count(params, "limit", 100))
+        steps: dict[tuple[int, str], list[SampleSummary]] = {}
+        for sample in self.list_summaries(folder):
+            steps.setdefault((sample.step, sample.phase), []).append(sample)
+        page, recorded = [], list_recorded_steps(folder)
+        for step, phase in sorted(steps, reverse=True)[offset : offset + limit]:
+            samples = sorted(steps[step, phase], key=_get_group)
+            groups = [list(group) for _, group in groupby(samples, key=_get_group)]
+            counts = {"groups": len(groups), "flat": sum(map(is_flat, groups)), "tokens_recorded": step in recorded}
+            page.append({"step": step, "phase": phase, **counts, **_summarise(samples)})
+        return {"total": len(steps), "offset": offset, "steps": page}
+
+    def read_groups(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+        """Return the groups of a `step` and a `phase` (train, eval), each with the end of its prompt."""
+        step, phase = read_count(params, "step"), read_choice(params, "phase", PHASES)
+        members = [each for each in self.list_summaries(folder) if each.step == step and each.phase == phase]
+        if not members:
+            raise FileNotFoundError(f"{NAME} has no samples of step {step} ({phase})")
+        groups = []
+        with open(folder / NAME, "rb") as file:
+            for number, group in groupby(sorted(members, key=_get_group), key=_get_group):
+                samples = list(group)
+                prompt = str(read_record(file, samples[0]).get("prompt", ""))[-_EXCERPT:]
+                groups.append({"group": number, "flat": is_flat(samples), "prompt": prompt, **_summarise(samples)})
+        return {"step": step, "phase": phase, "groups": groups}
+
+    def read_page(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+        """Return the samples `offset` to `offset + limit` (at most 200), with excerpts of their texts.
+
+        `step`, `phase` and `group` choose samples. `search` is text, in whatever case, of prompt, response or messages.
+        `sort` is file, reward or length, and `order` up or down; samples without a reward come last.
+        """
+        chosen = self.list_summaries(folder)
+        for name, least in (("step", 0), ("group", None)):
+            if params.get(name):
+                number = read_count(params, name, least=least)
+                chosen = [each for each in chosen if getattr(each, name) == number]
+        if params.get("phase"):
+            phase = read_choice(params, "phase", PHASES)
+            chosen = [each for each in chosen if each.phase == phase]
+        offset, limit = read_count(params, "offset", 0), min(_MOST, read_count(params, "limit", 100))
+        sort, order = read_choice(params, "sort", _SORTS), read_choice(params, "order", ("up", "down"))
+        needle = params.get("search", "").casefold()
+        if not chosen:
+            return {"total": 0, "offset": offset, "samples": []}
+        with open(folder / NAME, "rb") as file:
+            if needle:
+                chosen = [each for each in chosen if _find_text(read_record(file, each), needle) is not None]
+            chosen = _sort(chosen, sort, descending=order == "down")
+            page = [_show(each, read_record(file, each), needle) for each in chosen[offset : offset + limit]]
+        return {"total": len(chosen), "offset": offset, "samples": page}
+
+    def read_sample(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+        """Return the sample of a `step`, `phase`, `group` and `index` whole.
+
+        `tokens` are its tokens and their values, null if the run has not recorded them. `members` are the indices of
+        its group. ValueError if the file of tokens is damaged, or is not of this sample.
+        """
+        summary, record = self._find(folder, params)
+        tokens = read_row(folder, summary.step, summary.row)
+        if tokens is not None and "weight_version" in tokens["measures"]:
+            written = sum(version >= 0 for version in tokens["measures"]["weight_version"])
+            if written != summary.tokens:
+                raise ValueError(
+                    f"rollouts of step {summary.step}: row {summary.row} has {written} generated tokens, "
+                    f"and {NAME} says {summary.tokens}"
+                )
+        return {
+            **record,
+            "generated": summary.tokens,
+            "tokens": tokens,
+            "members": [
+                each.index
+                for each in self.list_summaries(folder)
+                if (each.step, each.phase, each.group) == (summary.step, summary.phase, summary.group)
+            ],
+        }
+
+    def read_image(self, folder: Path, params: Mapping[str, str]) -> Path:
+        """Return the file of the `image` (counted from 0) that a sample lists, which is named as in `read_sample`.
+
+        FileNotFoundError if it lists no such image, or the file is gone; ValueError if the file is no image.
+        """
+        record = self._find(folder, params)[1]
+        listed, number = record.get("images") or [], read_count(params, "image")
+        if number >= len(listed):
+            raise FileNotFoundError(f"the sample lists {len(listed)} images; there is no image {number}")
+        path = folder / str(listed[number])  # an absolute path stays one
+        find_media_type(path)
+        return path
+
+    def _find(self, folder: Path, params: Mapping[str, str]) -> tuple[SampleSummary, dict[str, Any]]:
+        phase = read_choice(params, "phase", PHASES)
+        step, index = read_count(params, "step"), read_count(params, "index")
+        group = read_count(params, "group", least=None)  # those of evaluations are below 0
+        for summary in self.list_summaries(folder):
+            if (summary.step, summary.phase, summary.group, summary.index) == (step, phase, group, index):
+                with open(folder / NAME, "rb") as file:
+                    return summary, read_record(file, summary)
+        raise FileNotFoundError(f"{NAME} has no sample {index} of group {group} at step {step} ({phase})")
+
+
+def is_flat(samples: Iterable[SampleSummary]) -> bool:
+    """Whether a group has several rewards, all the same: it has no advantage, so nothing is learnt from it."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    return len(rewards) > 1 and min(rewards) == max(rewards)
+
+
+def _summarise(samples: Sequence[SampleSummary]) -> dict[str, Any]:
+    """Return number, mean, lowest and highest reward (null: none has one), mean length, lowest and highest version."""
+    versions = [version for sample in samples for version in sample.versions or ()]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    return {
+        "samples": len(samples),
+        "reward": fmean(rewards) if rewards else None,
+        "reward_range": [min(rewards), max(rewards)] if rewards else None,
+        "tokens": fmean(sample.tokens for sample in samples),
+        "versions": [min(versions), max(versions)] if versions else None,
+    }
+
+
+def _sort(samples: list[SampleSummary], key: str, *, descending: bool) -> list[SampleSummary]:
+    if key == "file":
+        return samples[::-1] if descending else samples
+    if key == "length":
+        return sorted(samples, key=lambda each: each.tokens, reverse=descending)
+    scored = [each for each in samples if each.reward is not None]
+    rest = [each for each in samples if each.reward is None]
+    return [*sorted(scored, key=lambda each: each.reward or 0.0, reverse=descending), *rest]
+
+
+def _list_texts(record: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("response", "prompt"):
+        yield str(record.get(key, ""))
+    for message in record.get("messages") or ():
+        content = message.get("content") or ""
+        yield content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        if calls := message.get("tool_calls"):
+            yield json.dumps(calls, ensure_ascii=False)
+
+
+def _find_text(record: Mapping[str, Any], needle: str) -> str | None:
+    """Return the text around the first place of ``needle``, which is casefolded; None if no text has it."""
+    for text in _list_texts(record):
+        at = text.casefold().find(needle)  # folding may move a few characters, which an excerpt does not mind
+        if at >= 0:
+            start = max(0, at - _EXCERPT // 4)
+            return text[start : start + _EXCERPT]
+    return None
+
+
+def _show(summary: SampleSummary, record: Mapping[str, Any], needle: str) -> dict[str, Any]:
+    names = ("step", "phase", "group", "index", "reward", "status", "tokens", "versions", "turns", "images")
+    shown = {name: getattr(summary, name) for name in names}
+    shown["prompt"] = str(record.get("prompt", ""))[-_EXCERPT:]
+    shown["response"] = str(record.get("response", ""))[:_EXCERPT]
+    return shown | ({"found": _find_text(record, needle)} if needle else {})

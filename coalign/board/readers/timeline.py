@@ -1,0 +1,171 @@
+"""Reads what computed when: the traces of single steps (timeline/step_N.json), and faults that log.txt tells of.
+
+Lanes are the processes of models. With placement.json there are also lanes of devices, on which several models take
+turns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coalign.board.catalog import find_within
+from coalign.board.readers import read_count, read_object
+from coalign.board.readers.placement import find_placement
+
+LOOP = "loop"  # the lane of the engine's phases (coalign.engine.hooks.timeline)
+MOVE = "move"  # a part of a model goes to a device, or leaves it: not computing
+NARROWEST = 2000  # bars narrower than this part of a step are drawn together with their neighbours
+_LOG_BYTES = 16 * 2**20  # of the end of log.txt
+# A kind of event -> what its line in log.txt has.
+_EVENTS = {
+    "lost": " is lost (",
+    "rolled_back": "Continuing from step",
+    "continued": "continuing from ",
+    "asked": "asked to ",
+    "checkpoint": "could not be written",
+    "stopped": "stopping: ",
+    "failed": "the run ended with an error",
+}
+_EVENT = re.compile(
+    rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (INFO|WARNING|ERROR) \S+: (.*(?:"
+    + b"|".join(re.escape(text.encode()) for text in _EVENTS.values())
+    + rb").*)\n"
+)
+
+
+def read_timeline(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+    """Return the steps that have `traces`, and the `events` of log.txt: losses, restarts, rollbacks and failures."""
+    return {"traces": list_traces(folder), "events": list(read_events(find_within(folder, folder / "log.txt")))}
+
+
+def list_traces(folder: Path) -> list[int]:
+    """Return the steps that have a trace, ascending."""
+    numbers = (path.stem.removeprefix("step_") for path in (folder / "timeline").glob("step_*.json"))
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def read_events(path: Path) -> Iterable[dict[str, str]]:
+    """Yield the lines of a log that tell of lost processes, restarts, rollbacks and failures."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+        for line in file:
+            if found := _EVENT.match(line):
+                time, level, message = (part.decode("utf-8", "replace") for part in found.groups())
+                kind = next(kind for kind, words in _EVENTS.items() if words in message)
+                yield {"time": time, "level": level, "kind": kind, "text": message}
+
+
+def read_trace(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+    """Return what was computed in a `step`: `lanes` of processes, and `devices` with the lanes that they have.
+
+    A bar is [start, seconds, name, call, MiB, number of calls]; a wait is [start, seconds, name]. Times are seconds
+    since the step began.
+    """
+    step = read_count(params, "step")
+    if step not in list_traces(folder):
+        raise FileNotFoundError(f"step {step} has no trace; `runtime.timeline_every` says which steps are traced")
+    events = read_object(folder, f"timeline/step_{step}.json").get("traceEvents")
+    if not isinstance(events, list):
+        raise ValueError(f"timeline/step_{step}.json has no list `traceEvents`")
+    whole = max((event["ts"] + event["dur"] for event in events if event["ph"] == "X"), default=0) / 1e6
+    lanes = build_lanes(events, whole)
+    placement = find_placement(folder)
+    return {
+        "step": step,
+        "seconds": whole,
+        "lanes": lanes,
+        "devices": group_by_device(lanes, placement, whole) if placement else [],
+    }
+
+
+def build_lanes(events: Sequence[Mapping[str, Any]], whole: float) -> list[dict[str, Any]]:
+    """Return the lanes of a trace in Chrome's format, models beside each other and the loop first.
+
+    `idle` is the share of ``whole`` seconds in which a lane did not compute; null for the loop.
+    """
+    models = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = {_key(event): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    bars: dict[tuple[int, int], list[list[Any]]] = {key: [] for key in names}
+    waits: dict[tuple[int, int], list[list[Any]]] = {key: [] for key in names}
+    begun: dict[int, Mapping[str, Any]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            arguments = event.get("args", {})
+            call, memory = arguments.get("label", event["name"]), arguments.get("MiB", 0)
+            bars[_key(event)].append([event["ts"] / 1e6, event["dur"] / 1e6, event["name"], call, memory, 1])
+        elif event["ph"] == "b":
+            begun[event["id"]] = event
+        elif event["ph"] == "e" and event["id"] in begun:
+            start = begun[event["id"]]["ts"] / 1e6
+            waits[_key(event)].append([start, event["ts"] / 1e6 - start, event["name"]])
+    lanes = []
+    for key in sorted(names, key=lambda key: (models.get(key[0]) != LOOP, key)):
+        model, process = models.get(key[0], "?"), names[key]
+        if not (own := sorted(bars[key], key=lambda bar: bar[0])):
+            continue  # calls that only wait for others, such as `join`
+        lanes.append(
+            {
+                "model": model,
+                "process": "" if process == model else process,
+                "idle": None if model == LOOP else _compute_idle([own], whole),
+                "bars": merge_narrow(own, whole / NARROWEST),
+                "waits": sorted(waits[key]),
+            }
+        )
+    return lanes
+
+
+def merge_narrow(bars: Sequence[Sequence[Any]], width: float) -> list[list[Any]]:
+    """Join neighbours of one name that are narrower than ``width`` seconds, as are the gaps between them."""
+    merged: list[list[Any]] = []
+    for bar in bars:
+        last = merged[-1] if merged else None
+        if last and last[2:4] == list(bar[2:4]) and bar[1] < width and bar[0] - last[0] - last[1] < width:
+            last[1] = max(last[1], bar[0] + bar[1] - last[0])
+            last[4], last[5] = max(last[4], bar[4]), last[5] + bar[5]
+        else:
+            merged.append(list(bar))
+    return merged
+
+
+def group_by_device(
+    lanes: Sequence[Mapping[str, Any]], placement: Mapping[str, Any], whole: float
+) -> list[dict[str, Any]]:
+    """Return each device with the numbers of its ``lanes``, and the share of ``whole`` in which none computed."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for number, lane in enumerate(lanes):
+        processes = placement["models"].get(lane["model"], {}).get("processes", [])
+        rank = re.search(r"\b(?:rank|replica) (\d+)", lane["process"])
+        own = processes[int(rank[1]) if rank else 0 :][:1]
+        for node, devices in own:
+            for device in devices:
+                found.setdefault((node, device), []).append(number)
+    nodes = placement["nodes"]
+    return [
+        {
+            "node": nodes[node] if node < len(nodes) else str(node),
+            "device": device,
+            "lanes": numbers,
+            "idle": _compute_idle([lanes[number]["bars"] for number in numbers], whole),
+        }
+        for (node, device), numbers in sorted(found.items(), key=lambda item: (item[0][0], len(item[0][1]), item[0][1]))
+    ]
+
+
+def _compute_idle(lanes: Iterable[Iterable[Sequence[Any]]], whole: float) -> float:
+    """Return the share of ``whole`` seconds that no bar but those of moves covers."""
+    bars = sorted((bar[0], bar[0] + bar[1]) for lane in lanes for bar in lane if bar[2] != MOVE)
+    busy, reached = 0.0, 0.0
+    for start, stop in bars:
+        busy += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return max(0.0, 1.0 - busy / whole) if whole else 1.0
+
+
+def _key(event: Mapping[str, Any]) -> tuple[int, int]:
+    return event["pid"], event["tid"]

@@ -1,0 +1,217 @@
+"""The server of the board: the page's files, and JSON of run folders. The table `make_readers` is what to open first.
+
+It holds nothing that a run needs, and reads files only while somebody asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from coalign.board.access import RequestGuard, list_own_names, read_token
+from coalign.board.catalog import RunCatalog
+from coalign.board.readers import Reader
+from coalign.board.readers.checkpoints import read_checkpoints, read_verification
+from coalign.board.readers.configuration import compare_configurations, read_configuration
+from coalign.board.readers.flow import read_flow
+from coalign.board.readers.images import find_media_type
+from coalign.board.readers.log import read_log, read_stalls
+from coalign.board.readers.metrics import CurveReader
+from coalign.board.readers.placement import read_placement
+from coalign.board.readers.sample_lists import SampleReader
+from coalign.board.readers.samples import read_newest_samples
+from coalign.board.readers.timeline import read_timeline, read_trace
+from coalign.board.status import RunSummaries
+from coalign.http_server import (
+    GZipMiddleware,
+    HttpRefusal,
+    Request,
+    Response,
+    Starlette,
+    build_application,
+    build_server,
+    open_listener,
+    read_body,
+)
+from coalign.run_files.control import ControlRequest, read_answer, submit
+
+STATIC = Path(__file__).parent / "static"
+_LARGEST_REQUEST = 1 << 16  # bytes of a request to a run
+_MOST_COMPARED = 12  # runs; there are no more colours that can be told apart
+_THREADS = 2
+_CONNECTIONS = 200
+_TIMEOUT = 60.0  # seconds that a client may take to send a request, or to take its answer
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+
+
+def make_readers() -> dict[str, Reader]:
+    """Return what answers `/api/runs/RUN/NAME`, by name: functions of the run's folder and the request's parameters."""
+    samples = SampleReader()
+    return {
+        "checkpoints": read_checkpoints,
+        "configuration": read_configuration,
+        "flow": read_flow,
+        "image": samples.read_image,
+        "log": read_log,
+        "metrics": CurveReader().read,
+        "placement": read_placement,
+        "sample": samples.read_sample,
+        "sample_groups": samples.read_groups,
+        "sample_page": samples.read_page,
+        "sample_steps": samples.read_steps,
+        "samples": read_newest_samples,
+        "stalls": read_stalls,
+        "timeline": read_timeline,
+        "trace": read_trace,
+        "verification": read_verification,
+    }
+
+
+def serve_board(root: Path, host: str, port: int, token_file: Path | None) -> None:
+    """Serve the board of the runs below ``root`` until SIGINT or SIGTERM.
+
+    Raises ValueError for an address that other machines reach without a token, FileNotFoundError without the directory,
+    and OSError if the port is taken.
+    """
+    token = read_token(token_file) if token_file is not None else None
+    application = build_board(root, token, list_own_names(host))
+    refusal = f"--host: other machines reach {host}, and whoever does could read the runs; give --token-file"
+    listener, address = open_listener(host, port, refusal if token is None else None)
+    listener.listen()
+    note = "" if token is None else f"; open it once with ?token=… (the text in {token_file})"
+    sys.stderr.write(f"board of {root} at {address}{note}\n")
+    build_server(application, timeout=_TIMEOUT, connections=_CONNECTIONS, grace=1.0).run(sockets=[listener])
+
+
+def build_board(root: Path, token: str | None = None, names: tuple[str, ...] = ()) -> Starlette:
+    """Return the application. With a ``token``, requests must bring it, and may ask runs to save, stop or scale."""
+    board = BoardEndpoints(RunCatalog(root), can_control=token is not None)
+    handlers = {
+        ("GET", "/"): board.get_page,
+        ("GET", "/static/{name:path}"): board.get_static,
+        ("GET", "/api/runs"): board.list_runs,
+        ("GET", "/api/compare"): board.compare,
+        ("GET", "/api/runs/{run:path}/{reader}"): board.read_run,
+        ("POST", "/api/runs/{run:path}/control"): board.ask_run,
+    }
+    application = build_application(handlers, lambda status, message: {"error": message}, lifespan=_limit_threads)
+    application.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+    application.add_middleware(RequestGuard, names=names, token=token)
+    return application
+
+
+@contextlib.asynccontextmanager
+async def _limit_threads(_: object) -> AsyncIterator[None]:
+    """Read in few threads: each keeps memory of its own."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "board"))
+    yield
+
+
+class BoardEndpoints:
+    """Answers the requests of the page. Whatever reads files does so in a thread."""
+
+    def __init__(self, catalog: RunCatalog, can_control: bool) -> None:
+        self.catalog = catalog
+        self.can_control = can_control
+        self._summaries = RunSummaries()
+        self._readers = make_readers() | {"state": self._read_state, "answer": _read_answer}
+        self._static = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.is_file()}
+
+    async def get_page(self, request: Request) -> Response:
+        return self._send_static(request, "index.html")
+
+    async def get_static(self, request: Request) -> Response:
+        return self._send_static(request, request.path_params["name"])
+
+    async def list_runs(self, request: Request) -> dict[str, Any]:
+        """Return the summaries of all runs, and whether they can be asked for something."""
+        return await _run(self._list_runs)
+
+    async def compare(self, request: Request) -> dict[str, Any]:
+        """Return what is different between the runs in `runs`, a list in JSON."""
+        return await _run(lambda: self._compare(request.query_params.get("runs", "")))
+
+    async def read_run(self, request: Request) -> dict[str, Any] | Response:
+        """Return what a reader says of a run. A path that it returns is sent as a file."""
+        run, name = request.path_params["run"], request.path_params["reader"]
+        if name not in self._readers:
+            raise HttpRefusal(404, f"nothing is called '{name[:80]}'; there are {', '.join(sorted(self._readers))}")
+        content = await _run(lambda: self._readers[name](self.catalog.find(run), request.query_params))
+        return await asyncio.to_thread(_send_image, content) if isinstance(content, Path) else content
+
+    async def ask_run(self, request: Request) -> dict[str, Any]:
+        """Ask a run for what the body says ({"do": "save"}), and return the request's `id`."""
+        if not self.can_control:
+            raise HttpRefusal(403, "the board only shows runs; start it with --token-file to ask them for something")
+        body = await read_body(request, _LARGEST_REQUEST)
+
+        def ask() -> dict[str, Any]:
+            folder = self.catalog.find(request.path_params["run"])
+            return {"id": submit(folder, ControlRequest.parse(json.loads(body)))}
+
+        return await _run(ask)
+
+    def _list_runs(self) -> dict[str, Any]:
+        runs = []
+        for run in self.catalog.list_ids():
+            try:
+                runs.append({"id": run, **self._summaries.summarise(self.catalog.find(run))})
+            except (OSError, ValueError):  # deleted since the folders were searched
+                continue
+        return {"root": self.catalog.root.name, "can_control": self.can_control, "runs": runs}
+
+    def _compare(self, text: str) -> dict[str, Any]:
+        runs = json.loads(text) if text.startswith("[") else None
+        if not isinstance(runs, list) or not 0 < len(runs) <= _MOST_COMPARED or not all(type(r) is str for r in runs):
+            raise ValueError(f"runs is {text[:80]!r}; expected a list of 1 to {_MOST_COMPARED} runs")
+        return compare_configurations([self.catalog.find(run) for run in runs])
+
+    def _read_state(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+        return self._summaries.summarise(folder) | {"can_control": self.can_control}
+
+    def _send_static(self, request: Request, name: str) -> Response:
+        if name not in self._static:
+            raise HttpRefusal(404, f"there is no file {name[:80]}")
+        path = self._static[name]
+        content = path.read_bytes()
+        tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        if request.headers.get("If-None-Match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, 200, headers, _TYPES.get(path.suffix, "text/plain"))
+
+
+def _read_answer(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+    """Return what became of the request `id`: `results`, None until the run has answered."""
+    results = read_answer(folder, params.get("id", ""))
+    return {"results": None if results is None else [{"done": each.done, "text": each.text} for each in results]}
+
+
+def _send_image(path: Path) -> Response:
+    return Response(path.read_bytes(), 200, {"Cache-Control": "private, max-age=3600"}, find_media_type(path))
+
+
+async def _run(read: Callable[[], Any]) -> Any:
+    """Run a reader in a thread, and turn what it raises into an answer."""
+    try:
+        return await asyncio.to_thread(read)
+    except FileNotFoundError as problem:
+        raise HttpRefusal(404, _describe(problem)) from problem
+    except PermissionError as problem:
+        raise HttpRefusal(403, _describe(problem)) from problem
+    except ValueError as problem:
+        raise HttpRefusal(400, _describe(problem)) from problem
+
+
+def _describe(problem: Exception) -> str:
+    """Return the message, of the operating system's errors without the folders of this machine."""
+    if isinstance(problem, OSError) and problem.filename is not None:
+        return f"{Path(problem.filename).name}: {problem.strerror}"
+    return str(problem)

@@ -1,0 +1,232 @@
+// The shell: header, navigation, polling, keys. A page is a module in pages/ that exports `title` and `render`.
+import {
+  append,
+  bindKey,
+  fill,
+  h,
+  keepSetting,
+  listKeys,
+  makeAddress,
+  PageState,
+  readAddress,
+  request,
+  RequestError,
+  Run,
+} from "./board.js";
+import { makeControls } from "./controls.js";
+import { formatAge, getLanguage, LANGUAGES, setLanguage, t } from "./i18n.js";
+import { makeStatus } from "./status.js";
+
+// Pages of a run, in the order of their tabs: pages/NAME.js with the text `NAME.title`.
+const RUN_PAGES = ["overview", "rollouts", "timeline", "placement", "checkpoints", "goodput", "flow", "log", "configuration"];
+const POLL_MILLISECONDS = 2000;
+
+const app = document.getElementById("app");
+const main = h("main", { id: "main", tabindex: "-1" });
+const header = h("header", { class: "bar" });
+const problem = h("p", { class: "problem", role: "alert", hidden: true });
+const announcer = h("p", { class: "unseen", "aria-live": "polite" });
+const skip = h("a", { class: "skip", href: "#main", onclick: goToContent });
+append(app, [skip, header, problem, main, announcer]);
+
+let shown = { ticket: 0, run: null, update: null, growth: null, showRun: null };
+let busy = false;
+const runs = new Map(); // those that were looked at, with what their pages keep
+
+// ---- what the address shows ------------------------------------------------------------------------------------------
+
+async function show() {
+  const { path, query } = readAddress();
+  const ticket = shown.ticket + 1;
+  const [kind, id, page = "overview"] = path;
+  const run = kind === "run" && id ? (runs.get(id) ?? new Run(id)) : null;
+  if (run) runs.set(id, run);
+  shown = { ticket, run, update: null, growth: null, showRun: null };
+  const name = run ? (RUN_PAGES.includes(page) ? page : "overview") : kind === "compare" ? "compare" : "runs";
+  const state = new PageState(query);
+  const root = h("div", { class: `page page-${name}` });
+  try {
+    const [module] = await Promise.all([
+      import(`./pages/${name}.js`),
+      run && !run.summary ? run.fetch("state").then((summary) => (run.summary = summary)) : null,
+    ]);
+    if (ticket !== shown.ticket) return;
+    const title = t(module.title);
+    document.title = `${run ? `${run.id} · ` : ""}${title} · Coalign`;
+    fill(header, makeHeader(run, name));
+    if (run) {
+      const head = h("div");
+      shown.showRun = makeRunHead(head, run, name);
+      shown.growth = run.summary.growth;
+      fill(main, head, root);
+    } else fill(main, root);
+    bindPageKeys(root, run, name);
+    const update = await module.render(root, run, state);
+    if (ticket !== shown.ticket) return;
+    shown.update = update ?? null;
+    announcer.textContent = title;
+    showProblem(null);
+  } catch (error) {
+    if (ticket !== shown.ticket) return;
+    fill(header, makeHeader(run, name));
+    fill(main, h("p", { class: "empty" }, describe(error)), h("p", {}, h("a", { href: "#/" }, t("shell.all_runs"))));
+    if (!(error instanceof RequestError)) throw error;
+  }
+}
+
+async function poll() {
+  if (busy || document.visibilityState !== "visible") return;
+  busy = true;
+  const { ticket, run } = shown;
+  try {
+    if (run) {
+      const summary = await run.fetch("state");
+      if (ticket !== shown.ticket) return;
+      run.summary = summary;
+      shown.showRun?.();
+      if (summary.growth !== shown.growth && shown.update) {
+        shown.growth = summary.growth;
+        await shown.update();
+      }
+    } else if (shown.update) await shown.update();
+    showProblem(null);
+  } catch (error) {
+    if (ticket !== shown.ticket) return;
+    if (!(error instanceof RequestError)) throw error;
+    showProblem(error);
+  } finally {
+    busy = false;
+  }
+}
+
+function describe(error) {
+  if (!(error instanceof RequestError)) return String(error);
+  return error.status === 0 ? t("shell.no_answer") : error.message;
+}
+
+function showProblem(error) {
+  problem.hidden = error === null;
+  problem.textContent = error === null ? "" : describe(error);
+}
+
+// ---- header ----------------------------------------------------------------------------------------------------------
+
+function makeHeader(run, name) {
+  skip.textContent = t("shell.skip");
+  const language = getLanguage();
+  const other = Object.keys(LANGUAGES).find((each) => each !== language);
+  return [
+    h("a", { class: "brand", href: "#/" }, h("img", { src: "/static/icon.svg", alt: "", width: 20, height: 20 }), "Coalign"),
+    h(
+      "nav",
+      { "aria-label": t("shell.navigation") },
+      h("a", { href: "#/", "aria-current": name === "runs" ? "page" : null }, t("runs.title")),
+      name === "compare" ? h("a", { href: location.hash, "aria-current": "page" }, t("compare.title")) : null,
+      run ? h("span", { class: "crumb", title: run.id }, run.id) : null,
+    ),
+    h(
+      "div",
+      { class: "tools" },
+      h("button", { type: "button", lang: other, onclick: changeLanguage }, LANGUAGES[other]),
+      h("button", { type: "button", onclick: changeTheme, title: t("shell.theme_hint") }, t(`shell.theme_${getTheme()}`)),
+      h("button", { type: "button", onclick: showHelp, "aria-label": t("shell.help") }, "?"),
+    ),
+  ];
+}
+
+/** Draw what stands above all pages of a run, and return the function that draws it anew. */
+function makeRunHead(head, run, name) {
+  const status = h("div", { class: "run-status" });
+  const line = h("p", { class: "step-line", tabindex: 0, role: "region", "aria-label": t("shell.step_line") });
+  const tabs = h(
+    "nav",
+    { class: "tabs", "aria-label": t("shell.pages") },
+    RUN_PAGES.map((each) =>
+      h("a", { href: makeAddress(["run", run.id, each]), "aria-current": each === name ? "page" : null }, t(`${each}.title`)),
+    ),
+  );
+  const controls = run.summary.can_control ? makeControls(run) : null;
+  const draw = () => {
+    const summary = run.summary;
+    fill(
+      status,
+      makeStatus(summary),
+      h("span", {}, t("shell.step", { step: summary.step ?? "–", last: summary.last ?? "–" })),
+      h("span", { class: "quiet" }, summary.algorithm),
+      h("span", { class: "quiet" }, summary.updated ? t("shell.updated", { age: formatAge(summary.now - summary.updated) }) : ""),
+      summary.why ? h("span", { class: "why" }, summary.why) : null,
+    );
+    line.textContent = summary.line;
+    line.hidden = !summary.line;
+    controls?.draw();
+  };
+  draw();
+  append(head, [status, controls?.element, line, tabs]);
+  return draw;
+}
+
+// ---- theme, language, help -------------------------------------------------------------------------------------------
+
+function getTheme() {
+  return document.documentElement.dataset.theme ?? "auto";
+}
+
+function changeTheme() {
+  const next = { auto: "dark", dark: "light", light: "auto" }[getTheme()];
+  if (next === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = next;
+  keepSetting("theme", next);
+  show(); // charts take their colours when they are drawn
+}
+
+function changeLanguage() {
+  const names = Object.keys(LANGUAGES);
+  setLanguage(names[(names.indexOf(getLanguage()) + 1) % names.length]);
+  document.documentElement.lang = getLanguage() === "zh" ? "zh-CN" : "en";
+  show();
+}
+
+function showHelp() {
+  const open = document.querySelector("dialog[open]");
+  if (open) return open.close();
+  const dialog = h(
+    "dialog",
+    { "aria-labelledby": "help-title", onclose: () => dialog.remove() },
+    h("h2", { id: "help-title" }, t("help.title")),
+    h(
+      "dl",
+      { class: "keys" },
+      listKeys().map(({ key, label }) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, t(label))]),
+    ),
+    h("form", { method: "dialog" }, h("button", { autofocus: true }, t("help.close"))),
+  );
+  app.append(dialog);
+  dialog.showModal();
+}
+
+function goToContent(event) {
+  event.preventDefault();
+  main.focus();
+}
+
+function bindPageKeys(root, run, name) {
+  if (!run) return;
+  const go = (by) => {
+    const place = (RUN_PAGES.indexOf(name) + by + RUN_PAGES.length) % RUN_PAGES.length;
+    location.hash = makeAddress(["run", run.id, RUN_PAGES[place]]);
+  };
+  bindKey(root, "]", "help.next_page", () => go(1));
+  bindKey(root, "[", "help.previous_page", () => go(-1));
+}
+
+bindKey(app, "?", "help.help", showHelp);
+bindKey(app, "r", "help.runs", () => (location.hash = "#/"));
+bindKey(app, "d", "help.theme", changeTheme);
+bindKey(app, "l", "help.language", changeLanguage);
+
+document.documentElement.lang = getLanguage() === "zh" ? "zh-CN" : "en";
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => getTheme() === "auto" && show());
+window.addEventListener("hashchange", show);
+document.addEventListener("visibilitychange", poll);
+setInterval(poll, POLL_MILLISECONDS);
+show();

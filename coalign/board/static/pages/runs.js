@@ -1,0 +1,135 @@
+// All runs: how each is doing, and which to compare.
+import { append, bindKey, fill, formatNumber, formatSeconds, h, makeAddress, request } from "../board.js";
+import { formatAge, t } from "../i18n.js";
+import { makeStatus } from "../status.js";
+
+export const title = "runs.title";
+
+const NUMBERS = {
+  reward: ["reward/mean"],
+  eval: ["eval/mean", "eval/loss/accuracy", "eval/loss/value"],
+  loss: ["loss/value"],
+};
+
+export async function render(root, _run, state) {
+  let answer = await request("/api/runs");
+  const chosen = new Set();
+  let order = state.get("order", "age");
+  const search = h("input", {
+    type: "search",
+    "aria-label": t("runs.search_label"),
+    placeholder: t("runs.search_label"),
+    value: state.get("search", ""),
+    oninput: () => {
+      state.set({ search: search.value || null });
+      draw();
+    },
+  });
+  const compare = h("a", { class: "button", hidden: true });
+  const hint = h("span", { class: "quiet" });
+  const table = h("div", { class: "scroll" });
+  append(root, [h("h1", {}, t("runs.title")), h("div", { class: "row" }, search, compare, hint), table]);
+
+  const columns = [
+    { key: "name", cell: (run) => h("a", { href: makeAddress(["run", run.id, "overview"]) }, run.id), value: (run) => run.id },
+    { key: "status", cell: (run) => [makeStatus(run), run.why ? h("div", { class: "why" }, run.why) : null], value: (run) => run.status },
+    { key: "algorithm", cell: (run) => run.algorithm, value: (run) => run.algorithm },
+    { key: "step", cell: (run) => `${run.step ?? "–"} / ${run.last ?? "–"}`, value: (run) => -(run.step ?? -1), number: true },
+    ...["reward", "eval", "loss"].map((key) => ({
+      key,
+      cell: (run) => formatNumber(readNumber(run, key)),
+      value: (run) => (key === "loss" ? 1 : -1) * (readNumber(run, key) ?? (key === "loss" ? Infinity : -Infinity)),
+      number: true,
+    })),
+    { key: "time", cell: (run) => formatSeconds(run.seconds), value: (run) => -(run.seconds ?? 0), number: true },
+    { key: "age", cell: (run) => (run.updated ? formatAge(run.now - run.updated) : "–"), value: (run) => -(run.updated ?? 0), number: true },
+  ];
+
+  function draw() {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const runs = answer.runs.filter((run) => {
+      const text = `${run.id} ${run.algorithm} ${run.status} ${t(`status.${run.status}`)}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    const { value } = columns.find((column) => column.key === order) ?? columns.at(-1);
+    runs.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0));
+    const focused = document.activeElement?.dataset?.run;
+    const kind = document.activeElement?.dataset?.kind;
+    if (!answer.runs.length) fill(table, h("p", { class: "empty" }, t("runs.empty", { root: answer.root })));
+    else if (!runs.length) fill(table, h("p", { class: "empty" }, t("runs.no_match")));
+    else fill(table, h("table", { class: "runs" }, makeHead(), h("tbody", {}, runs.map(makeRow))));
+    if (focused) findRow(focused)?.querySelector(kind === "mark" ? "input" : "a")?.focus();
+    drawComparison();
+  }
+
+  function makeHead() {
+    const cells = columns.map(({ key, number }) =>
+      h(
+        "th",
+        { scope: "col", class: number ? "number" : null, "aria-sort": key === order ? "ascending" : null },
+        h("button", { type: "button", onclick: () => ((order = key), state.set({ order }), draw()) }, t(`runs.${key}`)),
+      ),
+    );
+    return h("thead", {}, h("tr", {}, h("td", { class: "mark" }), cells));
+  }
+
+  function makeRow(run) {
+    const mark = h("input", {
+      type: "checkbox",
+      checked: chosen.has(run.id),
+      "aria-label": t("runs.choose", { run: run.id }),
+      "data-run": run.id,
+      "data-kind": "mark",
+      onchange: () => (toggle(run.id), drawComparison()),
+    });
+    const cells = columns.map(({ key, cell, number }) => {
+      const content = cell(run);
+      if (key === "name") content.dataset.run = run.id;
+      return h("td", { class: number ? "number" : null, "data-label": number || key === "age" ? t(`runs.${key}`) : null }, content);
+    });
+    return h("tr", { "data-run": run.id }, h("td", { class: "mark" }, mark), cells);
+  }
+
+  function toggle(id) {
+    if (!chosen.delete(id)) chosen.add(id);
+  }
+
+  function drawComparison() {
+    const count = chosen.size;
+    compare.hidden = count < 2;
+    compare.href = makeAddress(["compare"], { runs: JSON.stringify([...chosen]) });
+    compare.textContent = t("runs.compare", { count });
+    hint.textContent = count < 2 && answer.runs.length > 1 ? t("runs.compare_hint") : "";
+  }
+
+  const findRow = (id) => [...table.querySelectorAll("tbody tr")].find((row) => row.dataset.run === id);
+
+  function move(by) {
+    const rows = [...table.querySelectorAll("tbody tr")];
+    const at = rows.findIndex((row) => row.contains(document.activeElement));
+    const next = rows[Math.max(0, Math.min(rows.length - 1, at < 0 ? (by > 0 ? 0 : rows.length - 1) : at + by))];
+    next?.querySelector("a")?.focus();
+  }
+
+  const focusedRun = () => document.activeElement?.closest?.("tr[data-run]")?.dataset.run;
+  bindKey(root, "j", "runs.down", () => move(1));
+  bindKey(root, "k", "runs.up", () => move(-1));
+  bindKey(root, "o", "runs.open", () => focusedRun() && (location.hash = makeAddress(["run", focusedRun(), "overview"])));
+  bindKey(root, "x", "runs.mark", () => {
+    const id = focusedRun();
+    if (id) (toggle(id), draw());
+  });
+  bindKey(root, "c", "runs.open_comparison", () => chosen.size > 1 && (location.hash = compare.getAttribute("href")));
+  bindKey(root, "/", "runs.search", () => search.focus());
+
+  draw();
+  return async () => {
+    answer = await request("/api/runs");
+    draw();
+  };
+}
+
+function readNumber(run, kind) {
+  for (const name of NUMBERS[kind]) if (run.numbers[name] !== undefined) return run.numbers[name];
+  return null;
+}

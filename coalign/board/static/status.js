@@ -1,0 +1,15 @@
+// How a run is doing, as a chip.
+import { h } from "./board.js";
+import { t } from "./i18n.js";
+
+const SIGNS = { running: "▶", stalled: "⏸", ended: "✓", failed: "✕" };
+
+/** A chip with the status; its sign and word say it, not its colour alone. */
+export function makeStatus(summary) {
+  return h("span", { class: `status ${summary.status}` }, `${SIGNS[summary.status]} ${t(`status.${summary.status}`)}`);
+}
+
+/** Whether a run can be asked for something. */
+export function isGoing(summary) {
+  return summary.status === "running" || summary.status === "stalled";
+}

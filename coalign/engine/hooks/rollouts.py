@@ -1,0 +1,137 @@
+"""Writes the tokens of the logged samples of a step beside samples.jsonl; coalign.run_files.rollouts has the format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coalign.data.batch import Batch
+from coalign.data.templates import decode
+from coalign.files import Sink, describe_problem
+from coalign.run_files.rollouts import (
+    FOLDER,
+    LoggedRollouts,
+    find_rollouts,
+    list_rollout_steps,
+    read_rollouts,
+    write_rollouts,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+MOST_BYTES = 1 << 30  # of all files of a run together
+_WORD_START = "\u2581"  # begins a word in SentencePiece's pieces; decoded alone, a token loses this space
+# Columns that have a value where a token is trained on -> their names in the file.
+_TRAINED = {
+    "old_logprobs": "trainer_logprob",
+    "ref_logprobs": "reference_logprob",
+    "advantages": "advantage",
+}
+
+
+class RolloutFiles:
+    """Keeps the logged samples of the newest ``keep`` steps of a run as files, at most MOST_BYTES of them.
+
+    A thread writes, so no step waits for the disk; a disk that is full or away does not stop a run.
+    """
+
+    def __init__(self, run: Path, keep: int) -> None:
+        self.run = run
+        self.keep = keep
+        self._pieces: dict[int, str] = {}  # of every token that was written
+        self._sink = Sink(str(run / FOLDER))
+        self._writer = ThreadPoolExecutor(1, "coalign-rollouts")
+
+    def add(self, step: int, batches: Sequence[Batch], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Add the rows of some batches to the file of a step."""
+        if not self.keep or not any(map(len, batches)):
+            return
+        parts = [select_columns(batch, self._decode_pieces(batch, tokenizer)) for batch in batches]
+        self._writer.submit(self._write, step, parts).add_done_callback(_report_problem)
+
+    def cut(self, step: int) -> None:
+        """Delete the files of later steps, which will be made again."""
+        self._writer.submit(self._delete_later, step).add_done_callback(_report_problem)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._writer.shutdown()
+
+    def _decode_pieces(self, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+        tokens = batch["tokens"].unique().tolist()
+        self._pieces |= {token: decode_piece(tokenizer, token) for token in tokens if token not in self._pieces}
+        return {token: self._pieces[token] for token in tokens}
+
+    def _write(self, step: int, parts: list[LoggedRollouts]) -> None:
+        path = find_rollouts(self.run, step)
+        with self._sink.survive():
+            path.parent.mkdir(exist_ok=True)
+            if path.exists():  # the evaluation after the same step
+                parts = [read_rollouts(path), *parts]
+            write_rollouts(path, step, reduce(LoggedRollouts.extend, parts))
+            self._delete(list_excess(self.run, self.keep))
+
+    def _delete_later(self, step: int) -> None:
+        with self._sink.survive():
+            self._delete(later for later in list_rollout_steps(self.run) if later > step)
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            find_rollouts(self.run, step).unlink(missing_ok=True)
+
+
+def list_excess(run: Path, keep: int, most_bytes: int = MOST_BYTES) -> list[int]:
+    """Return the oldest steps beyond the newest ``keep``, and beyond those whose files have ``most_bytes`` together."""
+    steps, size = list_rollout_steps(run), 0
+    for kept, step in enumerate(reversed(steps)):
+        size += find_rollouts(run, step).stat().st_size
+        if kept == keep or (size > most_bytes and kept):  # the newest one stays, however large
+            return steps[: len(steps) - kept]
+    return []
+
+
+def select_columns(batch: Batch, pieces: dict[int, str]) -> LoggedRollouts:
+    """Return what a file keeps of a batch (with ``prompt_length``)."""
+    trained = batch["loss_mask"]
+    versions = batch.get("versions")
+    columns = {"loss_mask": trained.to(torch.uint8)}
+    if versions is not None:
+        columns["weight_version"] = versions
+    if (logprobs := batch.get("rollout_logprobs")) is not None:
+        columns["logprob"] = _blank(logprobs, trained if versions is None else versions >= 0)
+    for name, public in _TRAINED.items():
+        if (values := batch.get(name)) is not None:
+            columns[public] = _blank(values, trained)
+    return LoggedRollouts(
+        batch["tokens"].numpy(),
+        batch.offsets[1:].numpy(),
+        batch["prompt_length"].numpy(),
+        {name: column.numpy() for name, column in columns.items()},
+        pieces,
+    )
+
+
+def decode_piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Return the text of one token alone, with the space that begins a word."""
+    text, piece = decode(tokenizer, [token]), tokenizer.convert_ids_to_tokens(token)
+    has_lost_space = isinstance(piece, str) and piece.startswith(_WORD_START) and not text.startswith(" ")
+    return f" {text}" if has_lost_space else text
+
+
+def _blank(values: Tensor, known: Tensor) -> Tensor:
+    """Return ``values`` as f32, with NaN where nothing is known."""
+    return torch.where(known, values.float(), torch.nan)
+
+
+def _report_problem(written: Future[None]) -> None:
+    if problem := written.exception():  # a run without these files is better than none
+        log.error("the roll-outs of a step are not kept: %s", describe_problem(problem))

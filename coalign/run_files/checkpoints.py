@@ -1,0 +1,55 @@
+"""Checkpoints as files: which directories there are, and whether one holds what was written.
+
+A checkpoint is ``checkpoints/step_N/`` of a run folder, and has a ``manifest.json`` with the size and the SHA-256 of
+every other file. It is written last (coalign.engine.hooks.checkpoint_folder), so without it there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from coalign.files import describe_problem, hash_file, read_json_object
+
+MANIFEST = "manifest.json"
+MEMORY = Path("/dev/shm")  # checkpoints in memory, each run in a folder `coalign-USER-HASH`
+RUN = "run"  # in such a folder: a link to the folder of the run
+
+
+class CorruptCheckpoint(OSError):
+    """A checkpoint whose files do not match its manifest."""
+
+
+def find_step(path: Path) -> int:
+    """Return the step of a checkpoint's directory; -1 for any other."""
+    number = path.name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Return the steps that have a checkpoint's directory below this one, ascending, complete or not."""
+    return sorted(step for path in directory.glob("step_*") if (step := find_step(path)) >= 0)
+
+
+def read_manifest(path: Path) -> dict[str, tuple[int, str | None]]:
+    """Return size and SHA-256 of each file of a checkpoint (None: of one in memory). Raises CorruptCheckpoint."""
+    try:
+        files: dict[str, Any] = read_json_object(path / MANIFEST)["files"]
+        return {name: (entry["size"], entry.get("sha256")) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CorruptCheckpoint(f"{path} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
+
+
+def verify_checkpoint(path: Path, *, hashes: bool = True) -> None:
+    """Check every file against the manifest. Raises CorruptCheckpoint naming the first file that differs.
+
+    Without ``hashes`` only names and sizes are compared, and no contents are read.
+    """
+    for name, (length, digest) in read_manifest(path).items():
+        if not os.path.isfile(path / name):
+            raise CorruptCheckpoint(f"{path}: {name} is missing")
+        if (size := (path / name).stat().st_size) != length:
+            raise CorruptCheckpoint(f"{path}: {name} has {size} bytes, {length!r:.30} were written")
+        if hashes and digest is not None and hash_file(path / name) != digest:
+            raise CorruptCheckpoint(f"{path}: the contents of {name} have changed since they were written")

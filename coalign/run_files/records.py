@@ -1,0 +1,138 @@
+"""Reads files of lines while a run appends to them: metrics.jsonl, samples.jsonl, log.txt.
+
+A reader goes on at the byte where it ended. A run that is resumed or rolled back replaces a file by a shorter one; then
+everything is read again. Lines end at `\\n` alone, and one that is not complete yet is left for the next look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Generic, TypeVar
+
+CHUNK = 1 << 22  # bytes read at once
+_TAIL = 64  # bytes before the position that must be as they were
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePosition:
+    """Where reading ended: after ``offset`` bytes of the file with this ``inode``, the last of which are ``tail``."""
+
+    inode: int = 0
+    offset: int = 0
+    tail: bytes = b""
+
+
+START = FilePosition()
+
+
+@dataclass(frozen=True, slots=True)
+class FileGrowth:
+    """The complete ``lines`` that follow a position, without their ends, and the ``position`` after them.
+
+    ``replaced``: the file is another one than before, so these lines are its first, and what was read of it is void.
+
+    Example: everything that a file holds now.
+        lines = [line for growth in follow_growth(path, START) for line in growth.lines]
+    """
+
+    lines: list[bytes]
+    position: FilePosition
+    replaced: bool = False
+
+
+def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> FileGrowth:
+    """Read what was added to a file after ``position``: at most ``chunk`` bytes, or one line. A missing file is empty.
+
+    Raises OSError if it cannot be read.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (closed below)
+    except FileNotFoundError:
+        return FileGrowth([], START, replaced=position.offset > 0)
+    with file:
+        inode = os.fstat(file.fileno()).st_ino
+        replaced = position.offset > 0 and not _has_position(file, inode, position)
+        start = START if replaced else position
+        file.seek(start.offset)
+        data = file.read(chunk)
+        while data and b"\n" not in data and (more := file.read(chunk)):
+            data += more
+    data = data[: data.rfind(b"\n") + 1]
+    after = FilePosition(inode, start.offset + len(data), (start.tail + data)[-_TAIL:])
+    return FileGrowth(data[:-1].split(b"\n") if data else [], after, replaced)
+
+
+def _has_position(file: IO[bytes], inode: int, position: FilePosition) -> bool:
+    """Whether a position is one of this file. Inodes are used again, so the bytes before it count, too."""
+    file.seek(position.offset - len(position.tail))
+    return inode == position.inode and file.read(len(position.tail)) == position.tail
+
+
+def follow_growth(path: Path, position: FilePosition) -> Iterator[FileGrowth]:
+    """Yield what was added to a file after ``position``, chunk by chunk, until there is no more for now."""
+    growth = read_growth(path, position)
+    while growth.lines or growth.replaced:
+        yield growth
+        growth = read_growth(path, growth.position)
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line of metrics.jsonl or samples.jsonl; None if it is damaged, or has no `step`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of metrics.jsonl or samples.jsonl in order; damaged and unfinished lines are left out."""
+    for growth in follow_growth(path, START):
+        if growth.replaced:  # by a run that has just begun
+            return
+        yield from filter(None, map(parse_record, growth.lines))
+
+
+def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite metrics of a record as floats (metrics.jsonl writes NaN as null)."""
+    return {k: float(v) for k, v in record.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
+
+
+class FollowedFile(Generic[Value]):
+    """Follows a file of lines; ``values`` is what ``parse`` makes of them, at most the newest ``limit``.
+
+    Lines of which it makes None are left out.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], Value | None], limit: int | None = None) -> None:
+        self.path = path
+        self.values: deque[Value] = deque(maxlen=limit)
+        self._parse = parse
+        self._position = START
+
+    def update(self) -> bool:
+        """Read what was added since the last time; return whether ``values`` may have changed."""
+        changed = False
+        for growth in follow_growth(self.path, self._position):
+            self._position, changed = growth.position, True
+            if growth.replaced:
+                self.values.clear()
+            self.values.extend(value for line in growth.lines if (value := self._parse(line)) is not None)
+        return changed
+
+
+def follow_records(path: Path, limit: int | None = None) -> FollowedFile[dict[str, Any]]:
+    """Follow metrics.jsonl or samples.jsonl: the objects of its lines that have a `step`."""
+    return FollowedFile(path, parse_record, limit)
+
+
+def follow_text(path: Path, limit: int | None = None) -> FollowedFile[str]:
+    """Follow log.txt."""
+    return FollowedFile(path, lambda line: line.decode(errors="replace"), limit)

@@ -1,0 +1,101 @@
+"""The tokens of the samples that a run logs, with what is known of each: `rollouts/step_N.safetensors`.
+
+A file has the rows that samples.jsonl has of that step, in the same order. Any reader of safetensors reads it:
+
+- `tokens` i32[T]: prompt and response of each row, rows end to end; `row_ends` i64[R]: where each row ends;
+  `prompt_length` i32[R].
+- of each token, as far as the step has them: `logprob` (the sampler's), `trainer_logprob` (before the step's first
+  update), `reference_logprob`, `advantage`, f32[T], NaN where there is none; `loss_mask` u8[T];
+  `weight_version` i32[T], -1 for a token that was not generated.
+- metadata: `pieces`, a JSON object with the text of each token id alone; `step`; `format`, "1".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from coalign.files import describe_problem, write_atomically
+
+FOLDER = "rollouts"
+FORMAT = "1"
+# Columns with a value for each token -> what stands where there is none.
+MISSING = {
+    "logprob": np.float32(np.nan),
+    "trainer_logprob": np.float32(np.nan),
+    "reference_logprob": np.float32(np.nan),
+    "advantage": np.float32(np.nan),
+    "loss_mask": np.uint8(0),
+    "weight_version": np.int32(-1),
+}
+
+
+@dataclass(frozen=True)
+class LoggedRollouts:
+    """Rows of one step: ``tokens`` i32[T], ``row_ends`` i64[R], ``prompt_length`` i32[R].
+
+    ``columns`` has arrays [T] by the names of MISSING. ``pieces`` are the texts of the token ids.
+    """
+
+    tokens: np.ndarray
+    row_ends: np.ndarray
+    prompt_length: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    pieces: Mapping[int, str]
+
+    def extend(self, other: LoggedRollouts) -> LoggedRollouts:
+        """Return these rows and those of ``other``; a column that one of them lacks has no values there."""
+        names = [name for name in MISSING if name in self.columns or name in other.columns]
+        columns = {name: np.concatenate([self._get(name), other._get(name)]) for name in names}
+        return replace(
+            self,
+            tokens=np.concatenate([self.tokens, other.tokens]),
+            row_ends=np.concatenate([self.row_ends, other.row_ends + len(self.tokens)]),
+            prompt_length=np.concatenate([self.prompt_length, other.prompt_length]),
+            columns=columns,
+            pieces={**self.pieces, **other.pieces},
+        )
+
+    def _get(self, name: str) -> np.ndarray:
+        return self.columns.get(name, np.full(len(self.tokens), MISSING[name]))
+
+
+def find_rollouts(run: Path, step: int) -> Path:
+    """Return the path of a step's file."""
+    return run / FOLDER / f"step_{step}.safetensors"
+
+
+def list_rollout_steps(run: Path) -> list[int]:
+    """Return the steps that have a file, ascending."""
+    names = [path.stem.removeprefix("step_") for path in (run / FOLDER).glob("step_*.safetensors")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def write_rollouts(path: Path, step: int, rollouts: LoggedRollouts) -> None:
+    """Replace the file of a step. Raises OSError."""
+    own = {"tokens": rollouts.tokens, "row_ends": rollouts.row_ends, "prompt_length": rollouts.prompt_length}
+    pieces = {str(token): text for token, text in rollouts.pieces.items()}
+    metadata = {"pieces": json.dumps(pieces, ensure_ascii=False), "step": str(step), "format": FORMAT}
+    with write_atomically(path) as aside:
+        save_file({**own, **rollouts.columns}, aside, metadata)
+
+
+def read_rollouts(path: Path) -> LoggedRollouts:
+    """Read the file of a step. Raises FileNotFoundError, and ValueError for a file of another kind."""
+    try:
+        with safe_open(path, "numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
+        pieces = {int(token): text for token, text in json.loads(metadata["pieces"]).items()}
+        own = [arrays.pop(name) for name in ("tokens", "row_ends", "prompt_length")]
+    except (SafetensorError, ValueError, KeyError, AttributeError) as problem:
+        raise ValueError(f"{path} holds no roll-outs: {describe_problem(problem)}") from problem
+    return LoggedRollouts(*own, {name: arrays[name] for name in MISSING if name in arrays}, pieces)

@@ -1,0 +1,111 @@
+"""A board in a process of its own, and a headless Chromium that looks at it. Without one, its tests are skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@dataclass
+class StartedBoard:
+    """A board that runs: its address, and the process that serves it."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def read_status(self, name: str) -> int:
+        """Return a number of /proc/PID/status, such as VmRSS in KiB."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name}:"))
+
+    def read_cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture
+def start_board() -> Iterator[Callable[..., StartedBoard]]:
+    """Return a function that starts a board of a directory; all are stopped at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(root: Path, *options: str) -> StartedBoard:
+        command = [sys.executable, "-m", "coalign.cli", "board", str(root), "--port", "0", *options]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert " at http://" in line, line
+        return StartedBoard(line.split(" at ")[1].split(";")[0].strip(), process)
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.communicate(timeout=20)
+        assert process.returncode in (0, -15, 143), process.returncode
+
+
+@pytest.fixture
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium, which looks at the board (apt-get install chromium)")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+class WatchedPage:
+    """A page, whose errors and requests are noted: `problems`, and `requests` with the bytes of their answers."""
+
+    def __init__(self, browser, **options) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "locale": "en-GB", **options})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", self._note_console)
+        self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
+        self.page.on("requestfailed", self._note_failure)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def _note_console(self, message) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(f"{message.type}: {message.text}")
+
+    def _note_failure(self, request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # of a page that was left
+            self.problems.append(f"{request.url}: {request.failure}")
+
+    def show(self, address: str) -> None:
+        """Open an address, and wait for its page."""
+        self.page.goto(address)
+        self.page.locator("main .page").first.wait_for()
+        self.page.wait_for_load_state("networkidle")
+
+    def check(self, board: StartedBoard) -> None:
+        """Nothing went wrong, and nobody but the board was asked."""
+        assert not self.problems, "\n".join(self.problems)
+        assert all(url.startswith((board.url, "data:")) for url in self.requests), self.requests
+
+
+@pytest.fixture
+def open_page(browser) -> Iterator[Callable[..., WatchedPage]]:
+    opened: list[WatchedPage] = []
+
+    def open_one(**options) -> WatchedPage:
+        opened.append(WatchedPage(browser, **options))
+        return opened[-1]
+
+    yield open_one
+    for each in opened:
+        each.context.close()
