@@ -20,7 +20,6 @@ REFRESH_SECONDS = 1.0
 PLOTS_SHOWN = 4  # at once
 SAMPLES_SHOWN = 50
 _COLUMNS = ("metric", "last", "step before", "first")
-_PAGES = ("curves", "metrics", "samples", "log")
 
 
 class WatchScreen(App[None]):
@@ -30,6 +29,8 @@ class WatchScreen(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     #state, #step, #goodput { height: auto; padding: 0 1; }
+    #pages, ContentSwitcher, TabPane { height: 1fr; }
+    TabPane { padding: 0 1; }
     #state { text-style: bold; }
     #plots { grid-size: 2 2; grid-gutter: 0 1; }
     #search { display: none; height: 3; }
@@ -42,7 +43,7 @@ class WatchScreen(App[None]):
         Binding("l", "show_page('log')", "Log"),
         Binding("n", "turn_plots", "Next curves"),
         Binding("slash", "search", "Search samples"),
-        Binding("escape", "end_search", "End search", show=False),
+        Binding("escape", "end_search", "End search"),
         Binding("q", "quit", "Quit"),
     ]
 
@@ -50,6 +51,7 @@ class WatchScreen(App[None]):
         super().__init__()
         self.view = view
         self._first_plot = 0
+        self._is_searching = False
 
     def compose(self) -> ComposeResult:
         yield Static(id="state", markup=False)
@@ -80,6 +82,10 @@ class WatchScreen(App[None]):
 
     # ---- keys ------------------------------------------------------------------------------------------------------
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
+        """Whether a key does anything now."""
+        return action != "end_search" or self._is_searching
+
     def action_show_page(self, page: str) -> None:
         self.query_one("#pages", TabbedContent).active = page
         focus = {"metrics": "#table", "samples": "#scroll", "log": "#lines"}.get(page)
@@ -93,15 +99,18 @@ class WatchScreen(App[None]):
 
     def action_search(self) -> None:
         self.action_show_page("samples")
-        search = self.query_one("#search", Input)
-        search.add_class("open")
-        search.focus()
+        self._open_search(True)
+        self.query_one("#search").focus()
 
     def action_end_search(self) -> None:
-        search = self.query_one("#search", Input)
-        search.remove_class("open")
-        search.value = ""
+        self._open_search(False)
+        self.query_one("#search", Input).value = ""
         self.query_one("#scroll").focus()
+
+    def _open_search(self, is_open: bool) -> None:
+        self._is_searching = is_open
+        self.query_one("#search").set_class(is_open, "open")
+        self.refresh_bindings()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self._show_samples()
@@ -144,7 +153,8 @@ class WatchScreen(App[None]):
 
     def _show_samples(self) -> None:
         found = list(self.view.find_samples(self.query_one("#search", Input).value))
-        text = Text(f"{len(found)} samples, the newest first\n" if found else "no samples\n", style="dim")
+        count = f"{len(found)} sample{'s' if len(found) > 1 else ''}, the newest first" if found else "no samples"
+        text = Text(f"{count}\n", style="dim")
         for sample in found[:SAMPLES_SHOWN]:
             text.append_text(format_sample(sample))
         self.query_one("#shown", Static).update(text)
