@@ -44,7 +44,12 @@ def try_commands(folder: Path, coalign: list[str], environment: dict[str, str]) 
     version = run([*coalign, "--version"], folder, environment).strip()
     assert "grpo" in run([*coalign, "recipes"], folder, environment)
     write_task(folder, coalign, environment)
-    settings = ["reward=exact_match", "output=run", "data.chat_template=none", "models.policy.sampling.max_new_tokens=4"]
+    settings = [
+        "reward=exact_match",
+        "output=run",
+        "data.chat_template=none",
+        "models.policy.sampling.max_new_tokens=4",
+    ]
     settings += [f"runtime.steps={STEPS}", "runtime.prompts_per_step=2", "runtime.samples_per_prompt=2"]
     run([*coalign, "check", "run.yaml", *settings], folder, environment)
     run([*coalign, "train", "run.yaml", *settings], folder, environment)

