@@ -57,6 +57,7 @@ def record_run(folder: Path) -> None:
     os.chdir(folder)
     with stopping_after(2):
         run(build_run())
+    Path("run/.lock").unlink()
 
 
 def write(path: Path, text: str) -> None:
