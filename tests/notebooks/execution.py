@@ -22,12 +22,17 @@ def execute(path: Path, folder: Path) -> NotebookNode:
     from nbclient import NotebookClient
 
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("runs"))
-    os.environ |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        **{"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        "DS_ACCELERATOR": "cpu",  # DeepSpeed, where it is installed, says otherwise that it has found no GPU
+        "PYTHONWARNINGS": "ignore:IProgress",  # tqdm's, where there are no widgets
+    }
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
         notebook,
         timeout=300,
         record_timing=False,
+        coalesce_streams=True,  # they come in pieces that differ from run to run
         resources={"metadata": {"path": str(folder / "examples" / "notebooks")}},
     ).execute()
     notebook.metadata = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import nbformat
 import pytest
 
@@ -21,6 +23,7 @@ def test_a_notebook_is_valid_small_and_executed_from_top_to_bottom(path):
     assert not [kind for outputs in describe_outputs(notebook) for kind, *_ in outputs if kind == "error"]
     assert notebook.metadata.coalign.code == hash_code(notebook), "run python -m tests.notebooks.execution"
     text = path.read_text(encoding="utf-8")
+    assert "u001b" not in text and not re.search(r"\\r(?!\\n)", text)  # a notebook is no terminal
     assert len(text) < 100_000
     assert "/tmp" not in text and "/home" not in text and "site-packages" not in text  # nor paths of one machine
 
