@@ -57,7 +57,8 @@ def record_run(folder: Path) -> None:
     os.chdir(folder)
     with stopping_after(2):
         run(build_run())
-    Path("run/.lock").unlink()
+    for link in (".lock", "model"):  # archives of source files hold no links
+        Path("run", link).unlink()
 
 
 def write(path: Path, text: str) -> None:

@@ -61,6 +61,7 @@ def try_commands(folder: Path, coalign: list[str], environment: dict[str, str]) 
 
 def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
     """Run a command in ``folder``; return what it printed. RuntimeError with its output if it fails."""
+    environment = environment or {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
