@@ -129,3 +129,5 @@ def test_the_version_and_completion_are_there():
     said = CliRunner().invoke(app, ["--version"])
     assert (said.exit_code, said.output.strip()) == (0, f"coalign {version('coalign')}")
     assert "--install-completion" in CliRunner().invoke(app, ["--help"]).output
+    asked = {"_COALIGN_COMPLETE": "complete_bash", "COMP_WORDS": "coalign init gr", "COMP_CWORD": "2"}
+    assert CliRunner().invoke(app, [], prog_name="coalign", env=asked).output.split() == ["grpo"]
