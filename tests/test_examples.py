@@ -1,4 +1,4 @@
-"""What a stranger does first: the commands of README.md and the tutorial, in their order, in an empty folder."""
+"""What a stranger does first: the commands of docs/commands.md and the tutorial, in their order, in an empty folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from examples.word_problems import PATTERNS, solve, spoil, write_files
 from tests.rewards.samples import sample
 from tests.runs import ROOT
 
-PAGES = ("README.md", "docs/tutorials/rlhf.md")
+PAGES = ("docs/commands.md", "docs/tutorials/rlhf.md")
 SHORT = "runtime.steps=2 runtime.eval_prompts=4 runtime.eval_at_start=false runtime.plots=false"
 
 
@@ -129,3 +129,5 @@ def test_the_version_and_completion_are_there():
     said = CliRunner().invoke(app, ["--version"])
     assert (said.exit_code, said.output.strip()) == (0, f"coalign {version('coalign')}")
     assert "--install-completion" in CliRunner().invoke(app, ["--help"]).output
+    asked = {"_COALIGN_COMPLETE": "complete_bash", "COMP_WORDS": "coalign init gr", "COMP_CWORD": "2"}
+    assert CliRunner().invoke(app, [], prog_name="coalign", env=asked).output.split() == ["grpo"]

@@ -46,7 +46,7 @@ from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import StructureRecord, describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
-from coalign.report.plots import plot_run
+from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
 from coalign.report.trackers import start_trackers
 from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.types import Stats
@@ -164,6 +164,8 @@ def _learn(
     recovery.forget_others(checkpoint)
     if remote:
         remote.begin_run(-1 if checkpoint is None else engine.step)
+    if runtime.plots and not can_plot():
+        log.warning("runtime.plots: no curves will be drawn: %s", NEEDS_MATPLOTLIB)
     first = engine.step
     folder.begin(dump(config), engine.step)
     record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
@@ -188,7 +190,7 @@ def _learn(
     record.close(failed=False)
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
-    if runtime.plots:
+    if runtime.plots and can_plot():
         with Sink("plots").survive():
             plot_run(folder.path)
     display.finish(folder.path, flatten_stats(goodput.measure()))

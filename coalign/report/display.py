@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -62,8 +63,11 @@ class Display:
     """
 
     def __init__(self, *, quiet: bool = False, out: Console | None = None, err: Console | None = None) -> None:
-        # A response may hold [brackets] and :colons:. A notebook is no terminal: it gets the lines that a pipe gets.
-        plain = partial(_Console, markup=False, emoji=False, highlight=False, force_jupyter=False)
+        # A response may hold [brackets] and :colons:. A notebook is no terminal, although its kernel asks for colours:
+        # it gets the lines that a pipe gets.
+        terminal = False if "ipykernel" in sys.modules else None
+        settings = {"markup": False, "emoji": False, "highlight": False}
+        plain = partial(_Console, **settings, force_jupyter=False, force_terminal=terminal)
         self.out = out or plain()
         self.err = err or plain(stderr=True)
         self.quiet = quiet

@@ -9,6 +9,7 @@ import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +28,31 @@ _COLORS = (
 )
 
 
-def new_figure(title: str, unit: str, height: float = 4.2) -> tuple[Figure, Axes]:
-    """Return a figure of ``height`` inches and its axes, in the style of all pictures."""
+NEEDS_MATPLOTLIB = "matplotlib draws pictures, and is not installed: pip install 'coalign[plots]'"
+
+
+def can_plot() -> bool:
+    """Return whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def open_figure(width: float, height: float, **settings: Any) -> Figure:
+    """Return an empty figure of ``width`` and ``height`` inches. Raises ImportError without matplotlib."""
+    if not can_plot():
+        raise ImportError(NEEDS_MATPLOTLIB)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(7.5, height))  # not pyplot: no global state, no display needed
+    figure = Figure(figsize=(width, height), **settings)  # not pyplot: no global state, no display needed
     FigureCanvasAgg(figure)
+    return figure
+
+
+def new_figure(title: str, unit: str, height: float = 4.2) -> tuple[Figure, Axes]:
+    """Return a figure of ``height`` inches and its axes, in the style of all pictures."""
+    figure = open_figure(7.5, height)
+    from matplotlib.ticker import MaxNLocator  # there, as open_figure has found
+
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel("step")
@@ -186,13 +204,13 @@ _ROW = 0.32  # inches
 
 def plot_timeline(trace: Path, picture: Path) -> Path:
     """Draw a trace of coalign.engine.hooks.timeline; return ``picture``. Waiting is a thin line before a call's bar."""
-    from matplotlib.ticker import AutoLocator
-
     events = json.loads(trace.read_text())["traceEvents"]
     rows = _timeline_rows(events)
     names = list(dict.fromkeys(event["name"] for event in events if event["ph"] == "X"))
     colors = dict(zip(names, pick_colors(len(names)), strict=True))
     figure, axes = new_figure(f"Timeline of {trace.stem.replace('_', ' ')}", "", height=1.2 + _ROW * len(rows))
+    from matplotlib.ticker import AutoLocator  # there, as new_figure has found
+
     for name in names:
         bars = [event for event in events if event["ph"] == "X" and event["name"] == name]
         axes.barh(

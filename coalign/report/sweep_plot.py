@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.report.plots import Curve, new_figure, pick_colors, save_figure
+from coalign.report.plots import Curve, new_figure, open_figure, pick_colors, save_figure
 
 MOST_NAMES = 16  # in a legend
 
@@ -37,11 +37,7 @@ def plot_curves(curves: Mapping[str, Curve], metric: str, best: str, path: Path)
 def plot_settings(points: Mapping[str, Sequence[tuple[Any, float]]], metric: str, path: Path) -> Path:
     """Draw, for each setting, the last value of each trial over what it was set to. Other values than numbers are
     names on the axis; a setting over more than a factor of 30 has a logarithmic one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * len(points), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = open_figure(4.2 * len(points), 3.6, layout="constrained")
     for number, (key, pairs) in enumerate(points.items()):
         axes = figure.add_subplot(1, len(points), number + 1)
         settings, values = [setting for setting, _ in pairs], [value for _, value in pairs]

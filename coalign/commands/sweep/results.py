@@ -14,6 +14,7 @@ from coalign.commands.sweep.space import format_setting
 from coalign.commands.sweep.state import SweepState, SweepTrial
 from coalign.config.schema import SweepConfig
 from coalign.report.display import Display
+from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot
 from coalign.report.step_line import format_number
 from coalign.report.sweep_plot import plot_curves, plot_settings
 from coalign.run_files.records import read_records
@@ -39,6 +40,19 @@ def show_results(config: SweepConfig, state: SweepState, display: Display) -> No
     if best is None:
         display.show(f"no trial has a value of {config.metric}")
         return
+    settings = ", ".join(f"{key}={format_setting(value)}" for key, value in best.settings.items())
+    display.show(f"best: {best.name}, {config.metric} {format_number(best.value or 0.0)} at step {best.step}")
+    display.show(f"      {settings}")
+    model = state.folder / best.name / "model"
+    if model.exists():
+        display.show(f"      model: {model}")
+    display.show(f"table: {state.folder}/results.csv; {draw_pictures(config, state, best)}")
+
+
+def draw_pictures(config: SweepConfig, state: SweepState, best: SweepTrial) -> str:
+    """Draw curves.png and settings.png; return a line that names them, or says why there are none."""
+    if not can_plot():
+        return f"no pictures: {NEEDS_MATPLOTLIB}"
     curves = {trial.name: read_curve(state.folder / trial.name, config.metric) for trial in state.trials}
     picture = plot_curves(curves, config.metric, best.name, state.folder / "curves.png")
     points = {
@@ -46,13 +60,7 @@ def show_results(config: SweepConfig, state: SweepState, display: Display) -> No
         for key in config.space
     }
     plot_settings(points, config.metric, state.folder / "settings.png")
-    settings = ", ".join(f"{key}={format_setting(value)}" for key, value in best.settings.items())
-    display.show(f"best: {best.name}, {config.metric} {format_number(best.value or 0.0)} at step {best.step}")
-    display.show(f"      {settings}")
-    model = state.folder / best.name / "model"
-    if model.exists():
-        display.show(f"      model: {model}")
-    display.show(f"table and pictures: {state.folder}/results.csv, {picture.name}, settings.png")
+    return f"pictures: {picture.name}, settings.png"
 
 
 def draw_table(config: SweepConfig, trials: Sequence[SweepTrial], best: SweepTrial | None) -> Table:

@@ -85,7 +85,7 @@ class TrackerConfig(Section):
     shorthand = "name"
 
     name: Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
-    """All but `tensorboard` need the extra of that name: `pip install 'coalign[mlflow]'`."""
+    """Needs the extra of that name: `pip install 'coalign[mlflow]'`."""
     project: str = "coalign"
     """Not for `tensorboard`, whose files are in the run folder. For `mlflow` the experiment."""
     run: str | None = None
@@ -173,10 +173,8 @@ class RuntimeConfig(Section):
     """Write what became of each group of samples into journal.jsonl, for `coalign explain`; 3 ms of CPU a step."""
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
-    trackers: ResultNeutral[Annotated[OneOrMore[TrackerConfig], Field(examples=[["tensorboard"]])]] = [
-        TrackerConfig(name="tensorboard")
-    ]
-    """Where metrics and samples go besides the run folder: names, or {name, project, …}; `[]`: nowhere."""
+    trackers: ResultNeutral[Annotated[OneOrMore[TrackerConfig], Field(examples=[["tensorboard"]])]] = []
+    """Where metrics and samples go besides the run folder: names, or {name, project, …}."""
     preemption_notice: ResultNeutral[PositiveFloat | None] = None
     """Seconds between SIGTERM and the end of a machine that can be taken away (a spot node). A step that waits for its
     samples is then given up, and the last one saved; one that trains ends first. None: every step ends first."""

@@ -1,0 +1,101 @@
+"""Builds the archives of the package, installs each into an empty environment, and trains there for three steps.
+
+    python -m tests.packaging.installation [pip|uv ...]      takes minutes and a package index; by default both
+
+Nothing of the checkout is seen: the working directory is another one, and the path is that of the new environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.packaging.licences import ROOT
+from tests.tiny import tiny_model_dir
+
+STEPS = 3
+
+
+def build_archives(folder: Path) -> tuple[Path, Path]:
+    """Build the source archive from the checkout, and the wheel from that archive; return wheel and archive."""
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], folder)
+    [wheel], [archive] = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, archive
+
+
+def write_task(folder: Path, coalign: list[str], environment: dict[str, str]) -> None:
+    """Write a tiny model, prompts, and what `init grpo` writes with its brackets filled in: run.yaml."""
+    tiny_model_dir(folder / "model", hidden=8, layers=1, heads=2, kv_heads=1)
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = run([*coalign, "init", "grpo"], folder, environment)
+    (folder / "run.yaml").write_text(
+        text.replace("<data file>", "prompts.jsonl").replace("<model directory or name of the hub>", "model")
+    )
+
+
+def try_commands(folder: Path, coalign: list[str], environment: dict[str, str]) -> str:
+    """Run the first commands of a stranger in ``folder``, and a run of STEPS steps; return what `--version` says."""
+    version = run([*coalign, "--version"], folder, environment).strip()
+    assert "grpo" in run([*coalign, "recipes"], folder, environment)
+    write_task(folder, coalign, environment)
+    settings = [
+        "reward=exact_match",
+        "output=run",
+        "data.chat_template=none",
+        "models.policy.sampling.max_new_tokens=4",
+    ]
+    settings += [f"runtime.steps={STEPS}", "runtime.prompts_per_step=2", "runtime.samples_per_prompt=2"]
+    run([*coalign, "check", "run.yaml", *settings], folder, environment)
+    run([*coalign, "train", "run.yaml", *settings], folder, environment)
+    lines = (folder / "run" / "metrics.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert (folder / "run" / "model" / "model.safetensors").exists()
+    return version
+
+
+def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
+    """Run a command in ``folder``; return what it printed. RuntimeError with its output if it fails."""
+    environment = environment or {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def install(tool: str, archive: Path, folder: Path) -> Path:
+    """Install an archive with pip or uv into a new environment in ``folder``; return its folder of programs."""
+    venv = folder / "venv"
+    if tool == "uv":
+        run(["uv", "venv", "--quiet", "--python", sys.executable, str(venv)], folder)
+        command = ["uv", "pip", "install", "--quiet", "--python", str(venv / "bin" / "python")]
+    else:
+        run([sys.executable, "-m", "venv", str(venv)], folder)
+        command = [str(venv / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
+    run([*command, "--constraint", str(ROOT / "constraints.txt"), "torch", str(archive)], folder)
+    return venv / "bin"
+
+
+def main(tools: list[str]) -> None:
+    with TemporaryDirectory() as built:
+        archives = build_archives(Path(built))
+        for tool in tools or ["pip", "uv"]:
+            for archive in archives:
+                with TemporaryDirectory() as home:
+                    begun = time.perf_counter()
+                    programs = install(tool, archive, Path(home))
+                    installed = time.perf_counter()
+                    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": home, "HF_HUB_OFFLINE": "1"}
+                    (Path(home) / "work").mkdir()
+                    version = try_commands(Path(home) / "work", [str(programs / "coalign")], environment)
+                    seconds = f"{installed - begun:.0f} s to install, {time.perf_counter() - installed:.0f} s to run"
+                    sys.stdout.write(f"{tool} {archive.name}: {version}: {seconds}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
