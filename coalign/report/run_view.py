@@ -19,7 +19,7 @@ from coalign.report.step_line import describe_goodput, format_number, list_step_
 from coalign.run_files.lock import is_going, read_owner
 from coalign.run_files.records import START, follow_growth, follow_records, follow_text, parse_record, select_numbers
 
-SAMPLES, LOG_LINES = 200, 2000  # that are kept, the newest ones
+SAMPLES, LOG_LINES = 200, 500  # that are kept, the newest ones
 MOST_POINTS = 2000  # of a curve; a longer one loses every second point
 _FILES = ("config.yaml", "metrics.jsonl", "log.txt", ".lock")  # one of them is in every run folder
 

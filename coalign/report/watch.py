@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from coalign.report.run_view import RunView, describe_sample
 REFRESH_SECONDS = 1.0
 PLOTS_SHOWN = 4  # at once
 SAMPLES_SHOWN = 50
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 _COLUMNS = ("metric", "last", "step before", "first")
 
 
@@ -164,9 +166,12 @@ class WatchScreen(App[None]):
 
     def _show_log(self) -> None:
         lines = self.query_one("#lines", RichLog)
+        is_at_end, place = lines.is_vertical_scroll_end, lines.scroll_y
         lines.clear()
         for line in self.view.log.values:
-            lines.write(Text(line))
+            lines.write(Text(hide_controls(line)), scroll_end=is_at_end)
+        if not is_at_end:
+            lines.scroll_to(y=place, animate=False)
 
 
 def draw_plot(widget: PlotextPlot, plot: CurvePlot, curves: Mapping[str, Curve]) -> None:
@@ -181,10 +186,15 @@ def draw_plot(widget: PlotextPlot, plot: CurvePlot, curves: Mapping[str, Curve])
 
 
 def format_sample(sample: Mapping[str, Any]) -> Text:
-    """Return a sample as text: its heading, the end of the prompt, and the response."""
+    """Return a sample as text: its heading, the prompt, and the response."""
+    prompt, response = (hide_controls(str(sample.get(name, ""))).strip() for name in ("prompt", "response"))
     text = Text(f"\n{describe_sample(sample)}\n", style="bold")
-    text.append(f"{str(sample.get('prompt', '')).strip()}\n", style="dim")
-    return text.append(f"{str(sample.get('response', '')).strip() or '(empty)'}\n")
+    return text.append(f"{prompt}\n", style="dim").append(f"{response or '(empty)'}\n")
+
+
+def hide_controls(text: str) -> str:
+    """Replace control characters, which a terminal would obey: a policy of random weights writes any of them."""
+    return _CONTROLS.sub("\ufffd", text)
 
 
 def watch_run(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,19 @@ def _train(rank: int, port: int, runs: list[tuple[Backend, str, Batch]]) -> list
                 "after": exported(module),
             }
         )
+        check_recorded_logprobs(module, part.without("old_logprobs"), backend.tolerance)
         module.close()
     return results
+
+
+def check_recorded_logprobs(module: TrainableModule, batch: Batch, tolerance: float) -> None:
+    """A training step returns, if it should, the log-probs that a forward pass before it computes."""
+    module.context = replace(module.context, records_logprobs=True)
+    expected = module.forward_step(batch, into="old_logprobs")["old_logprobs"]
+    recorded = module.train_step(batch)["old_logprobs"]
+    trained = batch["loss_mask"]
+    torch.testing.assert_close(recorded[trained], expected[trained], atol=tolerance, rtol=1e-5)
+    assert bool(recorded[~trained].isnan().all())
 
 
 def exported(module: TrainableModule, **which: Any) -> dict[str, torch.Tensor]:

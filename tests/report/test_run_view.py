@@ -115,7 +115,7 @@ def test_the_screen_follows_a_run_and_obeys_its_keys(folder):
             shown = read_screen(app)
             assert "no step yet · not going" in shown and "Curves" in shown and "Search samples" in shown
             append(folder / "metrics.jsonl", metrics(1, 0.25), metrics(2, 0.5))
-            append(folder / "samples.jsonl", sample(1, "three"), sample(2, "[two]"))
+            append(folder / "samples.jsonl", sample(1, "three"), sample(2, "[two]\x1b[31m\a"))
             app.follow()
             await pilot.pause()
             shown = read_screen(app)
@@ -124,7 +124,7 @@ def test_the_screen_follows_a_run_and_obeys_its_keys(folder):
             await pilot.press("m")
             assert re.search(r"reward/mean +0\.500 +0\.250 +0\.250", read_screen(app))
             await pilot.press("s")
-            assert "2 samples, the newest first" in read_screen(app) and "[two]" in read_screen(app)
+            assert "2 samples, the newest first" in read_screen(app) and "[two]\ufffd[31m\ufffd" in read_screen(app)
             await pilot.press("slash", *"thr")
             await pilot.pause()
             shown = read_screen(app)

@@ -1,8 +1,10 @@
 """Requests to a run, and the lock that says whether there is one. tests/engine/hooks/test_control.py has runs."""
 
+import fcntl
 import json
 import os
 import socket
+import threading
 from multiprocessing import get_context
 
 import pytest
@@ -47,9 +49,6 @@ def test_the_lock_says_whose_it_is_and_whether_it_is_held(tmp_path):
 def test_who_looks_at_a_lock_keeps_nobody_out(tmp_path):
     lock_folder(tmp_path).close()
     with open(tmp_path / ".lock", "rb") as looking:
-        import fcntl
-        import threading
-
         fcntl.flock(looking, fcntl.LOCK_SH)
         threading.Timer(0.05, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
         with lock_folder(tmp_path), pytest.raises(FolderInUse):
