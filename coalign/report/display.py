@@ -38,11 +38,9 @@ from coalign.report.own_code import describe_place
 from coalign.report.step_line import (
     RunTotals,
     describe_goodput,
-    format_fields,
-    format_goodput,
-    format_idle,
     format_number,
-    format_seconds,
+    list_step_fields,
+    smooth_metrics,
 )
 
 if TYPE_CHECKING:
@@ -106,18 +104,13 @@ class Display:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print one line for the metrics of a step (names as in metrics.jsonl)."""
-        fields = [
-            *format_fields(metrics, self._smooth),
-            format_seconds(metrics),
-            format_goodput(metrics),
-            format_idle(metrics),
-        ]
+        fields = list_step_fields(metrics, self._smooth)
         self._totals.add(metrics)
         for name, value in metrics.items():
             self._history[name] = (self._history.get(name, (value, value))[0], value)
-            self._smooth[name] = 0.8 * self._smooth.get(name, value) + 0.2 * value
+        smooth_metrics(self._smooth, metrics)
         line = Text(f"step {step:>{len(str(self._last))}}/{self._last}")
-        for field in filter(None, fields):
+        for field in fields:
             line.append(" │ ", style="dim").append(field)
         if not self.quiet:
             with self._screen.survive():

@@ -60,7 +60,7 @@ Curve = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class _Plot:
+class CurvePlot:
     """One picture: the metrics it shows (fnmatch patterns) and its axis."""
 
     file: str
@@ -70,24 +70,24 @@ class _Plot:
     from_zero: bool = False
 
 
-_PLOTS = (
-    _Plot("reward", "Reward", ("reward/mean", "reward/*/mean")),
-    _Plot("eval", "Evaluation", ("eval/mean", "eval/pass@*")),
-    _Plot("accuracy", "Accuracy", ("loss/accuracy", "eval/loss/accuracy"), "share"),
-    _Plot("loss", "Loss", ("loss/value",)),
-    _Plot("eval_loss", "Loss of the evaluation data", ("eval/loss/value",)),
-    _Plot("nll", "Negative log-likelihood", ("loss/nll", "eval/loss/nll"), "nats per token"),
-    _Plot("kl", "Divergence from the reference", ("loss/kl_ref", "kl_per_token"), "nats per token"),
-    _Plot("entropy", "Entropy", ("loss/entropy",), "nats per token"),
-    _Plot(
+PLOTS = (
+    CurvePlot("reward", "Reward", ("reward/mean", "reward/*/mean")),
+    CurvePlot("eval", "Evaluation", ("eval/mean", "eval/pass@*")),
+    CurvePlot("accuracy", "Accuracy", ("loss/accuracy", "eval/loss/accuracy"), "share"),
+    CurvePlot("loss", "Loss", ("loss/value",)),
+    CurvePlot("eval_loss", "Loss of the evaluation data", ("eval/loss/value",)),
+    CurvePlot("nll", "Negative log-likelihood", ("loss/nll", "eval/loss/nll"), "nats per token"),
+    CurvePlot("kl", "Divergence from the reference", ("loss/kl_ref", "kl_per_token"), "nats per token"),
+    CurvePlot("entropy", "Entropy", ("loss/entropy",), "nats per token"),
+    CurvePlot(
         "mismatch", "Trainer against sampler", ("loss/mismatch", "loss/mismatch_kl"), "nats per token", from_zero=True
     ),
-    _Plot("ess", "Effective sample size of the importance weights", ("loss/ess",), from_zero=True),
-    _Plot("grad_norm", "Gradient norm", ("loss/grad_norm",), from_zero=True),
-    _Plot("length", "Response length", ("tokens/response", "tokens/response_max"), "tokens", from_zero=True),
-    _Plot("throughput", "Throughput", ("throughput/generated", "throughput/trained"), "tokens per second", True),
-    _Plot("samples", "Samples trained on", ("throughput/samples",), "per second", from_zero=True),
-    _Plot("memory", "Peak memory", ("memory/*",), "MiB", from_zero=True),
+    CurvePlot("ess", "Effective sample size of the importance weights", ("loss/ess",), from_zero=True),
+    CurvePlot("grad_norm", "Gradient norm", ("loss/grad_norm",), from_zero=True),
+    CurvePlot("length", "Response length", ("tokens/response", "tokens/response_max"), "tokens", from_zero=True),
+    CurvePlot("throughput", "Throughput", ("throughput/generated", "throughput/trained"), "tokens per second", True),
+    CurvePlot("samples", "Samples trained on", ("throughput/samples",), "per second", from_zero=True),
+    CurvePlot("memory", "Peak memory", ("memory/*",), "MiB", from_zero=True),
 )
 
 
@@ -105,7 +105,7 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     for row in rows:
         for name, value in select_numbers(row).items():
             curves.setdefault(name, []).append((row["step"], value))
-    written = [_draw_curves(folder, plot, chosen) for plot in _PLOTS if (chosen := _choose(plot, curves))]
+    written = [_draw_curves(folder, plot, chosen) for plot in PLOTS if (chosen := choose_curves(plot, curves))]
     phases = {
         row["step"]: split_step_seconds(select_numbers(row)) for row in rows if "time/step" in select_numbers(row)
     }
@@ -126,7 +126,7 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     return written + [plot_timeline(trace, folder / "timeline.png") for trace in traces[-1:]]
 
 
-def _choose(plot: _Plot, curves: Mapping[str, Curve]) -> dict[str, Curve]:
+def choose_curves(plot: CurvePlot, curves: Mapping[str, Curve]) -> dict[str, Curve]:
     """Return the curves of a picture in the order of its patterns.
 
     Of equal curves (those of a single reward function, say) the first one stays.
@@ -146,7 +146,7 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
 
 
-def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path:
+def _draw_curves(folder: Path, plot: CurvePlot, curves: Mapping[str, Curve]) -> Path:
     figure, axes = new_figure(plot.title, plot.unit)
     for (name, curve), color in zip(curves.items(), pick_colors(len(curves)), strict=True):
         steps, values = zip(*curve, strict=True)

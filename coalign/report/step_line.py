@@ -58,6 +58,18 @@ def format_number(value: float) -> str:
     return f"{value:.4f}" if 0 < size < 0.01 else f"{value:.3f}"
 
 
+def list_step_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]) -> list[str]:
+    """Return the texts of a step's line, from left to right. Arrows compare with ``smoothed``."""
+    fields = format_fields(metrics, smoothed)
+    return [each for each in (*fields, format_seconds(metrics), format_goodput(metrics), format_idle(metrics)) if each]
+
+
+def smooth_metrics(smoothed: dict[str, float], metrics: Mapping[str, float]) -> None:
+    """Add the metrics of a step to the moving averages with which the next one is compared."""
+    for name, value in metrics.items():
+        smoothed[name] = 0.8 * smoothed.get(name, value) + 0.2 * value
+
+
 def format_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]) -> list[str]:
     """Return `reward 0.412 ▲`, `loss -0.013`, …: those that this step has. Arrows compare with ``smoothed``."""
     fields = []

@@ -39,9 +39,7 @@ class FileGrowth:
     ``replaced``: the file is another one than before, so these lines are its first, and what was read of it is void.
 
     Example: everything that a file holds now.
-        growth = read_growth(path, START)
-        while growth.lines:
-            growth = read_growth(path, growth.position)
+        lines = [line for growth in follow_growth(path, START) for line in growth.lines]
     """
 
     lines: list[bytes]
@@ -77,6 +75,14 @@ def _has_position(file: IO[bytes], inode: int, position: FilePosition) -> bool:
     return inode == position.inode and file.read(len(position.tail)) == position.tail
 
 
+def follow_growth(path: Path, position: FilePosition) -> Iterator[FileGrowth]:
+    """Yield what was added to a file after ``position``, chunk by chunk, until there is no more for now."""
+    growth = read_growth(path, position)
+    while growth.lines or growth.replaced:
+        yield growth
+        growth = read_growth(path, growth.position)
+
+
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """Return the object of a line of metrics.jsonl or samples.jsonl; None if it is damaged, or has no `step`."""
     try:
@@ -88,10 +94,10 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of metrics.jsonl or samples.jsonl in order; damaged and unfinished lines are left out."""
-    growth = read_growth(path, START)
-    while growth.lines and not growth.replaced:
+    for growth in follow_growth(path, START):
+        if growth.replaced:  # by a run that has just begun
+            return
         yield from filter(None, map(parse_record, growth.lines))
-        growth = read_growth(path, growth.position)
 
 
 def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -114,15 +120,12 @@ class FollowedFile(Generic[Value]):
     def update(self) -> bool:
         """Read what was added since the last time; return whether ``values`` may have changed."""
         changed = False
-        while True:
-            growth = read_growth(self.path, self._position)
-            self._position = growth.position
+        for growth in follow_growth(self.path, self._position):
+            self._position, changed = growth.position, True
             if growth.replaced:
                 self.values.clear()
             self.values.extend(value for line in growth.lines if (value := self._parse(line)) is not None)
-            if not growth.lines:
-                return changed or growth.replaced
-            changed = True
+        return changed
 
 
 def follow_records(path: Path, limit: int | None = None) -> FollowedFile[dict[str, Any]]:

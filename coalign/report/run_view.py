@@ -1,0 +1,166 @@
+"""What `coalign watch` shows of a run folder, as plain texts and numbers; watch.py puts them on a screen.
+
+Everything is read from the files of the folder, while the run goes on or after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coalign.report.plots import PLOTS, Curve, CurvePlot, choose_curves
+from coalign.report.step_line import describe_goodput, format_number, list_step_fields, smooth_metrics
+from coalign.run_files.lock import is_going, read_owner
+from coalign.run_files.records import START, follow_growth, follow_records, follow_text, parse_record, select_numbers
+
+SAMPLES, LOG_LINES = 200, 2000  # that are kept, the newest ones
+MOST_POINTS = 2000  # of a curve; a longer one loses every second point
+_FILES = ("config.yaml", "metrics.jsonl", "log.txt", ".lock")  # one of them is in every run folder
+
+
+class MetricsHistory:
+    """The metrics of a run until now: their curves, and those of the ``last`` step and the one ``before``.
+
+    ``step`` is the newest one, None before it; ``first`` has each metric's first value, ``smoothed`` the moving
+    averages until the step before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = START
+        self._forget()
+
+    def _forget(self) -> None:
+        self.step: int | None = None
+        self.curves: dict[str, Curve] = {}
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.before: dict[str, float] = {}
+        self.smoothed: dict[str, float] = {}
+
+    def update(self) -> bool:
+        """Read what was added; return whether there was anything."""
+        changed = False
+        for growth in follow_growth(self.path, self._position):
+            self._position, changed = growth.position, True
+            if growth.replaced:
+                self._forget()
+            for record in filter(None, map(parse_record, growth.lines)):
+                self._add(record)
+        return changed
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        smooth_metrics(self.smoothed, self.last)
+        self.step, self.before = record["step"], self.last
+        self.last = {name: value for name, value in select_numbers(record).items() if name != "step"}
+        self.first = self.last | self.first
+        for name, value in self.last.items():
+            curve = self.curves.setdefault(name, [])
+            curve.append((record["step"], value))
+            if len(curve) > MOST_POINTS:
+                del curve[1:-1:2]
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """A metric of the newest step, beside its value in the step before, and the first one of the run."""
+
+    name: str
+    last: str
+    before: str
+    first: str
+
+
+class RunView:
+    """Reads a run folder, again at each `update`. Raises FileNotFoundError and ValueError if it is none."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no run folder {folder}")
+        if not any((folder / name).exists() for name in _FILES):
+            raise ValueError(f"{folder} is no run folder: it has none of {', '.join(_FILES)}")
+        self.folder = folder
+        self.metrics = MetricsHistory(folder / "metrics.jsonl")
+        self.samples = follow_records(folder / "samples.jsonl", SAMPLES)
+        self.log = follow_text(folder / "log.txt", LOG_LINES)
+        self._steps: int | None = None  # of the whole run
+
+    def update(self) -> set[str]:
+        """Read what is new; return which of `metrics`, `samples` and `log` have changed."""
+        files = {"metrics": self.metrics, "samples": self.samples, "log": self.log}
+        changed = {name for name, file in files.items() if file.update()}
+        if "metrics" in changed:
+            self._steps = _read_steps(self.folder / "config.yaml")
+        return changed
+
+    def describe_state(self) -> str:
+        """Say how far the run is, and whether it is going, and where."""
+        whole = f" of {self._steps}" if self._steps else ""
+        progress = "no step yet" if self.metrics.step is None else f"step {self.metrics.step}{whole}"
+        if not is_going(self.folder):
+            return f"{progress} · not going"
+        owner = read_owner(self.folder)
+        if owner is None:
+            return f"{progress} · going"
+        age = timedelta(seconds=max(0, round(time.time() - owner.started)))
+        return f"{progress} · going for {age}, process {owner.pid} on {owner.host}"
+
+    def format_step(self) -> str:
+        """Return the line of the newest step."""
+        return " │ ".join(list_step_fields(self.metrics.last, self.metrics.smoothed))
+
+    def format_goodput(self) -> str:
+        """Say where the time of the run has gone so far."""
+        return " · ".join(describe_goodput(self.metrics.last))
+
+    def list_metrics(self) -> list[MetricRow]:
+        """Return the metrics of the newest step, by name."""
+        before, first = self.metrics.before, self.metrics.first
+        return [
+            MetricRow(name, format_number(value), _format(before.get(name)), format_number(first[name]))
+            for name, value in sorted(self.metrics.last.items())
+        ]
+
+    def list_plots(self) -> list[tuple[CurvePlot, dict[str, Curve]]]:
+        """Return the pictures that the run has metrics for, with their curves."""
+        return [(plot, chosen) for plot in PLOTS if (chosen := choose_curves(plot, self.metrics.curves))]
+
+    def find_samples(self, text: str = "") -> Iterator[dict[str, Any]]:
+        """Yield the samples whose prompt, response or heading holds ``text``, in capitals or not; the newest first."""
+        wanted = text.casefold()
+        for sample in reversed(self.samples.values):
+            shown = (describe_sample(sample), str(sample.get("prompt")), str(sample.get("response")))
+            if any(wanted in part.casefold() for part in shown):
+                yield sample
+
+
+def describe_sample(sample: Mapping[str, Any]) -> str:
+    """Return the heading of a sample: where it comes from, its reward, and how it ended."""
+    reward = sample.get("reward")
+    parts = [
+        f"step {sample.get('step')}",
+        str(sample.get("phase", "")),
+        f"group {sample.get('group')}, sample {sample.get('index')}",
+        f"reward {_format(reward)}" if isinstance(reward, int | float) else "no reward",
+        str(sample.get("status", "")),
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def _format(value: float | None) -> str:
+    return "" if value is None else format_number(value)
+
+
+def _read_steps(path: Path) -> int | None:
+    """Return the number of steps that a run was configured for, if it was by steps."""
+    try:
+        steps = yaml.safe_load(path.read_text(encoding="utf-8"))["runtime"]["steps"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+    return steps if isinstance(steps, int) else None
