@@ -77,8 +77,11 @@ class WatchScreen(App[None]):
         self.set_interval(REFRESH_SECONDS, self.follow)
 
     def follow(self) -> None:
-        """Read what the run has written, and show it."""
-        self._show_all(self.view.update())
+        """Read what the run has written, and show it. A disk that is away for a while is no end."""
+        try:
+            self._show_all(self.view.update())
+        except OSError as problem:
+            self.query_one("#state", Static).update(f"{self.view.folder} · {problem}")
 
     # ---- keys ------------------------------------------------------------------------------------------------------
 
