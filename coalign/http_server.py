@@ -110,11 +110,15 @@ Handler = Callable[[Request], Awaitable[dict[str, Any] | EventStream | Response]
 
 
 def build_application(
-    handlers: Mapping[tuple[str, str], Handler], describe_error: Callable[[int, str], dict[str, Any]], **options: Any
+    handlers: Mapping[tuple[str, str], Handler],
+    describe_error: Callable[[int, str], dict[str, Any]],
+    *,
+    compress: bool = False,
+    **options: Any,
 ) -> Starlette:
     """Return the application that answers by what the handler for (method, path) returns, or by the JSON of an error.
 
-    A handler's own response is sent as it is. ``options``: Starlette's.
+    A handler's own response is sent as it is. ``compress``: to clients that take gzip. ``options``: Starlette's.
     """
 
     def answer_error(_: Request, error: Exception) -> Response:
@@ -138,11 +142,14 @@ def build_application(
 
         return Route(path, answer, methods=[method])
 
-    return Starlette(
+    application = Starlette(
         routes=[make_route(method, path, handler) for (method, path), handler in handlers.items()],
         exception_handlers=dict.fromkeys((ClientDisconnect, HttpRefusal, HTTPException, Exception), answer_error),
         **options,
     )
+    if compress:
+        application.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+    return application
 
 
 def _respond(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -30,7 +30,6 @@ from coalign.board.readers.samples import read_newest_samples
 from coalign.board.readers.timeline import read_timeline, read_trace
 from coalign.board.status import RunSummaries
 from coalign.http_server import (
-    GZipMiddleware,
     HttpRefusal,
     Request,
     Response,
@@ -101,8 +100,9 @@ def build_board(root: Path, token: str | None = None, names: tuple[str, ...] = (
         ("GET", "/api/runs/{run:path}/{reader}"): board.read_run,
         ("POST", "/api/runs/{run:path}/control"): board.ask_run,
     }
-    application = build_application(handlers, lambda status, message: {"error": message}, lifespan=_limit_threads)
-    application.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+    application = build_application(
+        handlers, lambda status, message: {"error": message}, compress=True, lifespan=_limit_threads
+    )
     application.add_middleware(RequestGuard, names=names, token=token)
     return application
 

@@ -50,6 +50,7 @@ COMMANDS = {
     "train": train.train,
     "check": train.check,
     "plan": train.plan,
+    "watch": train.watch,
     "scale": train.scale,
     "save": train.save,
     "stop": train.stop,

@@ -74,6 +74,16 @@ def _ask(run: Path, verb: str) -> None:
     ask_run(run, ControlRequest(verb), Display())
 
 
+def watch(run: Annotated[Path, typer.Argument(help="The folder of a run, going or ended.")]):
+    """Show a run in this terminal, and follow it: curves, metrics, samples, log. `q` quits; the run goes on."""
+    try:
+        from coalign.report.watch import watch_run
+    except ModuleNotFoundError as missing:
+        raise ImportError(f"`coalign watch` needs {missing.name}: pip install 'coalign[watch]'") from missing
+
+    watch_run(run)
+
+
 def check(config: Config, overrides: Overrides = None, no_code: NoCode = False, cluster: Cluster = None):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     _refuse(no_code)

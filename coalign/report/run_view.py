@@ -95,7 +95,7 @@ class RunView:
         """Read what is new; return which of `metrics`, `samples` and `log` have changed."""
         files = {"metrics": self.metrics, "samples": self.samples, "log": self.log}
         changed = {name for name, file in files.items() if file.update()}
-        if "metrics" in changed or self._steps is None:
+        if "metrics" in changed:
             self._steps = _read_steps(self.folder / "config.yaml")
         return changed
 

@@ -95,7 +95,7 @@ def read_rollouts(path: Path) -> LoggedRollouts:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {metadata.get('format')!r}; expected {FORMAT!r}")
         pieces = {int(token): text for token, text in json.loads(metadata["pieces"]).items()}
-        own = [arrays.pop(name) for name in ("tokens", "row_ends", "prompt_length")]
+        columns = {name: arrays[name] for name in MISSING if name in arrays}
+        return LoggedRollouts(arrays["tokens"], arrays["row_ends"], arrays["prompt_length"], columns, pieces)
     except (SafetensorError, ValueError, KeyError, AttributeError) as problem:
         raise ValueError(f"{path} holds no roll-outs: {describe_problem(problem)}") from problem
-    return LoggedRollouts(*own, {name: arrays[name] for name in MISSING if name in arrays}, pieces)

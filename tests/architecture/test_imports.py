@@ -107,6 +107,8 @@ HEAVY = {
     "mlflow": "report/trackers.py",
     "swanlab": "report/trackers.py",
     "trackio": "report/trackers.py",
+    "textual": "report/watch.py",
+    "textual_plotext": "report/watch.py",
 }
 
 

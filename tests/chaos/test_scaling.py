@@ -85,7 +85,7 @@ def test_a_run_that_is_going_is_scaled(tmp_path, staleness):
 
 if __name__ == "__main__":
     import coalign
-    from coalign.engine.hooks.scaling import write_request
+    from coalign.run_files.control import ControlRequest, submit
 
     class Requests(coalign.Hook):
         """Asks for other numbers of processes after given steps."""
@@ -95,6 +95,6 @@ if __name__ == "__main__":
 
         def after_step(self, engine, stats, batch) -> None:
             if wanted := self.by_step.get(str(engine.step)):
-                write_request(Path(engine.config.output), wanted)
+                submit(Path(engine.config.output), ControlRequest("scale", wanted))
 
     coalign.train(json.loads(Path(sys.argv[1]).read_text()), hooks=[Requests()])

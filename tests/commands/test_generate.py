@@ -20,9 +20,9 @@ from coalign.cli import app
 from coalign.commands.generate import generate
 from coalign.commands.resumable import ResumableOutput
 from coalign.config.schema import DataConfig, GenerateConfig, NativeConfig, SamplingConfig, SourceConfig
-from coalign.engine.hooks.run_folder import FolderInUse
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
+from coalign.run_files.lock import FolderInUse
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 

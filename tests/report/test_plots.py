@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from coalign.report.plots import _PLOTS, _choose, plot_run, smooth
+from coalign.report.plots import PLOTS, choose_curves, plot_run, smooth
 
 
 def write(folder, rows, tail=""):
@@ -54,9 +54,9 @@ def test_a_single_metric_of_a_single_step_is_enough(tmp_path, name):
 
 def test_parts_of_the_reward_are_drawn_with_it_unless_they_are_it():
     curve, other = [(1, 0.5), (2, 0.6)], [(1, 0.1), (2, 0.2)]
-    (plot,) = [plot for plot in _PLOTS if plot.file == "reward"]
+    (plot,) = [plot for plot in PLOTS if plot.file == "reward"]
     names = {"reward/math/mean": curve, "reward/form/mean": other, "reward/mean": curve, "reward/std": other}
-    assert list(_choose(plot, names)) == ["reward/mean", "reward/form/mean"]
+    assert list(choose_curves(plot, names)) == ["reward/mean", "reward/form/mean"]
 
 
 def test_gaps_and_unknown_names_do_no_harm(tmp_path):

@@ -65,6 +65,7 @@ async function show() {
     if (ticket !== shown.ticket) return;
     shown.update = update ?? null;
     announcer.textContent = title;
+    main.dataset.shown = location.hash; // all of it, for whoever waits for that
     showProblem(null);
   } catch (error) {
     if (ticket !== shown.ticket) return;

@@ -6,7 +6,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from coalign.engine.hooks.run_folder import FolderInUse, RunFolder, StepLog, flatten_stats
+from coalign.engine.hooks.run_folder import RunFolder, StepLog, flatten_stats
+from coalign.run_files.lock import FolderInUse
 from coalign.types import Max, Stat, Total, merge_stats
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
@@ -48,6 +48,7 @@ class RolloutFiles:
         self.run = run
         self.keep = keep
         self._pieces: dict[int, str] = {}  # of every token that was written
+        self._sizes: dict[int, int] | None = None  # of the files, in bytes by step; None: not looked at yet
         self._sink = Sink(str(run / FOLDER))
         self._writer = ThreadPoolExecutor(1, "coalign-rollouts")
 
@@ -78,23 +79,34 @@ class RolloutFiles:
             if path.exists():  # the evaluation after the same step
                 parts = [read_rollouts(path), *parts]
             write_rollouts(path, step, reduce(LoggedRollouts.extend, parts))
-            self._delete(list_excess(self.run, self.keep))
+            if self._sizes is None:
+                self._sizes = {
+                    each: find_rollouts(self.run, each).stat().st_size for each in list_rollout_steps(self.run)
+                }
+            self._sizes[step] = path.stat().st_size
+            for old in list_excess(self._sizes, self.keep):
+                self._delete(old)
 
     def _delete_later(self, step: int) -> None:
         with self._sink.survive():
-            self._delete(later for later in list_rollout_steps(self.run) if later > step)
+            for later in [each for each in list_rollout_steps(self.run) if each > step]:
+                self._delete(later)
 
-    def _delete(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            find_rollouts(self.run, step).unlink(missing_ok=True)
+    def _delete(self, step: int) -> None:
+        find_rollouts(self.run, step).unlink(missing_ok=True)
+        if self._sizes is not None:
+            self._sizes.pop(step, None)
 
 
-def list_excess(run: Path, keep: int, most_bytes: int = MOST_BYTES) -> list[int]:
-    """Return the oldest steps beyond the newest ``keep``, and beyond those whose files have ``most_bytes`` together."""
-    steps, size = list_rollout_steps(run), 0
+def list_excess(sizes: Mapping[int, int], keep: int, most_bytes: int = MOST_BYTES) -> list[int]:
+    """Return the oldest steps beyond the newest ``keep``, and beyond those whose files have ``most_bytes`` together.
+
+    ``sizes`` are the bytes of the files by step.
+    """
+    steps, total = sorted(sizes), 0
     for kept, step in enumerate(reversed(steps)):
-        size += find_rollouts(run, step).stat().st_size
-        if kept == keep or (size > most_bytes and kept):  # the newest one stays, however large
+        total += sizes[step]
+        if kept == keep or (total > most_bytes and kept):  # the newest one stays, however large
             return steps[: len(steps) - kept]
     return []
 

@@ -1,0 +1,99 @@
+"""Runs that are asked to save, to stop and to change their processes while they go."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import coalign
+from coalign.commands.control import ask_run, scale_run
+from coalign.report.display import Display
+from coalign.run_files.control import ANSWERS, NAME, ControlRequest, submit
+from tests.runs import metrics, run, settings, weights_hash
+
+
+class AskingAtStep1(coalign.Hook):
+    """Writes ``content`` as a request of the run after its first step, and tries to ask for more."""
+
+    def __init__(self, content) -> None:
+        self.content = content
+        self.problem = ""
+
+    def after_step(self, engine, stats, batch) -> None:
+        if engine.step == 1:
+            folder = Path(engine.config.output)
+            (folder / NAME).write_text(json.dumps({"id": "mine", "requests": self.content}))
+            with pytest.raises(ValueError) as caught:
+                submit(folder, ControlRequest("save"))
+            self.problem = str(caught.value)
+
+
+def train(config, *content) -> tuple[int, list[dict]]:
+    """Train, and ask after the first step; the exit code and the answer."""
+    from coalign.launch.run import train
+
+    hook = AskingAtStep1(list(content))
+    code = train(coalign.load_config(config), Display(quiet=True), [hook])
+    assert "has another request to answer" in hook.problem
+    folder = Path(config["output"])
+    assert not (folder / NAME).exists()
+    (answer,) = json.loads((folder / ANSWERS).read_text())["answers"]
+    assert answer["id"] == "mine"
+    return code, answer["results"]
+
+
+def test_a_run_saves_when_asked_and_refuses_what_it_does_not_know(tmp_path):
+    config = settings(tmp_path, "sft", steps=3, eval_at_start=False)
+    scale = {"do": "scale", "models": {"trainer": 2, "judge": 1}}
+    code, results = train(config, {"do": "sav"}, scale, {"do": "save"})
+    saved = Path(config["output"]) / "checkpoints" / "step_1"
+    assert code == 0 and saved.is_dir() and len(metrics(config)) == 3
+    assert not (saved.parents[1] / "rollouts").exists()  # there are no roll-outs
+    assert [(result["do"], result["done"]) for result in results] == [
+        ("", False),
+        ("scale", False),
+        ("scale", False),
+        ("save", True),
+    ]
+    texts = [result["text"] for result in results]
+    assert texts[0].startswith("refused: a run cannot be asked to 'sav'") and "did you mean 'save'" in texts[0]
+    assert texts[1].startswith("trainer: refused: models.trainer runs in this process")
+    assert texts[2] == "judge: refused: there is no model of that name; there are trainer"
+    assert texts[3] == f"step 1 is in {saved}"
+    for ask in (lambda: ask_run(saved.parents[1], ControlRequest("stop"), Display()), lambda: _scale(saved.parents[1])):
+        with pytest.raises(ValueError, match="no run is going in") as caught:
+            ask()
+        assert "\n" not in str(caught.value)
+
+
+def _scale(folder):
+    scale_run(folder, ["trainer=2"], Display())
+
+
+def test_a_run_that_is_stopped_goes_on_to_the_same_weights(tmp_path):
+    whole = settings(tmp_path, "sft", steps=3, eval_at_start=False)
+    assert run(whole) == 0
+    config = whole | {"output": str(tmp_path / "stopped")}
+    code, results = train(config, {"do": "stop"})
+    saved = Path(config["output"]) / "checkpoints" / "step_1"
+    assert code == 143 and [line["step"] for line in metrics(config)] == [1]
+    assert results == [{"do": "stop", "done": True, "text": f"the run ends after step 1, which is in {saved}"}]
+    assert run(config) == 0
+    assert weights_hash(config, 3) == weights_hash(whole, 3)
+
+
+def test_a_step_that_cannot_be_saved_is_refused_and_ends_nothing(tmp_path, monkeypatch):
+    from coalign.engine.hooks.checkpoint_folder import Checkpoints
+
+    config = settings(tmp_path, "sft", steps=2, eval_at_start=False)
+    write = Checkpoints.write
+
+    def fail(self, step, files):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "write", fail)
+    code, results = train(config, {"do": "save"}, {"do": "stop"})
+    monkeypatch.setattr(Checkpoints, "write", write)
+    assert code == 0 and len(metrics(config)) == 2
+    assert [result["done"] for result in results] == [False, False]
+    assert all("refused: OSError: [Errno 28] No space left" in result["text"] for result in results)
