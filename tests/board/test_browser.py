@@ -81,6 +81,7 @@ def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page):
     for key in ("j", "j", "x", "j", "x"):
         page.keyboard.press(key)
     assert page.get_by_role("link", name="Compare 2 runs").is_visible()
+    page.get_by_role("region", name="Settings that differ").get_by_text("seed", exact=True).wait_for()
     page.keyboard.press("c")
     page.get_by_role("heading", name="Comparison").wait_for()
     assert page.locator(".legend").inner_text() == "2 seeds of sums/seed0"

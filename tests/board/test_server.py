@@ -58,6 +58,16 @@ def test_readers_answer(client, runs):
     assert client.get("/api/runs/other%20run/metrics").json()["complete"]
 
 
+def test_secrets_stay_references(client, runs, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "the secret itself")
+    for number, name in enumerate(("seed0", "seed1")):
+        with open(runs / "sums" / name / "config.yaml", "a") as file:
+            file.write(f"url: https://host{number}/?key=${{env:WANDB_API_KEY}}\n")
+    text = client.get("/api/runs/sums/seed0/configuration").text
+    text += client.get("/api/compare", params={"runs": '["sums/seed0", "sums/seed1"]'}).text
+    assert text.count("${env:WANDB_API_KEY}") == 3 and "the secret itself" not in text
+
+
 def test_the_log_is_sent_in_pieces_of_whole_lines(client, runs):
     folder = runs / "sums" / "seed0"
     for number in range(2000):

@@ -61,7 +61,7 @@ export class MetricChart {
     const holes = curves.reduce((count, curve) => count + (curve.holes?.length ?? 0), 0);
     this.holes.textContent = holes ? t("overview.holes", { count: holes }) : "";
     this.holes.title = holes ? curves.flatMap((curve) => curve.holes).slice(0, 20).join(", ") : "";
-    this.box.setAttribute("aria-label", `${this.name}: ${newest === undefined ? "" : t("overview.best", { value: formatNumber(newest) })}`);
+    this.box.setAttribute("aria-label", `${this.name}: ${newest === undefined ? "" : t("overview.newest", { value: formatNumber(newest) })}`);
     this.showValue(null);
     const shape = JSON.stringify([along, weight > 0, curves.map((curve) => [curve.label, curve.number])]);
     if (this.plot && shape === this.shape) {

@@ -58,10 +58,11 @@ export default {
   "runs.step": "Step",
   "runs.time": "Run time",
   "runs.title": "Runs",
+  "runs.too_many": "At most {most} runs can be compared.",
   "runs.up": "previous run",
 
   "overview.all_steps": "All steps",
-  "overview.best": "newest {value}",
+  "overview.newest": "newest {value}",
   "overview.group_other": "Other",
   "overview.hint": "Drag over a curve to look closer, double-click to see all.",
   "overview.holes": "{count} not finite",
