@@ -6,6 +6,7 @@ import { smooth } from "./curves.js";
 const STYLES = ["solid", "dashed", "dotted"];
 const DASHES = [[], [7, 4], [2, 3]];
 const COLOURS = 8;
+const OPEN_GROUPS = ["important", "reward", "eval", "loss"]; // until others are opened
 
 /** The colour and the dash of the curve with this number: twelve can be told apart without colours next to each other. */
 export function findStyle(number) {
@@ -208,7 +209,7 @@ export class ChartGroups {
         const title = group === "important" ? t("overview.important") : group === "other" ? t("overview.group_other") : group;
         return h(
           "details",
-          { class: "group", "data-group": group, open: open.get(group) ?? true },
+          { class: "group", "data-group": group, open: open.get(group) ?? OPEN_GROUPS.includes(group) },
           h("summary", {}, `${title} (${shown.length})`),
           h("div", { class: "charts" }, charts.map((chart) => chart.element)),
         );

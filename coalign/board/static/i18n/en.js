@@ -18,6 +18,7 @@ export default {
   "status.stalled": "stalled",
   "status.ended": "ended",
   "status.failed": "failed",
+  "status.killed": "It ended without a word, as a process does that is killed.",
 
   "control.ended": "The run has ended, and has not answered.",
   "control.models": "Processes of models, such as policy=4",

@@ -18,6 +18,7 @@ export default {
   "status.stalled": "停滞",
   "status.ended": "已结束",
   "status.failed": "失败",
+  "status.killed": "没有留下结束记录就终止了，像是进程被杀死。",
 
   "control.ended": "运行已结束，没有答复。",
   "control.models": "各模型的进程数，例如 policy=4",

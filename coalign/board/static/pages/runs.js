@@ -2,7 +2,7 @@
 import { append, bindKey, fill, formatNumber, formatSeconds, h, makeAddress, request } from "../board.js";
 import { formatAge, t } from "../i18n.js";
 import { makeDifferences } from "../differences.js";
-import { makeStatus } from "../status.js";
+import { describeCause, makeStatus } from "../status.js";
 
 export const title = "runs.title";
 
@@ -35,7 +35,7 @@ export async function render(root, _run, state) {
 
   const columns = [
     { key: "name", cell: (run) => h("a", { href: makeAddress(["run", run.id, "overview"]) }, run.id), value: (run) => run.id },
-    { key: "status", cell: (run) => [makeStatus(run), run.why ? h("div", { class: "why" }, run.why) : null], value: (run) => run.status },
+    { key: "status", cell: (run) => [makeStatus(run), h("div", { class: "why" }, describeCause(run))], value: (run) => run.status },
     { key: "algorithm", cell: (run) => run.algorithm, value: (run) => run.algorithm },
     { key: "step", cell: (run) => `${run.step ?? "–"} / ${run.last ?? "–"}`, value: (run) => -(run.step ?? -1), number: true },
     ...["reward", "eval", "loss"].map((key) => ({
