@@ -242,7 +242,7 @@ def test_the_board_that_is_gone_is_named(board, open_page):
 
 
 def test_a_long_run_stays_within_the_limits(start_board, open_page, tmp_path):
-    """100,000 steps of 44 metrics, 10,000 samples: see docs/board.md. Times are printed, bytes and memory are checked."""
+    """100,000 steps of 44 metrics, 10,000 samples: see docs/board.md. Times are printed, bytes and memory checked."""
     make_long_run(tmp_path / "runs" / "long", 100_000, 10_000)
     add_steps(make_run(tmp_path / "runs" / "short"), range(1, 21))
     board = start_board(tmp_path / "runs")

@@ -7,6 +7,7 @@ parameter that is wrong (400), FileNotFoundError for what the run has not (404),
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,3 +21,15 @@ def read_count(params: Mapping[str, str], name: str, default: int) -> int:
     if not text.isdecimal() or len(text) > 18:
         raise ValueError(f"{name} is '{text}'; expected a whole number from 0")
     return int(text)
+
+
+def read_list(params: Mapping[str, str], name: str, most: int) -> list[str]:
+    """Return a parameter that is a list of texts in JSON, empty by default. Raises ValueError for any other."""
+    text = params.get(name, "[]")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, list) or len(values) > most or not all(isinstance(value, str) for value in values):
+        raise ValueError(f'{name} is {text[:80]!r}; expected a list of at most {most} names: ["one", "another"]')
+    return values
