@@ -233,6 +233,8 @@ def test_a_run_is_asked_only_with_a_token(client, runs):
 
 def test_the_token_is_a_long_line(tmp_path):
     file = tmp_path / "token"
+    with pytest.raises(FileNotFoundError, match="--token-file: there is no file"):
+        read_token(file)
     file.write_text(f"{TOKEN}\n")
     assert read_token(file) == TOKEN
     for text in ("", "short", "with spaces in between", "non-ASCII character é"):
