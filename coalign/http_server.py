@@ -186,7 +186,10 @@ def open_listener(host: str, port: int, refusal: str | None) -> tuple[socket.soc
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except OSError as problem:
+            raise OSError(problem.errno, f"port {port} of {host}: {problem.strerror}") from None
         found, bound = listener.getsockname()[:2]
         if refusal is not None and not ipaddress.ip_address(found).is_loopback:
             raise ValueError(refusal)
