@@ -115,11 +115,15 @@ Handler = Callable[[Request], Awaitable[dict[str, Any] | EventStream | Response]
 
 
 def build_application(
-    handlers: Mapping[tuple[str, str], Handler], describe_error: Callable[[int, str], dict[str, Any]], **options: Any
+    handlers: Mapping[tuple[str, str], Handler],
+    describe_error: Callable[[int, str], dict[str, Any]],
+    *,
+    compress: bool = False,
+    **options: Any,
 ) -> Starlette:
     """Return the application that answers by what the handler for (method, path) returns, or by the JSON of an error.
 
-    A handler's own response is sent as it is. ``options``: Starlette's.
+    A handler's own response is sent as it is. ``compress``: to clients that take gzip. ``options``: Starlette's.
     """
 
     def answer_error(_: Request, error: Exception) -> Response:
@@ -143,11 +147,14 @@ def build_application(
 
         return Route(path, answer, methods=[method])
 
-    return Starlette(
+    application = Starlette(
         routes=[make_route(method, path, handler) for (method, path), handler in handlers.items()],
         exception_handlers=dict.fromkeys((ClientDisconnect, HttpRefusal, HTTPException, Exception), answer_error),
         **options,
     )
+    if compress:
+        application.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+    return application
 
 
 def _respond(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -184,7 +191,10 @@ def open_listener(host: str, port: int, refusal: str | None) -> tuple[socket.soc
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except OSError as problem:
+            raise OSError(problem.errno, f"port {port} of {host}: {problem.strerror}") from None
         found, bound = listener.getsockname()[:2]
         if refusal is not None and not ipaddress.ip_address(found).is_loopback:
             raise ValueError(refusal)

@@ -28,8 +28,10 @@ HEADERS = {
 
 
 def read_token(file: Path) -> str:
-    """Read the token that requests must bring. Raises ValueError for one that is short or has spaces within."""
-    token = file.read_text(encoding="utf-8").strip()
+    """Read the token that requests must bring. ValueError for one that is short or has spaces within."""
+    if not file.is_file():
+        raise FileNotFoundError(f"--token-file: there is no file {file}; `openssl rand -hex 16 > {file}` makes one")
+    token = file.read_text(encoding="utf-8", errors="replace").strip()
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(
             f"--token-file: {file} holds no token of {SHORTEST_TOKEN} or more ASCII characters without spaces; "

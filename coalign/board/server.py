@@ -17,7 +17,7 @@ from typing import Any
 
 from coalign.board.access import RequestGuard, list_own_names, read_token
 from coalign.board.catalog import RunCatalog
-from coalign.board.readers import Reader
+from coalign.board.readers import Reader, read_list
 from coalign.board.readers.checkpoints import read_checkpoints, read_verification
 from coalign.board.readers.configuration import compare_configurations, read_configuration
 from coalign.board.readers.flow import read_flow
@@ -30,7 +30,6 @@ from coalign.board.readers.samples import read_newest_samples
 from coalign.board.readers.timeline import read_timeline, read_trace
 from coalign.board.status import RunSummaries
 from coalign.http_server import (
-    GZipMiddleware,
     HttpRefusal,
     Request,
     Response,
@@ -101,8 +100,9 @@ def build_board(root: Path, token: str | None = None, names: tuple[str, ...] = (
         ("GET", "/api/runs/{run:path}/{reader}"): board.read_run,
         ("POST", "/api/runs/{run:path}/control"): board.ask_run,
     }
-    application = build_application(handlers, lambda status, message: {"error": message}, lifespan=_limit_threads)
-    application.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+    application = build_application(
+        handlers, lambda status, message: {"error": message}, compress=True, lifespan=_limit_threads
+    )
     application.add_middleware(RequestGuard, names=names, token=token)
     return application
 
@@ -136,7 +136,7 @@ class BoardEndpoints:
 
     async def compare(self, request: Request) -> dict[str, Any]:
         """Return what is different between the runs in `runs`, a list in JSON."""
-        return await _run(lambda: self._compare(request.query_params.get("runs", "")))
+        return await _run(lambda: self._compare(request.query_params))
 
     async def read_run(self, request: Request) -> dict[str, Any] | Response:
         """Return what a reader says of a run. A path that it returns is sent as a file."""
@@ -144,7 +144,7 @@ class BoardEndpoints:
         if name not in self._readers:
             raise HttpRefusal(404, f"nothing is called '{name[:80]}'; there are {', '.join(sorted(self._readers))}")
         content = await _run(lambda: self._readers[name](self.catalog.find(run), request.query_params))
-        return await asyncio.to_thread(_send_image, content) if isinstance(content, Path) else content
+        return await _run(lambda: _send_image(content)) if isinstance(content, Path) else content
 
     async def ask_run(self, request: Request) -> dict[str, Any]:
         """Ask a run for what the body says ({"do": "save"}), and return the request's `id`."""
@@ -154,7 +154,7 @@ class BoardEndpoints:
 
         def ask() -> dict[str, Any]:
             folder = self.catalog.find(request.path_params["run"])
-            return {"id": submit(folder, ControlRequest.parse(json.loads(body)))}
+            return {"id": submit(folder, ControlRequest.parse(_parse_body(body)))}
 
         return await _run(ask)
 
@@ -167,11 +167,8 @@ class BoardEndpoints:
                 continue
         return {"root": self.catalog.root.name, "can_control": self.can_control, "runs": runs}
 
-    def _compare(self, text: str) -> dict[str, Any]:
-        runs = json.loads(text) if text.startswith("[") else None
-        if not isinstance(runs, list) or not 0 < len(runs) <= _MOST_COMPARED or not all(type(r) is str for r in runs):
-            raise ValueError(f"runs is {text[:80]!r}; expected a list of 1 to {_MOST_COMPARED} runs")
-        return compare_configurations([self.catalog.find(run) for run in runs])
+    def _compare(self, params: Mapping[str, str]) -> dict[str, Any]:
+        return compare_configurations([self.catalog.find(run) for run in read_list(params, "runs", _MOST_COMPARED)])
 
     def _read_state(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         return self._summaries.summarise(folder) | {"can_control": self.can_control}
@@ -198,6 +195,13 @@ def _send_image(path: Path) -> Response:
     return Response(path.read_bytes(), 200, {"Cache-Control": "private, max-age=3600"}, find_media_type(path))
 
 
+def _parse_body(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError('the body is no JSON; expected {"do": "save"}') from None
+
+
 async def _run(read: Callable[[], Any]) -> Any:
     """Run a reader in a thread, and turn what it raises into an answer."""
     try:
@@ -208,6 +212,8 @@ async def _run(read: Callable[[], Any]) -> Any:
         raise HttpRefusal(403, _describe(problem)) from problem
     except ValueError as problem:
         raise HttpRefusal(400, _describe(problem)) from problem
+    except OSError as problem:  # a disk that is away
+        raise HttpRefusal(500, _describe(problem)) from problem
 
 
 def _describe(problem: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -89,7 +90,8 @@ class WatchedPage:
     def show(self, address: str) -> None:
         """Open an address, and wait for its page."""
         self.page.goto(address)
-        self.page.locator("main .page").first.wait_for()
+        shown = json.dumps(self.page.evaluate("location.hash"))
+        self.page.locator(f"main[data-shown={shown}]").wait_for()
         self.page.wait_for_load_state("networkidle")
 
     def check(self, board: StartedBoard) -> None:

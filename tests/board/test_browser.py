@@ -14,6 +14,7 @@ from coalign.run_files.control import ControlResult, read_request, write_answer
 from coalign.run_files.lock import lock_folder
 from tests.board.axe import find_barriers
 from tests.board.folders import add_log, add_samples, add_steps, make_long_run, make_run
+from tests.runs import command, settings, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +82,7 @@ def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page):
     for key in ("j", "j", "x", "j", "x"):
         page.keyboard.press(key)
     assert page.get_by_role("link", name="Compare 2 runs").is_visible()
+    page.get_by_role("region", name="Settings that differ").get_by_text("seed", exact=True).wait_for()
     page.keyboard.press("c")
     page.get_by_role("heading", name="Comparison").wait_for()
     assert page.locator(".legend").inner_text() == "2 seeds of sums/seed0"
@@ -233,6 +235,30 @@ def test_a_run_is_asked_by_buttons_only_with_a_token(start_board, open_page, run
         other.check(without)
 
 
+def test_a_real_run_is_watched_saved_and_stopped(start_board, open_page, tmp_path):
+    config = settings(tmp_path, "grpo", steps=100_000)
+    process = command(config)
+    folder = Path(config["output"])
+    wait_for((folder / "metrics.jsonl").exists, process, seconds=180)
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    board = start_board(folder, "--token-file", str(tmp_path / "token"))
+    watched = open_page()
+    page = watched.page
+    page.on("dialog", lambda dialog: dialog.accept())
+    watched.show(f"{board.url}/?token=0123456789abcdef#/run/run/overview")
+    page.locator(".run-status").get_by_text("running").wait_for()
+    page.locator("canvas").first.wait_for()
+    assert page.locator(".sample").count() == 4
+    page.get_by_role("button", name="Save now").click()
+    saved = page.locator(".said", has_text="✓")
+    saved.wait_for(timeout=60_000)
+    assert Path(saved.inner_text().split(" is in ")[1]).is_dir()
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".status.ended").wait_for(timeout=60_000)
+    process.communicate(timeout=60)
+    watched.check(board)
+
+
 def test_the_board_that_is_gone_is_named(board, open_page):
     watched = open_page()
     watched.show(f"{board.url}/#/")
@@ -241,7 +267,7 @@ def test_the_board_that_is_gone_is_named(board, open_page):
 
 
 def test_a_long_run_stays_within_the_limits(start_board, open_page, tmp_path):
-    """100,000 steps of 44 metrics, 10,000 samples: see docs/board.md. The seconds hold beside other work, too."""
+    """100,000 steps of 44 metrics, 10,000 samples: see docs/board.md. Times are printed, bytes and memory checked."""
     make_long_run(tmp_path / "runs" / "long", 100_000, 10_000)
     add_steps(make_run(tmp_path / "runs" / "short"), range(1, 21))
     board = start_board(tmp_path / "runs")

@@ -7,6 +7,7 @@ parameter that is wrong (400), FileNotFoundError for what the run has not (404),
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,15 @@ def read_choice(params: Mapping[str, str], name: str, choices: Sequence[str]) ->
     if value not in choices:
         raise ValueError(f"{name} is '{value:.40}'; expected one of {', '.join(choices)}")
     return value
+
+
+def read_list(params: Mapping[str, str], name: str, most: int) -> list[str]:
+    """Return a parameter that is a list of texts in JSON, empty by default. Raises ValueError for any other."""
+    text = params.get(name, "[]")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, list) or len(values) > most or not all(isinstance(value, str) for value in values):
+        raise ValueError(f'{name} is {text[:80]!r}; expected a list of at most {most} names: ["one", "another"]')
+    return values

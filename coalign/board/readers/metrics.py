@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from coalign.board.catalog import find_within
 from coalign.board.curves import FEWEST_BUCKETS, MetricCurves, is_finite, round_value
+from coalign.board.readers import read_list
 
 _MOST_RUNS = 16  # whose curves are kept in memory
 _MOST_NAMES = 200  # metrics of one request
@@ -33,7 +33,7 @@ class CurveReader:
         `seconds`; each series has the `mean` of its buckets, and `low` and `high` where a bucket has several steps.
         `all` are the names of all metrics, `latest` their newest values.
         """
-        names = _parse_names(params.get("names", "[]"))
+        names = read_list(params, "names", _MOST_NAMES)
         find_within(folder, folder / "metrics.jsonl")
         lock, curves = self._find(folder)
         with lock:
@@ -63,14 +63,14 @@ def _select(curves: MetricCurves, names: list[str], params: Mapping[str, str]) -
     start, end = 0, len(curves.steps)
     chosen = curves
     if "from" in params or "to" in params:
-        first, last = _parse_step(params, "from", -math.inf), _parse_step(params, "to", math.inf)
-        start = curves.find_bucket(max(first, -1.0))
-        end = curves.find_bucket(min(last, float(curves.newest))) + 1 if end else 0
+        first, last = (_parse_step(params, name, curves) for name in ("from", "to"))
+        start, end = curves.find_bucket(first), curves.find_bucket(last) + 1 if end else 0
         if end - start < FEWEST_BUCKETS and curves.width > 1:
-            chosen = curves.read_part(names, max(first, -1.0), min(last, float(curves.newest)))
+            chosen = curves.read_part(names, first, last)
             start, end = 0, len(chosen.steps)
     elif (since := params.get("since", "")).startswith(f"{curves.generation}:{curves.width}:"):
-        start = min(int(since.rpartition(":")[2] or 0), end)
+        place = since.rpartition(":")[2]
+        start = min(int(place), end) if place.isdecimal() else 0
     used = [i for i in range(start, end) if chosen.steps[i] >= 0]
     series = {}
     for name in names:
@@ -89,21 +89,12 @@ def _select(curves: MetricCurves, names: list[str], params: Mapping[str, str]) -
     }
 
 
-def _parse_names(text: str) -> list[str]:
+def _parse_step(params: Mapping[str, str], name: str, curves: MetricCurves) -> float:
+    """Return a step that a part begins or ends with, no further than the curves go. Raises ValueError for no number."""
     try:
-        names = json.loads(text)
-    except (ValueError, RecursionError):
-        names = None
-    if not isinstance(names, list) or len(names) > _MOST_NAMES or not all(isinstance(name, str) for name in names):
-        raise ValueError(f'names is {text[:80]!r}; expected a list of at most {_MOST_NAMES} metrics: ["loss/value"]')
-    return names
-
-
-def _parse_step(params: Mapping[str, str], name: str, default: float) -> float:
-    try:
-        step = float(params.get(name, default))
+        step = float(params.get(name, -math.inf if name == "from" else math.inf))
     except ValueError:
         step = math.nan
     if math.isnan(step):
         raise ValueError(f"{name} is '{params[name]}'; expected a step")
-    return step
+    return min(max(step, float(curves.first or 0)), float(curves.newest))

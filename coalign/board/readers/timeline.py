@@ -104,7 +104,7 @@ def build_lanes(events: Sequence[Mapping[str, Any]], whole: float) -> list[dict[
             start = begun[event["id"]]["ts"] / 1e6
             waits[_key(event)].append([start, event["ts"] / 1e6 - start, event["name"]])
     lanes = []
-    for key in sorted(names, key=lambda key: (models.get(key[0]) != LOOP, key)):
+    for key in sorted(names, key=lambda key: (models.get(key[0]) != LOOP, key[0], _find_rank(names[key]), key[1])):
         model, process = models.get(key[0], "?"), names[key]
         if not (own := sorted(bars[key], key=lambda bar: bar[0])):
             continue  # calls that only wait for others, such as `join`
@@ -140,8 +140,7 @@ def group_by_device(
     found: dict[tuple[int, str], list[int]] = {}
     for number, lane in enumerate(lanes):
         processes = placement["models"].get(lane["model"], {}).get("processes", [])
-        rank = re.search(r"\b(?:rank|replica) (\d+)", lane["process"])
-        own = processes[int(rank[1]) if rank else 0 :][:1]
+        own = processes[_find_rank(lane["process"]) :][:1]
         for node, devices in own:
             for device in devices:
                 found.setdefault((node, device), []).append(number)
@@ -155,6 +154,12 @@ def group_by_device(
         }
         for (node, device), numbers in sorted(found.items(), key=lambda item: (item[0][0], len(item[0][1]), item[0][1]))
     ]
+
+
+def _find_rank(process: str) -> int:
+    """Return the number of a rank or replica by its name, `replica 3 on node7`; 0 for a single process."""
+    found = re.search(r"\b(?:rank|replica) (\d+)", process)
+    return int(found[1]) if found else 0
 
 
 def _compute_idle(lanes: Iterable[Iterable[Sequence[Any]]], whole: float) -> float:

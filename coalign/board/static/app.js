@@ -15,7 +15,7 @@ import {
 } from "./board.js";
 import { makeControls } from "./controls.js";
 import { formatAge, getLanguage, LANGUAGES, setLanguage, t } from "./i18n.js";
-import { makeStatus } from "./status.js";
+import { describeCause, makeStatus } from "./status.js";
 
 // Pages of a run, in the order of their tabs: pages/NAME.js with the text `NAME.title`.
 const RUN_PAGES = ["overview", "rollouts", "timeline", "placement", "checkpoints", "goodput", "flow", "log", "configuration"];
@@ -65,6 +65,7 @@ async function show() {
     if (ticket !== shown.ticket) return;
     shown.update = update ?? null;
     announcer.textContent = title;
+    main.dataset.shown = location.hash; // all of it, for whoever waits for that
     showProblem(null);
   } catch (error) {
     if (ticket !== shown.ticket) return;
@@ -154,7 +155,7 @@ function makeRunHead(head, run, name) {
       h("span", {}, t("shell.step", { step: summary.step ?? "–", last: summary.last ?? "–" })),
       h("span", { class: "quiet" }, summary.algorithm),
       h("span", { class: "quiet" }, summary.updated ? t("shell.updated", { age: formatAge(summary.now - summary.updated) }) : ""),
-      summary.why ? h("span", { class: "why" }, summary.why) : null,
+      h("span", { class: "why" }, describeCause(summary)),
     );
     line.textContent = summary.line;
     line.hidden = !summary.line;

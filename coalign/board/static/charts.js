@@ -6,6 +6,7 @@ import { smooth } from "./curves.js";
 const STYLES = ["solid", "dashed", "dotted"];
 const DASHES = [[], [7, 4], [2, 3]];
 const COLOURS = 8;
+const OPEN_GROUPS = ["important", "reward", "eval", "loss"]; // until others are opened
 
 /** The colour and the dash of the curve with this number: twelve can be told apart without colours next to each other. */
 export function findStyle(number) {
@@ -61,7 +62,7 @@ export class MetricChart {
     const holes = curves.reduce((count, curve) => count + (curve.holes?.length ?? 0), 0);
     this.holes.textContent = holes ? t("overview.holes", { count: holes }) : "";
     this.holes.title = holes ? curves.flatMap((curve) => curve.holes).slice(0, 20).join(", ") : "";
-    this.box.setAttribute("aria-label", `${this.name}: ${newest === undefined ? "" : t("overview.best", { value: formatNumber(newest) })}`);
+    this.box.setAttribute("aria-label", `${this.name}: ${newest === undefined ? "" : t("overview.newest", { value: formatNumber(newest) })}`);
     this.showValue(null);
     const shape = JSON.stringify([along, weight > 0, curves.map((curve) => [curve.label, curve.number])]);
     if (this.plot && shape === this.shape) {
@@ -208,7 +209,7 @@ export class ChartGroups {
         const title = group === "important" ? t("overview.important") : group === "other" ? t("overview.group_other") : group;
         return h(
           "details",
-          { class: "group", "data-group": group, open: open.get(group) ?? true },
+          { class: "group", "data-group": group, open: open.get(group) ?? OPEN_GROUPS.includes(group) },
           h("summary", {}, `${title} (${shown.length})`),
           h("div", { class: "charts" }, charts.map((chart) => chart.element)),
         );

@@ -9,6 +9,11 @@ export function makeStatus(summary) {
   return h("span", { class: `status ${summary.status}` }, `${SIGNS[summary.status]} ${t(`status.${summary.status}`)}`);
 }
 
+/** What is known of why a run stalled or ended; empty if there is nothing to say. */
+export function describeCause(summary) {
+  return summary.why ?? (summary.status === "failed" ? t("status.killed") : "");
+}
+
 /** Whether a run can be asked for something. */
 export function isGoing(summary) {
   return summary.status === "running" || summary.status === "stalled";

@@ -18,6 +18,7 @@ export default {
   "status.stalled": "stalled",
   "status.ended": "ended",
   "status.failed": "failed",
+  "status.killed": "It ended without a word, as a process does that is killed.",
 
   "control.ended": "The run has ended, and has not answered.",
   "control.models": "Processes of models, such as policy=4",
@@ -58,10 +59,11 @@ export default {
   "runs.step": "Step",
   "runs.time": "Run time",
   "runs.title": "Runs",
+  "runs.too_many": "At most {most} runs can be compared.",
   "runs.up": "previous run",
 
   "overview.all_steps": "All steps",
-  "overview.best": "newest {value}",
+  "overview.newest": "newest {value}",
   "overview.group_other": "Other",
   "overview.hint": "Drag over a curve to look closer, double-click to see all.",
   "overview.holes": "{count} not finite",

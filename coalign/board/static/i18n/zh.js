@@ -18,6 +18,7 @@ export default {
   "status.stalled": "停滞",
   "status.ended": "已结束",
   "status.failed": "失败",
+  "status.killed": "没有留下结束记录就终止了，像是进程被杀死。",
 
   "control.ended": "运行已结束，没有答复。",
   "control.models": "各模型的进程数，例如 policy=4",
@@ -58,10 +59,11 @@ export default {
   "runs.step": "步",
   "runs.time": "运行时长",
   "runs.title": "运行",
+  "runs.too_many": "最多可对比 {most} 个运行。",
   "runs.up": "上一个运行",
 
   "overview.all_steps": "全部步",
-  "overview.best": "最新 {value}",
+  "overview.newest": "最新 {value}",
   "overview.group_other": "其他",
   "overview.hint": "在曲线上拖动可放大，双击恢复全部。",
   "overview.holes": "{count} 处非有限值",

@@ -1,10 +1,12 @@
 // All runs: how each is doing, and which to compare.
 import { append, bindKey, fill, formatNumber, formatSeconds, h, makeAddress, request } from "../board.js";
 import { formatAge, t } from "../i18n.js";
-import { makeStatus } from "../status.js";
+import { makeDifferences } from "../differences.js";
+import { describeCause, makeStatus } from "../status.js";
 
 export const title = "runs.title";
 
+const MOST_COMPARED = 12; // as the server takes, and as colours and dashes can be told apart
 const NUMBERS = {
   reward: ["reward/mean"],
   eval: ["eval/mean", "eval/loss/accuracy", "eval/loss/value"],
@@ -28,11 +30,12 @@ export async function render(root, _run, state) {
   const compare = h("a", { class: "button", hidden: true });
   const hint = h("span", { class: "quiet" });
   const table = h("div", { class: "scroll" });
-  append(root, [h("h1", {}, t("runs.title")), h("div", { class: "row" }, search, compare, hint), table]);
+  const differences = h("div", { "aria-live": "polite" });
+  append(root, [h("h1", {}, t("runs.title")), h("div", { class: "row" }, search, compare, hint), table, differences]);
 
   const columns = [
     { key: "name", cell: (run) => h("a", { href: makeAddress(["run", run.id, "overview"]) }, run.id), value: (run) => run.id },
-    { key: "status", cell: (run) => [makeStatus(run), run.why ? h("div", { class: "why" }, run.why) : null], value: (run) => run.status },
+    { key: "status", cell: (run) => [makeStatus(run), h("div", { class: "why" }, describeCause(run))], value: (run) => run.status },
     { key: "algorithm", cell: (run) => run.algorithm, value: (run) => run.algorithm },
     { key: "step", cell: (run) => `${run.step ?? "–"} / ${run.last ?? "–"}`, value: (run) => -(run.step ?? -1), number: true },
     ...["reward", "eval", "loss"].map((key) => ({
@@ -80,7 +83,7 @@ export async function render(root, _run, state) {
       "aria-label": t("runs.choose", { run: run.id }),
       "data-run": run.id,
       "data-kind": "mark",
-      onchange: () => (toggle(run.id), drawComparison()),
+      onchange: () => toggle(run.id),
     });
     const cells = columns.map(({ key, cell, number }) => {
       const content = cell(run);
@@ -92,14 +95,25 @@ export async function render(root, _run, state) {
 
   function toggle(id) {
     if (!chosen.delete(id)) chosen.add(id);
+    drawComparison();
+    showDifferences();
+  }
+
+  /** Show in what the chosen runs differ, below the table. */
+  async function showDifferences() {
+    const ids = [...chosen];
+    if (ids.length < 2 || ids.length > MOST_COMPARED) return fill(differences);
+    const { settings } = await request("/api/compare", { runs: JSON.stringify(ids) });
+    if (ids.length === chosen.size && ids.every((id) => chosen.has(id))) fill(differences, makeDifferences(ids, settings));
   }
 
   function drawComparison() {
     const count = chosen.size;
-    compare.hidden = count < 2;
+    compare.hidden = count < 2 || count > MOST_COMPARED;
     compare.href = makeAddress(["compare"], { runs: JSON.stringify([...chosen]) });
     compare.textContent = t("runs.compare", { count });
-    hint.textContent = count < 2 && answer.runs.length > 1 ? t("runs.compare_hint") : "";
+    const many = count > MOST_COMPARED ? t("runs.too_many", { most: MOST_COMPARED }) : "";
+    hint.textContent = count < 2 && answer.runs.length > 1 ? t("runs.compare_hint") : many;
   }
 
   const findRow = (id) => [...table.querySelectorAll("tbody tr")].find((row) => row.dataset.run === id);
@@ -117,7 +131,9 @@ export async function render(root, _run, state) {
   bindKey(root, "o", "runs.open", () => focusedRun() && (location.hash = makeAddress(["run", focusedRun(), "overview"])));
   bindKey(root, "x", "runs.mark", () => {
     const id = focusedRun();
-    if (id) (toggle(id), draw());
+    if (!id) return;
+    toggle(id);
+    draw();
   });
   bindKey(root, "c", "runs.open_comparison", () => chosen.size > 1 && (location.hash = compare.getAttribute("href")));
   bindKey(root, "/", "runs.search", () => search.focus());

@@ -11,7 +11,7 @@ export async function render(root, run, state) {
   const lanes = h("div", { class: "lanes", role: "group", "aria-label": t("timeline.lanes") });
   const about = h("p", { class: "bar-about", role: "status" }, t("timeline.keys"));
   const faults = h("div");
-  const chosen = h("select", { "aria-label": t("timeline.traced_step"), onchange: () => showTrace(Number(chosen.value)) });
+  const chosen = h("select", { "aria-label": t("timeline.traced_step"), onchange: () => choose(Number(chosen.value)) });
   const view = h(
     "select",
     { "aria-label": t("timeline.view"), onchange: () => (state.set({ view: view.value }), drawTrace()) },
@@ -21,8 +21,12 @@ export async function render(root, run, state) {
   let traces = [];
   let trace = null;
 
-  async function showTrace(step) {
+  function choose(step) {
     state.set({ step });
+    return showTrace(step);
+  }
+
+  async function showTrace(step) {
     chosen.value = String(step);
     try {
       trace = await run.fetch("trace", { step });
@@ -45,7 +49,7 @@ export async function render(root, run, state) {
 
   function move(by) {
     const place = traces.indexOf(Number(chosen.value)) + by;
-    if (traces[place] !== undefined) showTrace(traces[place]);
+    if (traces[place] !== undefined) choose(traces[place]);
   }
 
   async function read() {
