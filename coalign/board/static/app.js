@@ -33,7 +33,7 @@ let shown = { ticket: 0, run: null, update: null, growth: null, showRun: null };
 let busy = false;
 const runs = new Map(); // those that were looked at, with what their pages keep
 
-// ---- what the address shows ------------------------------------------------------------------------------------------
+// ---- what the address shows --------------------
 
 async function show() {
   const { path, query } = readAddress();
@@ -110,14 +110,19 @@ function showProblem(error) {
   problem.textContent = error === null ? "" : describe(error);
 }
 
-// ---- header ----------------------------------------------------------------------------------------------------------
+// ---- header --------------------
 
 function makeHeader(run, name) {
   skip.textContent = t("shell.skip");
   const language = getLanguage();
   const other = Object.keys(LANGUAGES).find((each) => each !== language);
   return [
-    h("a", { class: "brand", href: "#/" }, h("img", { src: "/static/icon.svg", alt: "", width: 20, height: 20 }), "Coalign"),
+    h(
+      "a",
+      { class: "brand", href: "#/" },
+      h("img", { src: "/static/icon.svg", alt: "", width: 20, height: 20 }),
+      "Coalign",
+    ),
     h(
       "nav",
       { "aria-label": t("shell.navigation") },
@@ -129,7 +134,11 @@ function makeHeader(run, name) {
       "div",
       { class: "tools" },
       h("button", { type: "button", lang: other, onclick: changeLanguage }, LANGUAGES[other]),
-      h("button", { type: "button", onclick: changeTheme, title: t("shell.theme_hint") }, t(`shell.theme_${getTheme()}`)),
+      h(
+        "button",
+        { type: "button", onclick: changeTheme, title: t("shell.theme_hint") },
+        t(`shell.theme_${getTheme()}`),
+      ),
       h("button", { type: "button", onclick: showHelp, "aria-label": t("shell.help") }, "?"),
     ),
   ];
@@ -143,7 +152,11 @@ function makeRunHead(head, run, name) {
     "nav",
     { class: "tabs", "aria-label": t("shell.pages") },
     RUN_PAGES.map((each) =>
-      h("a", { href: makeAddress(["run", run.id, each]), "aria-current": each === name ? "page" : null }, t(`${each}.title`)),
+      h(
+        "a",
+        { href: makeAddress(["run", run.id, each]), "aria-current": each === name ? "page" : null },
+        t(`${each}.title`),
+      ),
     ),
   );
   const controls = run.summary.can_control ? makeControls(run) : null;
@@ -154,7 +167,11 @@ function makeRunHead(head, run, name) {
       makeStatus(summary),
       h("span", {}, t("shell.step", { step: summary.step ?? "–", last: summary.last ?? "–" })),
       h("span", { class: "quiet" }, summary.algorithm),
-      h("span", { class: "quiet" }, summary.updated ? t("shell.updated", { age: formatAge(summary.now - summary.updated) }) : ""),
+      h(
+        "span",
+        { class: "quiet" },
+        summary.updated ? t("shell.updated", { age: formatAge(summary.now - summary.updated) }) : "",
+      ),
       h("span", { class: "why" }, describeCause(summary)),
     );
     line.textContent = summary.line;
@@ -166,7 +183,7 @@ function makeRunHead(head, run, name) {
   return draw;
 }
 
-// ---- theme, language, help -------------------------------------------------------------------------------------------
+// ---- theme, language, help --------------------
 
 function getTheme() {
   return document.documentElement.dataset.theme ?? "auto";

@@ -8,7 +8,11 @@ const WEIGHTS = [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99];
 /** Return `element`, `along` and `weight`. `draw` is called when one of them changes. */
 export function makeAxisControls(root, state, draw) {
   const kept = state.get("x", readSetting("axis", "steps"));
-  const along = h("select", { onchange: change }, AXES.map((name) => h("option", { value: name, selected: name === kept }, t(`overview.x_${name}`))));
+  const along = h(
+    "select",
+    { onchange: change },
+    AXES.map((name) => h("option", { value: name, selected: name === kept }, t(`overview.x_${name}`))),
+  );
   const weight = h("input", {
     type: "range",
     min: 0,

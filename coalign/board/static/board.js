@@ -1,12 +1,13 @@
 // What all pages share: elements, settings that are kept, requests, the address, keys. Pages import this module.
 
-/** Make an element: h("a", {href: "#/", class: "name", onclick: f}, "text", child, …). Children may be arrays or null. */
+/** Make an element: h("a", {href: "#/", onclick: f}, "text", child, …). Children: arrays, too, or null. */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name === "style") Object.assign(element.style, value); // through CSSOM: the policy forbids style attributes
+    else if (name === "style")
+      Object.assign(element.style, value); // through CSSOM: the policy forbids style attributes
     else if (value === true) element.setAttribute(name, "");
     else element.setAttribute(name, value);
   }
@@ -26,7 +27,7 @@ export function fill(element, ...children) {
   append(element, children);
 }
 
-// ---- settings that are kept in the browser -------------------------------------------------------------------------
+// ---- settings that are kept in the browser --------------------
 
 export function readSetting(name, fallback) {
   try {
@@ -44,7 +45,7 @@ export function keepSetting(name, value) {
   }
 }
 
-// ---- requests --------------------------------------------------------------------------------------------------------
+// ---- requests --------------------
 
 /** An answer that is an error: its status and the server's sentence. Status 0: there was no answer. */
 export class RequestError extends Error {
@@ -92,7 +93,7 @@ export class Run {
   }
 }
 
-// ---- the address -----------------------------------------------------------------------------------------------------
+// ---- the address --------------------
 
 /** The part of the address that says what a page shows: `state.get("step")`, `state.set({step: 12, group: null})`. */
 export class PageState {
@@ -141,7 +142,7 @@ function decode(text) {
   }
 }
 
-// ---- keys ------------------------------------------------------------------------------------------------------------
+// ---- keys --------------------
 
 const bindings = [];
 
@@ -170,7 +171,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-// ---- numbers and times -----------------------------------------------------------------------------------------------
+// ---- numbers and times --------------------
 
 /** A number in a few characters, as the terminal shows it: 0.412, 1,234, 2.1e-06. */
 export function formatNumber(value) {

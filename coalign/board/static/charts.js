@@ -8,7 +8,7 @@ const DASHES = [[], [7, 4], [2, 3]];
 const COLOURS = 8;
 const OPEN_GROUPS = ["important", "reward", "eval", "loss"]; // until others are opened
 
-/** The colour and the dash of the curve with this number: twelve can be told apart without colours next to each other. */
+/** The colour and the dash of the curve with this number: the first twelve can be told apart. */
 export function findStyle(number) {
   const style = getComputedStyle(document.documentElement);
   return {
@@ -21,7 +21,12 @@ export function findStyle(number) {
 /** A number on the axis: 12, 3.4k, 1.2M; seconds as 1:02:03. */
 function formatPlace(value, along) {
   if (along === "seconds") return formatSeconds(value);
-  for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+  for (const [size, unit] of [
+    [1e12, "T"],
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
     if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(4))}${unit}`;
   }
   return String(Number(value.toPrecision(4)));
@@ -54,15 +59,29 @@ export class MetricChart {
 
   /** Draw curves: [{label, x, mean, low, high, number, holes}], along `steps`, `tokens` or `seconds`. */
   draw(curves, along, weight, newest) {
-    const tables = curves.map(({ x, mean, low, high }) => [x, low, high, mean, smooth(mean, hasFew(mean) ? 0 : weight)]);
+    const tables = curves.map(({ x, mean, low, high }) => [
+      x,
+      low,
+      high,
+      mean,
+      smooth(mean, hasFew(mean) ? 0 : weight),
+    ]);
     const data = tables.length > 1 ? uPlot.join(tables) : (tables[0] ?? [[]]);
     this.along = along;
     this.curves = curves;
     this.newest = newest;
     const holes = curves.reduce((count, curve) => count + (curve.holes?.length ?? 0), 0);
     this.holes.textContent = holes ? t("overview.holes", { count: holes }) : "";
-    this.holes.title = holes ? curves.flatMap((curve) => curve.holes).slice(0, 20).join(", ") : "";
-    this.box.setAttribute("aria-label", `${this.name}: ${newest === undefined ? "" : t("overview.newest", { value: formatNumber(newest) })}`);
+    this.holes.title = holes
+      ? curves
+          .flatMap((curve) => curve.holes)
+          .slice(0, 20)
+          .join(", ")
+      : "";
+    this.box.setAttribute(
+      "aria-label",
+      `${this.name}: ${newest === undefined ? "" : t("overview.newest", { value: formatNumber(newest) })}`,
+    );
     this.showValue(null);
     const shape = JSON.stringify([along, weight > 0, curves.map((curve) => [curve.label, curve.number])]);
     if (this.plot && shape === this.shape) {
@@ -87,7 +106,14 @@ export class MetricChart {
       series.push({ ...bound }, { ...bound });
       bands.push({ series: [first + 1, first], fill: `${stroke}30` });
       series.push({ stroke: `${stroke}55`, width: 1, show: weight > 0, points: { show: false }, spanGaps: true });
-      series.push({ label, stroke, width: 1.8, dash, points: { size: 4, show: (plot, place) => hasFew(plot.data[place]) }, spanGaps: true });
+      series.push({
+        label,
+        stroke,
+        width: 1.8,
+        dash,
+        points: { size: 4, show: (plot, place) => hasFew(plot.data[place]) },
+        spanGaps: true,
+      });
     }
     return {
       width: this.box.clientWidth || 400,
@@ -130,8 +156,10 @@ export class MetricChart {
     const data = this.plot.data;
     const values = this.curves.map((_, i) => data[4 * i + 4][place] ?? null);
     const [low, high] = [data[1][place], data[2][place]];
-    const range = this.curves.length === 1 && low !== high && low !== null ? ` (${formatNumber(low)} … ${formatNumber(high)})` : "";
-    this.value.textContent = `${formatPlace(data[0][place], this.along)}: ${values.map(formatNumber).join(" · ")}${range}`;
+    const range =
+      this.curves.length === 1 && low !== high && low !== null ? ` (${formatNumber(low)} … ${formatNumber(high)})` : "";
+    const where = formatPlace(data[0][place], this.along);
+    this.value.textContent = `${where}: ${values.map(formatNumber).join(" · ")}${range}`;
   }
 
   destroy() {
@@ -159,7 +187,11 @@ export function makeLegend(entries) {
     { class: "legend" },
     entries.map(({ label, number, link }) => {
       const { colour, border } = findStyle(number);
-      const swatch = h("span", { class: "swatch", "aria-hidden": "true", style: { borderTopColor: colour, borderTopStyle: border } });
+      const swatch = h("span", {
+        class: "swatch",
+        "aria-hidden": "true",
+        style: { borderTopColor: colour, borderTopStyle: border },
+      });
       return h("li", {}, swatch, link ? h("a", { href: link }, label) : h("span", {}, label));
     }),
   );
@@ -206,12 +238,17 @@ export class ChartGroups {
         if (!shown.length) return null;
         const charts = shown.map((name) => new MetricChart(name, this.zoom));
         this.charts.push(...charts);
-        const title = group === "important" ? t("overview.important") : group === "other" ? t("overview.group_other") : group;
+        const title =
+          group === "important" ? t("overview.important") : group === "other" ? t("overview.group_other") : group;
         return h(
           "details",
           { class: "group", "data-group": group, open: open.get(group) ?? OPEN_GROUPS.includes(group) },
           h("summary", {}, `${title} (${shown.length})`),
-          h("div", { class: "charts" }, charts.map((chart) => chart.element)),
+          h(
+            "div",
+            { class: "charts" },
+            charts.map((chart) => chart.element),
+          ),
         );
       }),
     );

@@ -11,7 +11,11 @@ export function makeControls(run) {
   const models = h("input", { type: "text", placeholder: "policy=4", "aria-label": t("control.models"), size: 16 });
   const buttons = [
     h("button", { type: "button", onclick: () => ask({ do: "save" }) }, t("control.save")),
-    h("button", { type: "button", onclick: () => confirm(t("control.sure")) && ask({ do: "stop" }) }, t("control.stop")),
+    h(
+      "button",
+      { type: "button", onclick: () => confirm(t("control.sure")) && ask({ do: "stop" }) },
+      t("control.stop"),
+    ),
     h("button", { type: "submit" }, t("control.scale")),
   ];
   const element = h(
@@ -26,7 +30,10 @@ export function makeControls(run) {
   let waiting = false;
 
   async function scale() {
-    const wanted = models.value.split(/[\s,]+/).filter(Boolean).map((each) => each.split("="));
+    const wanted = models.value
+      .split(/[\s,]+/)
+      .filter(Boolean)
+      .map((each) => each.split("="));
     if (!wanted.length || wanted.some(([name, count]) => !name || !/^[1-9]\d*$/.test(count ?? ""))) {
       fill(said, t("control.scale_format"));
       return;
@@ -62,7 +69,6 @@ export function makeControls(run) {
     }
     return "";
   }
-
 
   function draw() {
     element.hidden = !isGoing(run.summary) && !said.textContent;

@@ -92,7 +92,7 @@ export class CurveStore {
     }
   }
 
-  /** The points of a metric along `steps`, `tokens` or `seconds`: {x, mean, low, high, holes}; low and high may be mean. */
+  /** The points of a metric along `steps`, `tokens` or `seconds`: {x, mean, low, high, holes}. */
   select(name, along) {
     const { mean = [], low, high, holes = [] } = this.series.get(name) ?? {};
     const x = this.points[along];

@@ -10,8 +10,21 @@ export function makeDifferences(runs, settings) {
     "table",
     { class: "differences" },
     h("caption", {}, t("differences.title")),
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, t("differences.setting")), runs.map((run) => h("th", { scope: "col" }, run)))),
-    h("tbody", {}, settings.map(([key, values]) => h("tr", {}, h("th", { scope: "row" }, key), values.map(cell)))),
+    h(
+      "thead",
+      {},
+      h(
+        "tr",
+        {},
+        h("th", { scope: "col" }, t("differences.setting")),
+        runs.map((run) => h("th", { scope: "col" }, run)),
+      ),
+    ),
+    h(
+      "tbody",
+      {},
+      settings.map(([key, values]) => h("tr", {}, h("th", { scope: "row" }, key), values.map(cell))),
+    ),
   );
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": t("differences.title") }, table);
 }

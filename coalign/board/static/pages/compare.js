@@ -24,7 +24,9 @@ export async function render(root, _run, state) {
   const seeds = h(
     "select",
     { onchange: () => (state.set({ seeds: seeds.value }), drawLegend(), draw()) },
-    ["one", "apart"].map((name) => h("option", { value: name, selected: name === state.get("seeds", "one") }, t(`compare.${name}`))),
+    ["one", "apart"].map((name) =>
+      h("option", { value: name, selected: name === state.get("seeds", "one") }, t(`compare.${name}`)),
+    ),
   );
   const search = h("input", {
     type: "search",
@@ -47,7 +49,8 @@ export async function render(root, _run, state) {
   bindKey(root, "z", "overview.unzoom", () => zoom());
 
   function makeStores() {
-    const range = state.number("from") === null ? null : { from: state.number("from"), to: state.number("to", Infinity) };
+    const range =
+      state.number("from") === null ? null : { from: state.number("from"), to: state.number("to", Infinity) };
     return runs.map((run) => new CurveStore(run, range));
   }
 
@@ -97,7 +100,8 @@ export async function render(root, _run, state) {
   }
 
   function zoom(from = null, to = null) {
-    const find = (place, join) => join(...stores.filter((s) => s.points.steps.length).map((s) => s.findStep(place, settings.along)));
+    const find = (place, join) =>
+      join(...stores.filter((s) => s.points.steps.length).map((s) => s.findStep(place, settings.along)));
     state.set(from === null ? { from: null, to: null } : { from: find(from, Math.min), to: find(to, Math.max) });
     stores = makeStores();
     load(groups.listVisible());

@@ -6,7 +6,10 @@ import { makeDifferences } from "../differences.js";
 export const title = "configuration.title";
 
 export async function render(root, run, state) {
-  const [first, { runs }] = await Promise.all([run.fetch("configuration", only(state.get("file"))), request("/api/runs")]);
+  const [first, { runs }] = await Promise.all([
+    run.fetch("configuration", only(state.get("file"))),
+    request("/api/runs"),
+  ]);
   const text = h("pre", { class: "text", tabindex: 0, role: "region", "aria-label": t("configuration.text") });
   const differences = h("div", { "aria-live": "polite" });
   const files = h(
@@ -18,7 +21,9 @@ export async function render(root, run, state) {
     "select",
     { "aria-label": t("configuration.other"), onchange: () => (state.set({ other: other.value || null }), compare()) },
     h("option", { value: "" }, t("configuration.none")),
-    runs.filter((each) => each.id !== run.id).map((each) => h("option", { selected: each.id === state.get("other") }, each.id)),
+    runs
+      .filter((each) => each.id !== run.id)
+      .map((each) => h("option", { selected: each.id === state.get("other") }, each.id)),
   );
 
   async function load() {
@@ -35,7 +40,12 @@ export async function render(root, run, state) {
   text.textContent = first.text;
   append(root, [
     h("h1", {}, t("configuration.title")),
-    h("div", { class: "row" }, h("label", {}, t("configuration.file"), files), h("label", {}, t("configuration.other"), other)),
+    h(
+      "div",
+      { class: "row" },
+      h("label", {}, t("configuration.file"), files),
+      h("label", {}, t("configuration.other"), other),
+    ),
     differences,
     text,
   ]);

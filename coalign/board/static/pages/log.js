@@ -14,11 +14,19 @@ export async function render(root, run, state) {
   let end = piece.end;
   let entries = split(piece.text);
 
-  const lines = h("pre", { class: "text log", tabindex: 0, role: "log", "aria-label": t("log.title"), "aria-live": "off" });
+  const lines = h("pre", {
+    class: "text log",
+    tabindex: 0,
+    role: "log",
+    "aria-label": t("log.title"),
+    "aria-live": "off",
+  });
   const level = h(
     "select",
     { "aria-label": t("log.level"), onchange: () => (state.set({ level: level.value }), draw(true)) },
-    Object.keys(CHOICES).map((name) => h("option", { value: name, selected: name === state.get("level", "all") }, t(`log.${name}`))),
+    Object.keys(CHOICES).map((name) =>
+      h("option", { value: name, selected: name === state.get("level", "all") }, t(`log.${name}`)),
+    ),
   );
   const search = h("input", {
     type: "search",
@@ -48,18 +56,31 @@ export async function render(root, run, state) {
     const shown = entries.filter(
       (entry) => (!levels.length || levels.includes(entry.level)) && (!word || entry.text.toLowerCase().includes(word)),
     );
-    fill(lines, shown.map((entry) => h("span", { class: `entry ${entry.level.toLowerCase()}` }, `${entry.text}\n`)));
+    fill(
+      lines,
+      shown.map((entry) => h("span", { class: `entry ${entry.level.toLowerCase()}` }, `${entry.text}\n`)),
+    );
     count.textContent = t("log.count", { shown: shown.length, all: entries.length });
     earlier.hidden = start === 0;
     if (atEnd) lines.scrollTop = lines.scrollHeight;
   }
 
   function drawStalls() {
-    fill(reports, h("h2", { id: "stalls" }, t("log.stalls")), stalls.stalls.length ? stalls.stalls.map(makeStall) : h("p", { class: "quiet" }, t("log.no_stalls")));
+    fill(
+      reports,
+      h("h2", { id: "stalls" }, t("log.stalls")),
+      stalls.stalls.length ? stalls.stalls.map(makeStall) : h("p", { class: "quiet" }, t("log.no_stalls")),
+    );
   }
 
   function makeStall({ time, report, files }) {
-    const stacks = h("pre", { class: "text", tabindex: 0, hidden: true, role: "region", "aria-label": t("log.stacks") });
+    const stacks = h("pre", {
+      class: "text",
+      tabindex: 0,
+      hidden: true,
+      role: "region",
+      "aria-label": t("log.stacks"),
+    });
     const show = async (file) => {
       stacks.textContent = (await run.fetch("stalls", { time, file })).text;
       stacks.hidden = false;
@@ -69,12 +90,21 @@ export async function render(root, run, state) {
       { open: stalls.stalls[0].time === time },
       h("summary", {}, `${time}: ${report.split("\n")[0] || t("log.unfinished")}`),
       h("pre", { class: "text" }, report),
-      h("p", { class: "row" }, files.map((file) => h("button", { type: "button", onclick: () => show(file) }, file))),
+      h(
+        "p",
+        { class: "row" },
+        files.map((file) => h("button", { type: "button", onclick: () => show(file) }, file)),
+      ),
       stacks,
     );
   }
 
-  append(root, [h("h1", {}, t("log.title")), h("div", { class: "row" }, level, search, earlier, count), lines, reports]);
+  append(root, [
+    h("h1", {}, t("log.title")),
+    h("div", { class: "row" }, level, search, earlier, count),
+    lines,
+    reports,
+  ]);
   bindKey(root, "/", "log.search", () => search.focus());
   bindKey(root, "e", "log.earlier", loadEarlier);
   draw(true);

@@ -23,7 +23,11 @@ export async function render(root, run, state) {
   });
   const samples = h("section", { "aria-labelledby": "samples" });
   const hint = h("p", { class: "quiet" }, t("overview.hint"));
-  append(root, [h("h1", { class: "unseen" }, t(title)), h("div", { class: "row" }, settings.element, search, unzoom, progress), hint]);
+  append(root, [
+    h("h1", { class: "unseen" }, t(title)),
+    h("div", { class: "row" }, settings.element, search, unzoom, progress),
+    hint,
+  ]);
   append(root, [groups.element, samples]);
   bindKey(root, "/", "overview.search", () => search.focus());
   bindKey(root, "z", "overview.unzoom", () => zoom());
@@ -55,7 +59,8 @@ export async function render(root, run, state) {
   }
 
   function zoom(from = null, to = null) {
-    const range = from === null ? null : { from: store.findStep(from, settings.along), to: store.findStep(to, settings.along) };
+    const range =
+      from === null ? null : { from: store.findStep(from, settings.along), to: store.findStep(to, settings.along) };
     state.set({ from: range?.from, to: range?.to });
     store = range ? new CurveStore(run, range) : whole;
     load(groups.listVisible());
@@ -63,7 +68,9 @@ export async function render(root, run, state) {
 
   async function showSamples() {
     const { samples: newest } = await run.fetch("samples", { last: 4 });
-    const shown = newest.length ? h("div", { class: "samples" }, newest.map(makeSample)) : h("p", { class: "quiet" }, t("overview.no_samples"));
+    const shown = newest.length
+      ? h("div", { class: "samples" }, newest.map(makeSample))
+      : h("p", { class: "quiet" }, t("overview.no_samples"));
     fill(samples, h("h2", { id: "samples" }, t("overview.newest_samples")), shown);
   }
 

@@ -34,10 +34,23 @@ export async function render(root, _run, state) {
   append(root, [h("h1", {}, t("runs.title")), h("div", { class: "row" }, search, compare, hint), table, differences]);
 
   const columns = [
-    { key: "name", cell: (run) => h("a", { href: makeAddress(["run", run.id, "overview"]) }, run.id), value: (run) => run.id },
-    { key: "status", cell: (run) => [makeStatus(run), h("div", { class: "why" }, describeCause(run))], value: (run) => run.status },
+    {
+      key: "name",
+      cell: (run) => h("a", { href: makeAddress(["run", run.id, "overview"]) }, run.id),
+      value: (run) => run.id,
+    },
+    {
+      key: "status",
+      cell: (run) => [makeStatus(run), h("div", { class: "why" }, describeCause(run))],
+      value: (run) => run.status,
+    },
     { key: "algorithm", cell: (run) => run.algorithm, value: (run) => run.algorithm },
-    { key: "step", cell: (run) => `${run.step ?? "–"} / ${run.last ?? "–"}`, value: (run) => -(run.step ?? -1), number: true },
+    {
+      key: "step",
+      cell: (run) => `${run.step ?? "–"} / ${run.last ?? "–"}`,
+      value: (run) => -(run.step ?? -1),
+      number: true,
+    },
     ...["reward", "eval", "loss"].map((key) => ({
       key,
       cell: (run) => formatNumber(readNumber(run, key)),
@@ -45,7 +58,12 @@ export async function render(root, _run, state) {
       number: true,
     })),
     { key: "time", cell: (run) => formatSeconds(run.seconds), value: (run) => -(run.seconds ?? 0), number: true },
-    { key: "age", cell: (run) => (run.updated ? formatAge(run.now - run.updated) : "–"), value: (run) => -(run.updated ?? 0), number: true },
+    {
+      key: "age",
+      cell: (run) => (run.updated ? formatAge(run.now - run.updated) : "–"),
+      value: (run) => -(run.updated ?? 0),
+      number: true,
+    },
   ];
 
   function draw() {
@@ -61,7 +79,10 @@ export async function render(root, _run, state) {
     if (!answer.runs.length) fill(table, h("p", { class: "empty" }, t("runs.empty", { root: answer.root })));
     else if (!runs.length) fill(table, h("p", { class: "empty" }, t("runs.no_match")));
     else fill(table, h("table", { class: "runs" }, makeHead(), h("tbody", {}, runs.map(makeRow))));
-    if (focused) findRow(focused)?.querySelector(kind === "mark" ? "input" : "a")?.focus();
+    if (focused)
+      findRow(focused)
+        ?.querySelector(kind === "mark" ? "input" : "a")
+        ?.focus();
     drawComparison();
   }
 
@@ -88,7 +109,11 @@ export async function render(root, _run, state) {
     const cells = columns.map(({ key, cell, number }) => {
       const content = cell(run);
       if (key === "name") content.dataset.run = run.id;
-      return h("td", { class: number ? "number" : null, "data-label": number || key === "age" ? t(`runs.${key}`) : null }, content);
+      return h(
+        "td",
+        { class: number ? "number" : null, "data-label": number || key === "age" ? t(`runs.${key}`) : null },
+        content,
+      );
     });
     return h("tr", { "data-run": run.id }, h("td", { class: "mark" }, mark), cells);
   }
@@ -104,7 +129,8 @@ export async function render(root, _run, state) {
     const ids = [...chosen];
     if (ids.length < 2 || ids.length > MOST_COMPARED) return fill(differences);
     const { settings } = await request("/api/compare", { runs: JSON.stringify(ids) });
-    if (ids.length === chosen.size && ids.every((id) => chosen.has(id))) fill(differences, makeDifferences(ids, settings));
+    if (ids.length === chosen.size && ids.every((id) => chosen.has(id)))
+      fill(differences, makeDifferences(ids, settings));
   }
 
   function drawComparison() {
@@ -128,7 +154,12 @@ export async function render(root, _run, state) {
   const focusedRun = () => document.activeElement?.closest?.("tr[data-run]")?.dataset.run;
   bindKey(root, "j", "runs.down", () => move(1));
   bindKey(root, "k", "runs.up", () => move(-1));
-  bindKey(root, "o", "runs.open", () => focusedRun() && (location.hash = makeAddress(["run", focusedRun(), "overview"])));
+  bindKey(
+    root,
+    "o",
+    "runs.open",
+    () => focusedRun() && (location.hash = makeAddress(["run", focusedRun(), "overview"])),
+  );
   bindKey(root, "x", "runs.mark", () => {
     const id = focusedRun();
     if (!id) return;
