@@ -27,10 +27,9 @@ def convert_gguf(file: Path, output: Path, *, weights: bool = True) -> None:
     """
     if (output / "model.safetensors").is_file() or (output.is_dir() and not weights):
         return
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError(
-            f"{file}: GGUF files are read with the package gguf, which is not installed: pip install 'coalign[gguf]'"
-        )
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{file}: GGUF files need {package}, which is not installed: pip install 'coalign[gguf]'")
     output.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(output.with_name(f"{output.name}.lock")):
         if (output / "model.safetensors").is_file() or (output.is_dir() and not weights):

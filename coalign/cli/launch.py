@@ -119,7 +119,7 @@ def launch_skypilot(
     interface: Interface = None,
     setup: Annotated[
         str, typer.Option(help="How Coalign is installed on a machine.")
-    ] = "pip install 'coalign[ray,math,vllm]'",
+    ] = "pip install 'coalign[ray,math,vllm,plots]'",
     dry_run: DryRun = False,
 ):
     """Start a managed job of SkyPilot: it finds machines, copies the code, and restarts what was taken away."""

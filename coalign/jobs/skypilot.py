@@ -54,7 +54,7 @@ class SkyPilotOptions:
     bucket: str | None = None
     spot: bool = False
     interface: str | None = None
-    setup: str = "pip install 'coalign[ray,math,vllm]'"
+    setup: str = "pip install 'coalign[ray,math,vllm,plots]'"
 
 
 def render_task(job: TrainingJob, options: SkyPilotOptions) -> str:
