@@ -193,7 +193,7 @@ def test_a_bad_file_is_named_with_its_row_and_counted(fault, load, tmp_path):
     rows = {"prompt": "<image>", "images": ["a.png"]}, {"prompt": "<image>", "images": ["bad.png"]}
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{message}"):
         load(*rows)
-    loader = load(*rows, on_bad_image="drop")
+    loader = load(*rows, bad_rows="drop")
     assert loader.rows == 1 and "1 with images that cannot be used" in loader.report()
 
 

@@ -55,6 +55,10 @@ OWNED_ARGUMENTS = {
     "max_lora_rank": "it is `lora.rank` of the trainer",
     "max_loras": "there is one adapter, the trainer's",
     "enable_sleep_mode": "it follows from `offload`",
+    "language_model_only": "it follows from `data.images`",
+    "mm_device_do_normalize": "pixels come from the processor that the trainer has",
+    "mm_processor_cache_gb": "pixels come from the processor that the trainer has",
+    "mm_processor_kwargs": "pixels come from the processor that the trainer has; sizes are `data.images.max_pixels`",
 }
 
 
@@ -63,6 +67,7 @@ class VLLMModule(RolloutModule):
 
     parallel = ("tensor_parallel", "pipeline_parallel")
     adapters = True
+    reads_images = True
     engine: VLLMEngine
     offloaded: frozenset[str] = frozenset()  # the parts (weights, kv) that are not on the device
 
@@ -106,7 +111,7 @@ class VLLMModule(RolloutModule):
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
         from coalign.backends.engines.vllm.engine import check_arguments, create_engine_arguments
 
-        check_arguments(create_engine_arguments(config, name, str(device)), name)
+        check_arguments(create_engine_arguments(config, name, str(device)), name, pretrained.read_processor(config))
 
     def check_before_setup(self) -> None:
         """Check settings and architecture; vLLM checks the machine when it starts."""
@@ -129,6 +134,7 @@ class VLLMModule(RolloutModule):
             end_tokens=self.find_end_tokens(architecture),
             decoder=self.decoder,
             adapter_rank=context.adapter_rank,
+            processor=pretrained.read_processor(config, context.images),
         )
 
     def move(self, to: str, parts: Sequence[str]) -> None:
