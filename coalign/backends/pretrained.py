@@ -334,9 +334,9 @@ def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code
 def _find_class(hf: PretrainedConfig, config: ModelConfig) -> Any:
     """The class of transformers, or for the head of a model that sees one made of its parts, to build or load with."""
     whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if config.head != "lm" and config.vision is not None and type(hf) in whole:
-        if type(hf) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            return build_classifier(whole[type(hf)])
+    is_known = type(hf) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or type(hf) not in whole
+    if config.head != "lm" and config.vision is not None and not is_known:
+        return build_classifier(whole[type(hf)])
     return find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
 
 

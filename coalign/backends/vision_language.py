@@ -17,7 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
@@ -61,7 +65,9 @@ def build_classifier(whole: type[PreTrainedModel]) -> Any:
         return cls._from_config(config, **options)
 
     name = whole.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
-    # transformers converts the names of weights for classes of its own modules alone.
+    # transformers converts the names of weights by the name of a class, and for classes of its own modules alone.
+    if (conversions := get_checkpoint_conversion_mapping(whole.__name__)) is not None:
+        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
     members = {"__module__": whole.__module__, "from_config": classmethod(from_config)}
     return type(name, (GenericForSequenceClassification, whole.__bases__[0]), members)
 

@@ -28,9 +28,7 @@ TemplateArguments = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0)]
 Images = Annotated[bool, typer.Option("--images", help="Read images, with a model that sees (docs/images.md).")]
-ImageRoot = Annotated[
-    Path | None, typer.Option(help="Folder of image files that requests may name; implies --images.")
-]
+ImageRoot = Annotated[Path | None, typer.Option(help="Folder of image files that requests may name; implies --images.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option()]
 Device = Annotated[str, typer.Option(help="auto (the machine's accelerator, or else the CPU), cpu, cuda, cuda:1.")]
 Rewards = Annotated[

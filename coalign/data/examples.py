@@ -73,9 +73,9 @@ def _cut_images(images: tuple[ImageSpan, ...], first: int, drop: int) -> tuple[I
 class RowEncoder(ABC):
     """Encodes the rows of one source, and drops, counts or refuses unusable ones.
 
-    The policies ``bad_rows`` (a missing key, images), ``on_empty``, ``on_identical`` and ``on_long`` decide whether such a row is dropped
-    and counted (see ``report``), or refused with a ValueError that names its place and its fault. Rows with other
-    faults are always refused.
+    The policies ``bad_rows`` (a missing key, images), ``on_empty``, ``on_identical`` and ``on_long`` decide whether
+    such a row is dropped and counted (see ``report``), or refused with a ValueError that names its place and its fault.
+    Rows with other faults are always refused.
     """
 
     keys: ClassVar[str]  # what a row needs, in words

@@ -227,7 +227,8 @@ class Episode:
         """Add the environment's messages (tool results, a user's words), which the policy reads before its next turn.
 
         Contents may hold images, as parts of any of the usual forms, in a run that reads them. Tokens of messages are
-        not trained on. Messages after the last turn leave no tokens. RuntimeError together with `write`. Special tokens that they spell stay text, and are counted in `episode/markers`.
+        not trained on. Messages after the last turn leave no tokens. RuntimeError together with `write`. Special tokens
+        that they spell stay text, and are counted in `episode/markers`.
         """
         self._check_open()
         if self._new_tokens:

@@ -48,7 +48,9 @@ class Tool:
     async def __call__(
         self, episode: Episode, arguments: Mapping[str, Any], seconds: float
     ) -> str | list[dict[str, Any]]:
-        """The result as text, or as parts of content if there are images among them. Raises ToolError for arguments that do not fit, and what `call_isolated` raises."""
+        """The result as text, or as parts of content if there are images among them.
+
+        Raises ToolError for arguments that do not fit, and what `call_isolated` raises."""
         try:
             checked = self.arguments.model_validate(arguments)
         except ValidationError as error:

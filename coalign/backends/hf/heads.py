@@ -358,7 +358,9 @@ class ScalarModel(PackedModel):
         try:
             layout, answers, spans = self._pack_image_probe(self.images)
             found = self.hidden(layout)[layout.last].double()
-            expected = torch.stack([self._compute_plain_state(self.images, torch.tensor(own), spans) for own in answers])
+            expected = torch.stack(
+                [self._compute_plain_state(self.images, torch.tensor(own), spans) for own in answers]
+            )
         except (NotImplementedError, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # a model fails by whatever it stumbles over

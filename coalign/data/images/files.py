@@ -166,6 +166,4 @@ def _read_file_url(url: str) -> str:
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return unquote(parts.path)
     what = "names another host" if parts.scheme == "file" else f"is a URL of the kind `{parts.scheme}`"
-    raise BadRow(
-        f"the image {url[:80]} {what}: nothing is fetched; download the image and name its file", REASON
-    )
+    raise BadRow(f"the image {url[:80]} {what}: nothing is fetched; download the image and name its file", REASON)

@@ -125,7 +125,8 @@ def show_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Messa
         return list(messages)
     images = [{"type": "image", "image": path} for path in paths]
     return [
-        _write(message, [*images, *_list_parts(message)]) if i == last else message for i, message in enumerate(messages)
+        _write(message, [*images, *_list_parts(message)]) if i == last else message
+        for i, message in enumerate(messages)
     ]
 
 

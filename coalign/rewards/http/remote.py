@@ -164,8 +164,8 @@ class Remote:
     - ``url``: one service or several, called in turn.
     - ``batch_size``: samples in a request (fewer if fewer are waiting); ``concurrency``: requests at the same time.
     - ``label_key``: the row's key for `labels`; rows without it send null.
-    - ``send``: further lists to send: `messages` (the conversation, response included, with its images), `responses`, `tokens` (the
-      number of trained ones) and `rows` (of the data set). `[]` sends only what OpenRLHF does.
+    - ``send``: further lists to send: `messages` (the conversation, response included, with its images), `responses`,
+      `tokens` (the number of trained ones) and `rows` (of the data set). `[]` sends only what OpenRLHF does.
     - ``extra``: entries added to the body of every request.
     - ``api_key_env``: the environment variable with a key, which is sent as `Authorization: Bearer …`.
     - ``open_after`` failures in a row, a service gets no call for ``pause`` seconds, then one as a trial.
