@@ -76,7 +76,7 @@ def test_generate_reads_the_images_of_rows_and_those_beside_a_prompt(folder):
     options = ["--temperature", "0", "--max-new-tokens", "6", "--device", "cpu"]
     image = ["--image", str(folder / "0.png")]
     said = CliRunner().invoke(app, ["generate", str(folder / "model"), "--prompt", "What?", *image, *options])
-    assert said.exit_code == 0 and said.output.strip() == records[0]["response"].strip()
+    assert said.exit_code == 0 and said.output.startswith(records[0]["response"])
     refused = CliRunner().invoke(app, ["generate", str(folder / "model"), "--input", "a.jsonl", *image])
     assert "--image is for --prompt" in str(refused.exception)
 
