@@ -13,6 +13,7 @@ import torch
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.images.files import REASON as IMAGE
+from coalign.data.images.placeholders import describe_placeholders
 from coalign.data.images.rows import RowImages
 from coalign.data.messages import Message
 from coalign.data.reader import RowReader
@@ -199,7 +200,8 @@ class RowEncoder(ABC):
         if self.max_tokens is None or length <= self.max_tokens:
             return example
         if self.policy["long"] != "truncate_left":
-            raise BadRow(f"{length} tokens; at most {self.max_tokens} are allowed", "long")
+            what = describe_placeholders(example.images or ())
+            raise BadRow(f"{length} tokens{what}; at most {self.max_tokens} are allowed", "long")
         return example.cut_left(length - self.max_tokens, get_bos(self.template.tokenizer))
 
 

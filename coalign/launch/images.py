@@ -37,6 +37,8 @@ def check_images(
         return
     if not KINDS[recipe.source].reads_images:
         raise ValueError(f"data.images: `{config.algorithm}` reads {recipe.source}, which hold no images; leave it out")
+    if config.sync.adapters == "apart":
+        raise ValueError("sync.adapters is `apart`, which vLLM does not do for models that see here; use `merged`")
     for name, model in configs.items():
         if model.cache:
             raise ValueError(f"models.{name}.cache: log-probs are kept by tokens alone; leave it out with data.images")

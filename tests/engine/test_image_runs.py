@@ -19,6 +19,7 @@ from coalign.launch.plan import prepare
 from tests.backends.test_images import answer, build_trainer, load_prompts
 from tests.conformance.backends import on_ranks
 from tests.runs import metrics, run, run_in_two_parts
+from tests.tiny import tiny_model_dir
 from tests.vision import picture, vision_model_dir
 
 
@@ -132,26 +133,65 @@ def test_parts_stay_frozen_and_have_their_own_learning_rates(tmp_path):
     assert not any(torch.equal(before[name], after[name]) for name in before if "q_proj.weight" in name)
 
 
-def test_what_reads_no_images_is_refused_by_name(settings):
+def test_what_reads_no_images_is_refused_by_name(settings, tmp_path):
     def refuse(config: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             prepare(load_config(config))
 
-    config = settings("grpo")
-    tools = config | {"rollout": {"fn": "tool_use", "tools": ["calculator"]}}
-    refuse(tools | {"data": config["data"] | {"chat_template": "qwen3-training"}}, r"data\.images: the environment")
     blind = settings("sft")
     blind["data"]["images"] = None
     blind["models"]["trainer"]["vision"] = {}
     refuse(blind, r"models\.trainer\.vision: the run reads text alone")
-    reward = settings("grpo")
-    reward["reward"] = {"model": "judge"}
-    reward["models"]["judge"] = {"load": config["models"]["policy"]["load"], "head": "reward"}
-    refuse(reward, r"models\.judge: a model with `head: reward` reads no images yet")
-    refuse(settings("reward_model"), r"models\.trainer: a model with `head: reward` reads no images yet")
+    judged = settings("grpo")
+    judged["reward"] = {"model": "judge"}
+    text = str(tiny_model_dir(tmp_path / "text"))
+    judged["models"]["judge"] = {"load": text, "head": "reward", "head_init": "zero", "chat_template": "auto"}
+    refuse(judged, r"models\.judge\.load: \w+ reads no images, and data\.images is for models that do")
+    stored = settings("grpo")
+    stored["models"]["reference"] = {"load": stored["models"]["policy"]["load"], "cache": True}
+    refuse(stored, r"models\.reference\.cache")
 
 
-@pytest.mark.parametrize("module", ["vllm", "deepspeed", "megatron"])
+@pytest.mark.slow
+def test_ppo_with_a_reward_model_and_a_value_model_that_see(settings, tmp_path):
+    """A reward model is trained on pairs with images; then it rewards a policy, whose value model sees, too."""
+    pairs = settings("reward_model")
+    pairs["models"]["trainer"] |= {"head_init": "zero"}
+    assert run(pairs) == 0
+    again = run_in_two_parts(pairs)
+    torch.testing.assert_close(read_weights(again), read_weights(pairs), rtol=0, atol=0)
+    config = settings("grpo", runtime={"steps": 2})
+    model = config["models"]["policy"]["load"]
+    config |= {"algorithm": "ppo", "output": str(tmp_path / "ppo"), "reward": {"model": "judge"}}
+    config["loss"] = {"fn": "policy_gradient"}
+    config["models"] |= {
+        "judge": {"load": str(Path(pairs["output"]) / "model"), "head": "reward"},
+        "value": {"load": model, "head_init": "zero", "optimizer": {"lr": 1e-2}},
+    }
+    assert run(config) == 0
+    last = metrics(config)[-1]
+    assert last["reward/std"] > 0 and last["loss/grad_norm"] > 0 and last["value/loss/grad_norm"] > 0, last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_continuous_and_partial_roll_outs_go_on_with_images(kv, settings, tmp_path):
+    config = settings("grpo", runtime={"max_staleness": 1, "steps": 6})
+    config["rollout"] = {"kv": kv}
+    assert run(config) == 0
+    lines = metrics(config)
+    assert len(lines) == 6 and all(line["loss/grad_norm"] > 0 for line in lines)
+    mismatch = [line["rollout/mismatch_kl"] for line in lines if "rollout/mismatch_kl" in line]
+    assert all(abs(value) < 1e-2 for value in mismatch)
+    if kv == "keep":
+        return
+    part = settings("grpo") | {"output": str(tmp_path / "partial"), "rollout": {"round_tokens": 2}}
+    assert run(part) == 0
+    again = run_in_two_parts(part)
+    torch.testing.assert_close(read_weights(again), read_weights(part), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("module", ["megatron"])
 def test_a_module_without_images_is_refused_by_name(module):
     pytest.importorskip({"megatron": "megatron.core"}.get(module, module))
     config = ModelConfig(module=module, load="model", vision=VisionConfig())

@@ -140,6 +140,12 @@ def split_images(spans: Iterable[ImageSpan]) -> list[list[ImageSpan]]:
     return images
 
 
+def describe_placeholders(spans: Iterable[ImageSpan]) -> str:
+    """How many tokens stand for images, as a part of a sentence about tokens; empty without images."""
+    count = sum(span.length for span in spans)
+    return f", of which {count} stand for images (data.images.max_pixels makes these smaller)" if count else ""
+
+
 class Placeholders:
     """Expands the placeholder of each image in a text to as many as the model has features, and finds them again."""
 
