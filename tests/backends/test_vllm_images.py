@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
-from coalign.backends.engines.vllm.module import VLLMModule
+from coalign.backends.engines.vllm.module import SEEING, VLLMModule
 from coalign.backends.vision import name_parts
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -23,8 +23,6 @@ from tests.vision import ID, picture, vision_model_dir
 from tests.vllm_process import call, find_torchvision
 
 SHAPE = {"hidden": 64, "heads": 2}  # vLLM's kernels for CPUs know heads of 32 numbers
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe", "glm4v", "llava")
-pytestmark = [VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def build_policy(path: Path) -> VLLMModule:
@@ -114,7 +112,19 @@ def generate_over_a_sync(trainer: Gradients, policy: VLLMModule, prompts: Batch,
     return extend_samples(begun, rows, [answers[i] for i in range(len(rows))])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_images_of_a_family_that_was_not_tried_are_refused_by_name(tmp_path):
+    path = vision_model_dir(tmp_path / "model", "llava", weights=False)
+    config = ModelConfig(module="vllm", load=str(path), vision={})
+    with pytest.raises(
+        ValueError, match=r"models\.policy\.module is `vllm`, which was not tried .* `llava`, only with"
+    ):
+        VLLMModule.check_architecture(config, "policy")
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", SEEING)
 def test_vllm_samples_with_images_as_the_trainer_reads_them(family, tmp_path):
     if not find_torchvision():
         pytest.skip("torchvision, which vLLM needs for images, cannot be had")

@@ -130,9 +130,8 @@ class SubmittedRequest:
         limit = sampling.max_new_tokens - request.begun if request.limit is None else request.limit
         if context is not None:
             if length >= context:
-                raise ValueError(
-                    f"{name} has {length} tokens{describe_placeholders(request.images)}; the model's context is {context}"
-                )
+                seen = describe_placeholders(request.images)
+                raise ValueError(f"{name} has {length} tokens{seen}; the model's context is {context}")
             limit = min(limit, context - length)
         if limit < 1:
             raise ValueError(f"{name} leaves no token to generate: {request.begun} are begun, the limit is {limit}")
