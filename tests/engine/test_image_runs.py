@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from coalign import load_config
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, VisionConfig
 from coalign.data.batch import Batch
@@ -142,11 +143,9 @@ def test_what_reads_no_images_is_refused_by_name(settings, tmp_path):
     blind["data"]["images"] = None
     blind["models"]["trainer"]["vision"] = {}
     refuse(blind, r"models\.trainer\.vision: the run reads text alone")
-    judged = settings("grpo")
-    judged["reward"] = {"model": "judge"}
-    text = str(tiny_model_dir(tmp_path / "text"))
-    judged["models"]["judge"] = {"load": text, "head": "reward", "head_init": "zero", "chat_template": "auto"}
-    refuse(judged, r"models\.judge\.load: \w+ reads no images, and data\.images is for models that do")
+    text = {"load": str(tiny_model_dir(tmp_path / "text")), "head": "reward", "frozen": True}
+    with pytest.raises(ValueError, match=r"models\.judge\.load: \w+ reads no images, and data\.images is for models"):
+        FSDPModule.check_architecture(ModelConfig(**text, vision=VisionConfig()), "judge")
     stored = settings("grpo")
     stored["models"]["reference"] = {"load": stored["models"]["policy"]["load"], "cache": True}
     refuse(stored, r"models\.reference\.cache")
@@ -175,20 +174,20 @@ def test_ppo_with_a_reward_model_and_a_value_model_that_see(settings, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_continuous_and_partial_roll_outs_go_on_with_images(kv, settings, tmp_path):
-    config = settings("grpo", runtime={"max_staleness": 1, "steps": 6})
+def test_continuous_roll_outs_go_on_with_images(kv, settings):
+    config = settings("grpo", runtime={"max_staleness": 1})
     config["rollout"] = {"kv": kv}
     assert run(config) == 0
-    lines = metrics(config)
-    assert len(lines) == 6 and all(line["loss/grad_norm"] > 0 for line in lines)
-    mismatch = [line["rollout/mismatch_kl"] for line in lines if "rollout/mismatch_kl" in line]
-    assert all(abs(value) < 1e-2 for value in mismatch)
-    if kv == "keep":
-        return
-    part = settings("grpo") | {"output": str(tmp_path / "partial"), "rollout": {"round_tokens": 2}}
-    assert run(part) == 0
-    again = run_in_two_parts(part)
-    torch.testing.assert_close(read_weights(again), read_weights(part), rtol=0, atol=0)
+    again = run_in_two_parts(config)
+    torch.testing.assert_close(read_weights(again), read_weights(config), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_partial_roll_outs_go_on_with_images_from_a_checkpoint(settings):
+    config = settings("grpo") | {"rollout": {"round_tokens": 2}}
+    assert run(config) == 0
+    again = run_in_two_parts(config)
+    torch.testing.assert_close(read_weights(again), read_weights(config), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("module", ["megatron"])
