@@ -102,6 +102,7 @@ def configuration(family: str, hidden: int = 32, heads: int = 4) -> Any:
         text |= mrope
         if family == "qwen3_vl_moe":
             text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            text |= {"norm_topk_prob": True}  # as in files of the hub; vLLM reads it
         return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids)
     if family == "glm4v":
         text["rope_parameters"] = rope | {"partial_rotary_factor": 1.0}

@@ -179,7 +179,8 @@ def test_continuous_roll_outs_go_on_with_images(kv, settings):
     config["rollout"] = {"kv": kv}
     assert run(config) == 0
     again = run_in_two_parts(config)
-    torch.testing.assert_close(read_weights(again), read_weights(config), rtol=0, atol=0)
+    if kv == "recompute":  # with `keep` responses go on from keys and values that a checkpoint does not have
+        torch.testing.assert_close(read_weights(again), read_weights(config), rtol=0, atol=0)
 
 
 @pytest.mark.slow
