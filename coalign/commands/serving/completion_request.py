@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -142,11 +142,11 @@ class ChatCompletionRequest(SamplingRequest):
         """Return what the answer continues. Raises HttpRefusal for what the template refuses, and for images that
         cannot be used; ``images`` reads them, None refuses them."""
         try:
-            messages: Any = self.messages
-            if images is not None and template.placeholders is not None:
+            messages, placeholders = cast(Any, self.messages), template.placeholders
+            if images is not None and placeholders is not None:
                 messages = images.reader.read_messages(messages)
                 template = copy(template)
-                template.placeholders = Placeholders(template.placeholders.processor, images)
+                template.placeholders = Placeholders(placeholders.processor, images)
             elif any(read_part(part) is not None for part in _list_parts(messages)):
                 raise BadRow("messages: this server reads text alone; one that is started with --images reads images")
             messages = parse_messages(messages, "messages", images=images is not None)

@@ -175,7 +175,7 @@ def to_plain(value: Any) -> Any:
     return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def load_plain(path: Path) -> Any:
+def load_plain(path: str | Path) -> Any:
     """Load a file of what `to_plain` returns: tensors, plain values, and spans of images."""
     with torch.serialization.safe_globals([ImageSpan]):
         return torch.load(path, weights_only=True)
