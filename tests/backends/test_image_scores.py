@@ -77,6 +77,7 @@ def test_scores_and_values_are_those_of_each_row_alone(family, tmp_path):
     torch.testing.assert_close(value.forward_step(batch)["values"], expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_sees_learns_in_all_parts_and_is_exported_whole(tmp_path):
     path = vision_model_dir(tmp_path / "model")
     batch = answer(load_prompts(tmp_path, path), samples=2)
@@ -99,6 +100,7 @@ def test_a_reward_model_that_sees_learns_in_all_parts_and_is_exported_whole(tmp_
     torch.testing.assert_close(read.forward_step(batch), reward.forward_step(batch), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reward_model_with_a_template_of_its_own_sees_the_images_of_the_prompt(tmp_path):
     policy, own = vision_model_dir(tmp_path / "policy"), vision_model_dir(tmp_path / "gemma", "gemma3", seed=3)
     reward = build(own, "reward")
@@ -137,7 +139,7 @@ def _finish(prompts: Batch, texts: list[str], policy: Path) -> Batch:
     return extend_samples(begin_samples(prompts, count), range(len(texts)), responses)
 
 
-@pytest.mark.parametrize("kind", [JudgeModule, PreferenceModule])
+@pytest.mark.parametrize("kind", [pytest.param(JudgeModule, marks=pytest.mark.slow), PreferenceModule])
 def test_judges_are_shown_the_images_of_the_prompt(kind, tmp_path):
     policy, own = vision_model_dir(tmp_path / "policy"), vision_model_dir(tmp_path / "judge", "gemma3", seed=3)
     labels = {"labels": ("A", "B")} if kind is PreferenceModule else {}

@@ -29,6 +29,7 @@ def test_an_engine_makes_and_computes_the_image_of_a_prompt_once(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = build_loader(data, tokenizer, kind="prompts", split="train", batch_size=8, seed=0).next()
     policy = build_policy("native", path, native={"max_sequences": 12}, sampling={"max_new_tokens": 3})
+    policy.ensure_weights()  # whose probes have pictures of their own
     images, seen = policy.engine.model.images, []
     owner = find_owner(policy.engine.model.module)
     make = owner.get_image_features

@@ -76,11 +76,12 @@ def test_generate_reads_the_images_of_rows_and_those_beside_a_prompt(folder):
     options = ["--temperature", "0", "--max-new-tokens", "6", "--device", "cpu"]
     image = ["--image", str(folder / "0.png")]
     said = CliRunner().invoke(app, ["generate", str(folder / "model"), "--prompt", "What?", *image, *options])
-    assert said.exit_code == 0 and said.output.startswith(records[0]["response"])
+    assert said.exit_code == 0 and records[0]["response"] in said.output
     refused = CliRunner().invoke(app, ["generate", str(folder / "model"), "--input", "a.jsonl", *image])
     assert "--image is for --prompt" in str(refused.exception)
 
 
+@pytest.mark.slow
 def test_score_reads_the_images_of_rows(folder, reward_model, tmp_path):
     rows = [{"prompt": "<image>?", "images": [f"{n}.png"], "response": "A dot."} for n in (0, 1, 0)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -90,6 +91,7 @@ def test_score_reads_the_images_of_rows(folder, reward_model, tmp_path):
     assert scores[0] == pytest.approx(scores[2], abs=1e-5) and abs(scores[0] - scores[1]) > 1e-4
 
 
+@pytest.mark.slow
 def test_chat_shows_images_with_the_next_message(folder):
     settings = ChatSettings(folder / "model", SamplingConfig(max_new_tokens=4), images=True)
     display = shown()
@@ -160,6 +162,7 @@ def test_a_request_names_images_as_data_urls_or_below_the_root_and_nothing_else(
         ask("a.png").tokenize(blind)
 
 
+@pytest.mark.slow
 def test_serve_answers_about_an_image(folder):
     from tests.commands.serving.test_completion_server import NAME, call, load, serving
 
@@ -175,6 +178,7 @@ def test_serve_answers_about_an_image(folder):
         assert status == 400 and "nothing is fetched" in answer["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_reward_server_sees_the_images_of_messages(folder, reward_model):
     config = ServeConfig(reward_model=str(reward_model), device="cpu", images=ImagesConfig())
     judge = open_judge(config, config.images)

@@ -62,6 +62,7 @@ def test_what_an_environment_shows_is_seen_by_policy_and_trainer(tmp_path):
     policy.close()
 
 
+@pytest.mark.slow
 def test_an_image_in_a_run_that_reads_text_alone_is_refused_by_name(tmp_path):
     path = vision_model_dir(tmp_path / "model")
     policy = build(path, None, url="a.png", file="b.png")
@@ -69,11 +70,6 @@ def test_an_image_in_a_run_that_reads_text_alone_is_refused_by_name(tmp_path):
     with pytest.raises(EpisodesFailed, match=r"the environment shows an image, and the run reads text alone; set data"):
         policy.generate(prompts.select([1]), samples=1)
     policy.close()
-
-
-def draw(path: str, size: int = 3) -> list[Any]:
-    """Draws."""
-    return ["A drawing: ", {"type": "image", "path": path}, {"type": "text", "text": "x" * size}]
 
 
 class Counted:
@@ -84,7 +80,7 @@ class Counted:
 
 
 def test_a_tool_may_return_images_among_texts(tmp_path):
-    box = Toolbox.build(["tests.environments.test_images:draw"], timeout=30.0, max_chars=11)
+    box = Toolbox.build(["tests.environments.simple_tools:draw"], timeout=30.0, max_chars=11)
     call = ToolRequest("draw", {"path": str(tmp_path / "a.png"), "size": 20})
     [message] = asyncio.run(box.answer(Counted(), [call]))  # pyright: ignore[reportArgumentType]
     assert json.loads(json.dumps(message["content"])) == [
