@@ -124,7 +124,7 @@ class Conversation:
         if self._template.placeholders is None:
             raise ValueError("the model was loaded to read text alone; start with `coalign chat MODEL --images`")
         files = self._template.placeholders.files
-        image = files.find(files.store(str(Path(name).expanduser())))
+        image = files.find(files.store(os.path.expanduser(name)))
         self._shown.append(image.path)
         return f"({image.path}: {image.size[0]} x {image.size[1]} pixels, with the next message)"
 

@@ -30,7 +30,7 @@ PREFERRED_VARIABLES = {
 }
 # Types of models whose images it was tried with. Where a trainer and the native engine compare a prompt with pictures
 # with the model's own forward, here nothing does, and a family that differs would sample from something else.
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 # Engine arguments of vLLM that `models.<name>.vllm` must not set, and why.
 OWNED_ARGUMENTS = {
     "model": "it is `load`",
