@@ -87,7 +87,7 @@ def test_score_reads_the_images_of_rows(folder, reward_model, tmp_path):
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = DataConfig(train=[SourceConfig(path=str(folder / "rows.jsonl"))], images=ImagesConfig())
     score(ScoreConfig(data=data, reward_model=str(reward_model), device="cpu"), tmp_path / "out.jsonl", shown())
-    scores = [json.loads(line)["score"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    scores = [json.loads(line)["score"] for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert scores[0] == pytest.approx(scores[2], abs=1e-5) and abs(scores[0] - scores[1]) > 1e-4
 
 

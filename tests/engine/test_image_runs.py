@@ -190,7 +190,7 @@ def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_p
     assert run(config) == 0
     last = metrics(config)[-1]
     assert last["loss/grad_norm"] > 0 and last["reward/std"] > 0 and last["episode/turns"] == 3, last
-    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
     assert all(str(shown) in sample["images"] for sample in samples)
 
 
