@@ -159,6 +159,7 @@ def generate(
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
     device: str = "cpu",
+    images: bool | Mapping[str, Any] = False,
     on_record: Callable[[dict[str, Any]], None] | None = None,
     quiet: bool = False,
     **sampling: Any,
@@ -167,7 +168,8 @@ def generate(
 
     ``prompts``: a text is one prompt, a path names a data file; a list holds texts, conversations (lists of messages)
     or rows (dictionaries with the prompt under ``prompt_key``). ``sampling`` takes the keys of a policy's `sampling`
-    section: ``max_new_tokens``, ``temperature``, ``top_p``, ``stop`` and so on.
+    section: ``max_new_tokens``, ``temperature``, ``top_p``, ``stop`` and so on. ``images``: read those of rows, with a
+    model that sees; a mapping holds keys of `data.images`.
 
     Returns a dictionary for each response, ordered by prompt, then index: the prompt's row with `response`, `group`,
     `index`, `status`, `tokens`, `logprob`, and `score` if there is a ``reward`` (functions) or a ``reward_model`` (a
@@ -182,6 +184,9 @@ def generate(
 
     if output is not None and on_record is not None:
         raise ValueError("generate takes `output` or `on_record`, not both: records of a file appear together")
+    seen = None if images is False else {} if images is True else dict(images)
+    if seen is not None and not isinstance(prompts, os.PathLike):
+        seen = {"root": os.getcwd()} | seen
     with tempfile.TemporaryDirectory() as folder:
         config = load_section(
             GenerateConfig,
@@ -193,6 +198,7 @@ def generate(
                     "chat_template": chat_template,
                     "chat_template_kwargs": chat_template_kwargs or {},
                     "max_prompt_tokens": 2**31,  # the model's own limit is the one that counts
+                    "images": seen,
                     "shuffle": False,
                 },
                 "samples": samples,

@@ -65,14 +65,17 @@ def tokenizer(family: str) -> Any:
     return fast
 
 
-def configuration(family: str) -> Any:
+def configuration(family: str, hidden: int = 32, heads: int = 4) -> Any:
     """A model of two layers. Its images are cut into patches of 4 pixels, and 2 x 2 of these make a token."""
     from transformers import AutoConfig
 
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    third = hidden // heads // 6
+    sections = [hidden // heads // 2 - 2 * third, third, third]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     text: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "vocab_size": VOCABULARY, "hidden_size": hidden, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": hidden // heads,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": False, "eos_token_id": ID["<|im_end|>"], "bos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
     tower: dict[str, Any] = {
@@ -80,14 +83,14 @@ def configuration(family: str) -> Any:
         "patch_size": 4,
     }  # fmt: skip
     grid: dict[str, Any] = {
-        "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+        "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
     }  # fmt: skip
     ids: dict[str, Any] = {"image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"]}
     ids |= {"vision_start_token_id": ID["<|vision_start|>"], "vision_end_token_id": ID["<|vision_end|>"]}
     mrope = {"rope_parameters": rope, "rope_scaling": rope}
     if family == "qwen2_vl":
-        vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+        vision = {"depth": 2, "embed_dim": 16, "hidden_size": hidden, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
         vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
         return AutoConfig.for_model(family, text_config=text | mrope, vision_config=vision, **ids)
     if family == "qwen2_5_vl":
@@ -99,6 +102,7 @@ def configuration(family: str) -> Any:
         text |= mrope
         if family == "qwen3_vl_moe":
             text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            text |= {"norm_topk_prob": True}  # as in files of the hub; vLLM reads it
         return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids)
     if family == "glm4v":
         text["rope_parameters"] = rope | {"partial_rotary_factor": 1.0}
@@ -160,7 +164,9 @@ def processor_files(family: str) -> dict[str, dict[str, Any]]:
     return {"preprocessor_config.json": image, "processor_config.json": other}
 
 
-def vision_model_dir(path: Path, family: str = "qwen2_5_vl", seed: int = 0, *, weights: bool = True) -> Path:
+def vision_model_dir(
+    path: Path, family: str = "qwen2_5_vl", seed: int = 0, *, weights: bool = True, **shape: int
+) -> Path:
     """Write a random model of ``family``, far from uniform, with tokenizer and processor."""
     from transformers import AutoModelForImageTextToText
 
@@ -168,7 +174,7 @@ def vision_model_dir(path: Path, family: str = "qwen2_5_vl", seed: int = 0, *, w
 
     path.mkdir(parents=True, exist_ok=True)
     tokenizer(family).save_pretrained(path)
-    config = configuration(family)
+    config = configuration(family, **shape)
     config.save_pretrained(path)
     for name, content in processor_files(family).items():
         (path / name).write_text(json.dumps(content))

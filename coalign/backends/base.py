@@ -231,7 +231,7 @@ class Module:
         if config.vision is not None and not cls.reads_images:
             raise ValueError(
                 f"models.{name}.module is `{config.module}`, which reads no images yet (data.images); a "
-                "trainer that does is `fsdp`, a policy `native` or `transformers` (docs/images.md)"
+                "trainer that does is `fsdp`, a policy `native`, `transformers` or `vllm` (docs/images.md)"
             )
 
     @classmethod

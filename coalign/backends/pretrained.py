@@ -36,8 +36,11 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
-from coalign.backends.vision_language import carry_towers, copy_processor, drop_towers, has_towers
-from coalign.config.schema import ModelConfig
+from coalign.backends.vision_language import build_classifier, carry_towers, copy_processor, drop_towers, has_towers
+from coalign.config.schema import ImagesConfig, ModelConfig
+from coalign.data.images.files import ImageFiles
+from coalign.data.images.placeholders import Placeholders
+from coalign.data.images.processor import ImageProcessor
 from coalign.devices import seed_generator
 from coalign.files import list_weight_files
 from coalign.hub import find_directory
@@ -104,7 +107,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     NotImplementedError for a family that cannot be ``packed``.
     """
     hf, quantization = read_config(config), _quantization(config)
-    auto = find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
+    auto = _find_class(hf, config)
     refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
     options = _options(config, hf, packed=packed)
     if config.init == "random":
@@ -153,7 +156,7 @@ def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True)
     hf = read_config(config)
     with torch.device("meta"):
         refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
-        auto = find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
+        auto = _find_class(hf, config)
         model = build_model(auto.from_config, refusal, hf, **_options(config, hf, packed=packed))
         _reduce_to_text(model, config, name)
         if packed:
@@ -170,8 +173,27 @@ def has_adapters(config: ModelConfig) -> bool:
 
 def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer."""
-    directory = find_directory(config.tokenizer) if config.tokenizer else get_directory(config)
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    return AutoTokenizer.from_pretrained(find_tokenizer(config), trust_remote_code=config.trust_remote_code)
+
+
+def find_tokenizer(config: ModelConfig) -> Path:
+    """The directory of the model's tokenizer."""
+    return find_directory(config.tokenizer) if config.tokenizer else get_directory(config)
+
+
+def read_processor(config: ModelConfig, images: ImagesConfig | None = None) -> ImageProcessor | None:
+    """The processor of images of a model that sees; None for one that reads text alone."""
+    if config.vision is None:
+        return None
+    return ImageProcessor(get_directory(config), read_tokenizer(config), images or ImagesConfig())
+
+
+def read_placeholders(config: ModelConfig, images: ImagesConfig | None = None) -> Placeholders | None:
+    """What images in messages become for a model that sees; None for one that reads text alone."""
+    if (processor := read_processor(config, images)) is None:
+        return None
+    settings = processor.settings
+    return Placeholders(processor, ImageFiles(Path(settings.root or ""), settings.max_file_pixels))
 
 
 def read_run_tokenizer(context: Context) -> PreTrainedTokenizerBase:
@@ -307,6 +329,15 @@ def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code
     if (type(hf) not in known and not trust_remote_code) or (known is whole and hf.is_encoder_decoder):
         raise ValueError(f"models.*.load: transformers has no {what} for the model type `{hf.model_type}`")
     return auto
+
+
+def _find_class(hf: PretrainedConfig, config: ModelConfig) -> Any:
+    """The class of transformers, or for the head of a model that sees one made of its parts, to build or load with."""
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_known = type(hf) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or type(hf) not in whole
+    if config.head != "lm" and config.vision is not None and not is_known:
+        return build_classifier(whole[type(hf)])
+    return find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
 
 
 def build_model(make: Callable[..., Any], refusal: Exception, *arguments: Any, **options: Any) -> Any:

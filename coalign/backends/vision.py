@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from coalign.backends.vision_language import find_body, has_towers
 from coalign.data.images.pixels import PixelCache, Pixels
@@ -34,9 +34,13 @@ Features = list[Tensor]  # of an image: [n, H] for the first layer, then what is
 
 def list_placeholders(model: PreTrainedModel) -> list[int]:
     """The ids that stand for images, videos or sounds, which a model must not say."""
-    found = {getattr(model.config, name, None) for name in PLACEHOLDERS}
-    size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
-    return sorted(token for token in found if token is not None and token < size)
+    return list_placeholder_ids(model.config, cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+
+
+def list_placeholder_ids(config: PretrainedConfig, vocabulary: int) -> list[int]:
+    """Those ids by the configuration of a model whose vocabulary has so many tokens."""
+    found = {getattr(config, name, None) for name in PLACEHOLDERS}
+    return sorted(token for token in found if token is not None and token < vocabulary)
 
 
 def list_plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
@@ -61,8 +65,8 @@ def has_two_way_images(model: PreTrainedModel) -> bool:
 
 def name_parts(model: PreTrainedModel) -> dict[str, str]:
     """Say of each parameter whether it is of the `tower`, the `projector` or the `language` model."""
-    body, head = find_body(model), model.get_output_embeddings()
-    modules = (body, head, model.get_input_embeddings())
+    head = model.get_output_embeddings() or getattr(model, "score", None)
+    modules = (find_body(model), head, model.get_input_embeddings())
     language = {id(p) for module in modules if module is not None for p in module.parameters()}
     return {
         name: "language" if id(p) in language else "projector" if any(n in name for n in PROJECTORS) else "tower"

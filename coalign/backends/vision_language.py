@@ -9,15 +9,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 from transformers.utils.hub import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
@@ -45,6 +51,25 @@ def find_body(model: PreTrainedModel) -> PreTrainedModel:
     body = cast(PreTrainedModel, model.base_model)
     # Language models that are parts of others (Llama 4) name it wrongly.
     return body if body is not model else next(m for m in body.children() if isinstance(m, PreTrainedModel))
+
+
+@lru_cache
+def build_classifier(whole: type[PreTrainedModel]) -> Any:
+    """Build the sequence classifier of a family for which transformers has none, of ``whole``, its generating class.
+
+    It is what transformers would make of its own parts, so its files have the usual names: `score.weight`, and the
+    model's own weights without a language-model head.
+    """
+
+    def from_config(cls: Any, config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> Any:
+        return cls._from_config(config, **options)
+
+    name = whole.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    # transformers converts the names of weights by the name of a class, and for classes of its own modules alone.
+    if (conversions := get_checkpoint_conversion_mapping(whole.__name__)) is not None:
+        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+    members = {"__module__": whole.__module__, "from_config": classmethod(from_config)}
+    return type(name, (GenericForSequenceClassification, whole.__bases__[0]), members)
 
 
 def drop_towers(model: PreTrainedModel) -> None:

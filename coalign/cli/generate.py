@@ -27,6 +27,8 @@ TemplateArguments = Annotated[
     str | None, typer.Option(help="Arguments of the chat template, as in YAML: `{enable_thinking: false}`.")
 ]
 Seed = Annotated[int, typer.Option(min=0)]
+Images = Annotated[bool, typer.Option("--images", help="Read images, with a model that sees (docs/images.md).")]
+ImageRoot = Annotated[Path | None, typer.Option(help="Folder of image files that requests may name; implies --images.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option()]
 Device = Annotated[str, typer.Option(help="auto (the machine's accelerator, or else the CPU), cpu, cuda, cuda:1.")]
 Rewards = Annotated[
@@ -44,6 +46,10 @@ def generate(
     prompts: Annotated[Path | None, typer.Option("--input", "-i", help="A data file of prompts.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSONL to write; default: the screen.")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="A single prompt instead of a file.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="An image before the prompt, or in place of its `<image>`; repeatable.")
+    ] = None,
+    images: Images = False,
     key: Key = "prompt",
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Responses for each prompt.")] = 1,
     best: Annotated[bool, typer.Option("--best", help="Keep only the best-scored response to each prompt.")] = False,
@@ -74,9 +80,11 @@ def generate(
     source = prompts if prompt is None else prompt
     if source is None or None not in (prompt, prompts):
         raise ValueError("give either --prompt TEXT or --input FILE.jsonl")
+    if image and prompt is None:
+        raise ValueError("--image is for --prompt; rows of a file name their images (--images)")
     api.generate(
         model,
-        source,
+        [{key: prompt, "images": [str(path.absolute()) for path in image]}] if image else source,
         output=output,
         samples=samples,
         keep="best" if best else "all",
@@ -89,6 +97,7 @@ def generate(
         seed=seed,
         dtype=dtype,
         device=device,
+        images=images or bool(image),
         on_record=None if output else lambda record: Display().show(record["response"]),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -109,19 +118,22 @@ def score(
     reward: Rewards = None,
     key: Key = "prompt",
     response_key: Annotated[str, typer.Option(help="The response's key in the input.")] = "response",
+    images: Images = False,
     chat_template: Template = "auto",
     dtype: Dtype = "float32",
     device: Device = "auto",
 ):
     """Score responses with a reward model or reward functions. After an interruption the same command resumes."""
     from coalign.commands.score import score as judge
-    from coalign.config.schema import DataConfig, RewardConfig, ScoreConfig, SourceConfig
+    from coalign.config.schema import DataConfig, ImagesConfig, RewardConfig, ScoreConfig, SourceConfig
     from coalign.report.display import Display
 
     if (model is None) == (not reward):
         raise ValueError("give either MODEL (a reward model's directory) or --reward FN")
     config = ScoreConfig(
-        data=DataConfig(train=[SourceConfig(path=str(responses))], prompt_key=key),
+        data=DataConfig(
+            train=[SourceConfig(path=str(responses))], prompt_key=key, images=ImagesConfig() if images else None
+        ),
         response_key=response_key,
         reward=[RewardConfig.model_validate(section) for section in _reward_sections(reward)],
         reward_model=str(model) if model else None,
@@ -136,6 +148,7 @@ def score(
 def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    images: Images = False,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.7,
     top_k: TopK = 0,
@@ -149,7 +162,7 @@ def chat(
     dtype: Dtype = "float32",
     device: Device = "auto",
 ):
-    """Talk to a model in the terminal. /reset, /save FILE and /quit; Ctrl-C stops an answer."""
+    """Talk to a model in the terminal. /image FILE, /reset, /save FILE and /quit; Ctrl-C stops an answer."""
     from coalign.commands.chat import ChatSettings, read_typed_lines
     from coalign.commands.chat import chat as talk
     from coalign.config.schema import SamplingConfig
@@ -165,7 +178,7 @@ def chat(
         stop=stop or [],
     )
     arguments = _read_template_arguments(chat_template_kwargs)
-    settings = ChatSettings(model, sampling, system, chat_template, arguments, seed, dtype, device)
+    settings = ChatSettings(model, sampling, system, chat_template, arguments, seed, dtype, device, images)
     talk(settings, read_typed_lines("> ") if sys.stdin.isatty() else sys.stdin, Display())
 
 
@@ -190,6 +203,8 @@ def serve_reward(
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Responses scored together; default 64.")] = None,
+    images: Images = False,
+    image_root: ImageRoot = None,
     chat_template: Annotated[
         str | None, typer.Option(help="The reward model's: `auto` (default), `none`, or a Jinja file.")
     ] = None,
@@ -212,6 +227,7 @@ def serve_reward(
         "label_key": label_key,
         "strip": strip or None,
         "batch_size": batch_size,
+        "images": _image_section(images, image_root),
         "dtype": dtype,
         "device": device,
     }
@@ -228,6 +244,8 @@ def serve(
     api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
     chat_template: Template = "auto",
     chat_template_kwargs: TemplateArguments = None,
+    images: Images = False,
+    image_root: ImageRoot = None,
     tool_parser: Annotated[
         str | None, typer.Option(help="Format of tool calls: `hermes`, `llama`, a function.")
     ] = None,
@@ -252,12 +270,18 @@ def serve(
         "chat_template": chat_template,
         "chat_template_kwargs": _read_template_arguments(chat_template_kwargs),
         "tool_parser": tool_parser,
+        "images": _image_section(images, image_root),
         "max_new_tokens": max_new_tokens,
         "max_sequences": max_sequences,
         "dtype": dtype,
         "device": device,
     }
     run(load_section(CompletionServerConfig, settings), Display())
+
+
+def _image_section(images: bool, root: Path | None):
+    """The settings of a server that reads images; None for one that reads text alone."""
+    return ({} if root is None else {"root": str(root)}) if images or root else None
 
 
 def _read_template_arguments(text: str | None):

@@ -40,7 +40,7 @@ def build(
         tuple(map(pin_data, inputs)),
         tokenizer,
         text_key=key,
-        on_missing_key=missing,
+        bad_rows=missing,
         keep_special_tokens=keep_special_tokens,
         trust_remote_code=trust_remote_code,
         chunk=chunk,

@@ -12,7 +12,7 @@ from coalign.commands.judges import ResponseJudge, ResponseToScore, choose_devic
 from coalign.commands.resumable import JsonRecord, RecordStream, ResumableOutput, fingerprint_settings
 from coalign.commands.score import report_unscored, summarise_scores, verdict_entries
 from coalign.config.functions import resolve_class
-from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig
+from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig, VisionConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader, build_loader
 from coalign.data.reader import RowReader
@@ -39,10 +39,11 @@ def generate(
     """
     device = choose_device(config.device)
     settings = config.model_dump(include={"module", "dtype", "sampling", "native", "transformers"})
-    model = ModelConfig(load=config.model, **settings)
+    images = config.data.images
+    model = ModelConfig(load=config.model, vision=None if images is None else VisionConfig(), **settings)
     fetch_model(model)
     module: RolloutModule = resolve_class(config.module, "coalign.backends")(
-        model, Context(seed=config.seed, device=device)
+        model, Context(seed=config.seed, device=device, images=images)
     )
     module.setup()
     loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
@@ -52,7 +53,7 @@ def generate(
     bar = display.progress("generating", count * config.samples)
     begun, fresh = time.perf_counter(), 0
     with (
-        closing(open_judge(config)) if has_judge else nullcontext() as judge,
+        closing(open_judge(config, images)) if has_judge else nullcontext() as judge,
         _open_output(config, output, size, round) as partial,
         bar as advance,
     ):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.scorers.retokenize import ConversationReader
+from coalign.backends.scorers.retokenize import ConversationReader, TokenizedConversation
 from coalign.backends.scorers.reward import build_reward_functions
-from coalign.config.schema import JudgeConfig, ModelConfig
+from coalign.config.schema import ImagesConfig, JudgeConfig, ModelConfig, VisionConfig
 from coalign.data.messages import Message, format_prompt, get_text
 from coalign.devices import count_devices
 from coalign.engine.reward import build_terms, combine
@@ -95,10 +95,13 @@ def choose_device(name: str) -> str:
     return name
 
 
-def open_judge(config: JudgeConfig) -> ResponseJudge:
-    """Return the judge that the configuration names, ready to score. It must name one."""
+def open_judge(config: JudgeConfig, images: ImagesConfig | None = None) -> ResponseJudge:
+    """Return the judge that the configuration names, ready to score. It must name one.
+
+    ``images``: how a reward model reads them; None: it reads text alone.
+    """
     choose_device(config.device)
-    return RewardFunctionJudge(config) if config.reward else RewardModelJudge(config)
+    return RewardFunctionJudge(config) if config.reward else RewardModelJudge(config, images)
 
 
 class RewardFunctionJudge(ResponseJudge):
@@ -150,7 +153,7 @@ class RewardFunctionJudge(ResponseJudge):
 class RewardModelJudge(ResponseJudge):
     """A reward model: its head's value at the last token of the conversation, as its own template renders it."""
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, images: ImagesConfig | None = None) -> None:
         """Raises ValueError if the directory has no reward head, or its tokenizer no template."""
         super().__init__()
         model = ModelConfig(
@@ -160,21 +163,23 @@ class RewardModelJudge(ResponseJudge):
             dtype=config.dtype,
             max_tokens_per_micro=config.reward_tokens,
             chat_template=config.reward_template,
+            vision=None if images is None else VisionConfig(),
         )
         fetch_model(model)
-        self._module = FSDPModule(model, Context(model="reward_model", device=choose_device(config.device)))
+        context = Context(model="reward_model", device=choose_device(config.device), images=images)
+        self._module = FSDPModule(model, context)
         self._module.setup()
-        self._reader = ConversationReader(model)
+        self._reader = ConversationReader(model, images)
 
     def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:
         """A conversation with more tokens than the model takes gets no score."""
         read = [self._read(answer) for answer in answers]
         verdicts, fits = [Verdict(None)] * len(answers), []
-        for i, ((tokens, _), answer) in enumerate(zip(read, answers, strict=True)):
-            if len(tokens) <= self._reader.longest:
+        for i, (own, answer) in enumerate(zip(read, answers, strict=True)):
+            if len(own.tokens) <= self._reader.longest:
                 fits.append(i)
                 continue
-            why = f"has {len(tokens)} tokens; the reward model takes {self._reader.longest}"
+            why = f"has {len(own.tokens)} tokens; the reward model takes {self._reader.longest}"
             self._count_failure("long", f"group {answer.group}, index {answer.index} {why}")
             verdicts[i] = Verdict(None, why=why)
         if fits:
@@ -187,7 +192,7 @@ class RewardModelJudge(ResponseJudge):
     def close(self) -> None:
         self._module.close()
 
-    def _read(self, answer: ResponseToScore) -> tuple[list[int], int]:
+    def _read(self, answer: ResponseToScore) -> TokenizedConversation:
         if answer.text is not None:
             return self._reader.read_rendered(answer.text)
         return self._reader.read([*answer.prompt, *answer.response], answer.tools)

@@ -12,6 +12,7 @@ from pathlib import Path
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign.commands.resumable import JsonRecord, ResumableOutput, fingerprint_settings
 from coalign.config.schema import ScoreConfig, SourceConfig
+from coalign.data.loader import open_row_images
 from coalign.data.messages import Message, parse_response
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, FileRows, open_rows
@@ -31,7 +32,7 @@ def score(config: ScoreConfig, output: Path, display: Display) -> dict[str, floa
     chunks = list(_split_rows(rows))
     bar = display.progress("scoring", len(rows))
     with (
-        closing(open_judge(config)) as judge,
+        closing(open_judge(config, config.data.images)) as judge,
         ResumableOutput(output, fingerprint_settings(config)) as partial,
         bar as advance,
     ):
@@ -152,7 +153,8 @@ def report_unscored(judge: ResponseJudge, display: Display) -> None:
 
 def _open_rows(config: ScoreConfig, source: SourceConfig) -> Iterator[RowToScore]:
     """Yield the rows of a source. Each is read once, so a broken row is reported before a model loads."""
-    reader, rows = RowReader(config.data, source), open_rows(source.path, source.max_samples)
+    reader = RowReader(config.data, source, open_row_images(config.data, source))
+    rows = open_rows(source.path, source.max_samples)
     before, group = None, -1
     for number in range(len(rows)):
         row = RowToScore(config, reader, rows, number, 0)

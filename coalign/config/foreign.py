@@ -1,6 +1,7 @@
 """Keys of other libraries' configurations and what they are called here, for the message about an unknown key.
 
 The commonest only: TRL's arguments (those of transformers' TrainingArguments among them), and verl's by their paths.
+Keys that Coalign has renamed are here, too.
 """
 
 from __future__ import annotations
@@ -89,6 +90,16 @@ VERL = {
     "trainer": "runtime",
 }
 _MOST = 3  # keys of a section that a message translates
+
+
+# Keys of Coalign that have another name now, by their paths.
+RENAMED = {"data.on_missing_key": "data.bad_rows", "data.on_bad_image": "data.bad_rows"}
+
+
+def describe_renaming(key: Key) -> str | None:
+    """Say what a key of an earlier version is called now, as the end of a sentence; None for others."""
+    new = RENAMED.get(".".join(map(str, key)))
+    return None if new is None else f"is called {new} now"
 
 
 def translate_key(key: Key, value: Any) -> str | None:

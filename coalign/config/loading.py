@@ -34,7 +34,7 @@ from coalign.config.errors import (
     parse_key,
     suggest,
 )
-from coalign.config.foreign import translate_key
+from coalign.config.foreign import describe_renaming, translate_key
 from coalign.config.introspect import find_input, find_type, is_nullable, list_keys
 from coalign.config.layers import (
     ConfigLayer,
@@ -351,7 +351,7 @@ def _problem(error: Any, data: Any, schema: type[Section]) -> ConfigProblem:
     if isinstance(cause, Conflict):
         key += cause.key
     elif error["type"] == "extra_forbidden":
-        said = translate_key(key, error["input"]) if schema is RunConfig else None
+        said = describe_renaming(key) or (translate_key(key, error["input"]) if schema is RunConfig else None)
         message = said or f"unknown key{suggest(str(key[-1]), list_keys(key[:-1], schema))}"
     elif key == ("algorithm",) and error["type"] == "missing":
         message += "; name a recipe, such as `algorithm: grpo` (`coalign recipes` lists them)"

@@ -13,11 +13,12 @@ import torch
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.images.files import REASON as IMAGE
+from coalign.data.images.placeholders import describe_placeholders
 from coalign.data.images.rows import RowImages
 from coalign.data.messages import Message
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, SourceRow
-from coalign.data.templates import Template, get_bos
+from coalign.data.templates import Template, get_bos, locate_images
 from coalign.types import SEQUENCE_COLUMNS, SOURCE_KEY, TOKEN_COLUMNS, ImageSpan
 
 KEEPS_SPECIAL_TOKENS = "_keep_special_tokens"
@@ -73,9 +74,9 @@ def _cut_images(images: tuple[ImageSpan, ...], first: int, drop: int) -> tuple[I
 class RowEncoder(ABC):
     """Encodes the rows of one source, and drops, counts or refuses unusable ones.
 
-    The policies ``on_missing_key``, ``on_empty``, ``on_identical`` and ``on_long`` decide whether such a row is dropped
-    and counted (see ``report``), or refused with a ValueError that names its place and its fault. Rows with other
-    faults are always refused.
+    The policies ``bad_rows`` (a missing key, images), ``on_empty``, ``on_identical`` and ``on_long`` decide whether
+    such a row is dropped and counted (see ``report``), or refused with a ValueError that names its place and its fault.
+    Rows with other faults are always refused.
     """
 
     keys: ClassVar[str]  # what a row needs, in words
@@ -94,11 +95,11 @@ class RowEncoder(ABC):
         self.template = template
         self.counts: Counter[str] = Counter()
         self.policy = {
-            "missing": config.on_missing_key,
+            "missing": config.bad_rows,
             "empty": config.on_empty,
             "identical": config.on_identical,
             "long": config.on_long,
-            IMAGE: config.on_bad_image,
+            IMAGE: config.bad_rows,
         }
 
     @abstractmethod
@@ -117,8 +118,7 @@ class RowEncoder(ABC):
 
     def locate_images(self, tokens: list[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...] | None:
         """Find where the images of ``messages`` stand in their tokens; None in a run that reads text alone."""
-        placeholders = self.template.placeholders
-        return None if placeholders is None else placeholders.locate(tokens, placeholders.find(messages))
+        return None if self.template.placeholders is None else locate_images(self.template, tokens, messages)
 
     def use(self, entry: SourceRow) -> list[Example] | None:
         """Encode and count a new row: None if it is dropped, ValueError if it is refused."""
@@ -151,7 +151,7 @@ class RowEncoder(ABC):
             return ""
         return (
             f". {self.counts['used']} rows of {self.name} have it, so its rows are of different forms: split them into "
-            "sources with `keys` of their own, or leave such rows out (`data.on_missing_key: drop`)"
+            "sources with `keys` of their own, or leave such rows out (`data.bad_rows: drop`)"
         )
 
     @property
@@ -200,7 +200,8 @@ class RowEncoder(ABC):
         if self.max_tokens is None or length <= self.max_tokens:
             return example
         if self.policy["long"] != "truncate_left":
-            raise BadRow(f"{length} tokens; at most {self.max_tokens} are allowed", "long")
+            what = describe_placeholders(example.images or ())
+            raise BadRow(f"{length} tokens{what}; at most {self.max_tokens} are allowed", "long")
         return example.cut_left(length - self.max_tokens, get_bos(self.template.tokenizer))
 
 

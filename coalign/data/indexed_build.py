@@ -39,14 +39,14 @@ class BuildPlan:
     tokenizer: str
     text_key: str = "text"
     on_empty: Literal["drop", "error"] = "drop"
-    on_missing_key: Literal["drop", "error"] = "error"
+    bad_rows: Literal["drop", "error"] = "error"
     keep_special_tokens: bool = False
     trust_remote_code: bool = False
     chunk: int = 10_000
 
     @property
     def config(self) -> DataConfig:
-        return DataConfig(text_key=self.text_key, on_empty=self.on_empty, on_missing_key=self.on_missing_key)
+        return DataConfig(text_key=self.text_key, on_empty=self.on_empty, bad_rows=self.bad_rows)
 
     def source(self, which: int) -> SourceConfig:
         return SourceConfig(path=self.inputs[which], keep_special_tokens=self.keep_special_tokens)
@@ -68,7 +68,7 @@ def build(
     """Write PREFIX.bin and PREFIX.idx, and return counts: `rows`, `used`, `empty`, …, and `tokens`.
 
     ``advance`` is called with the number of rows done. FileExistsError if the output exists. ValueError for a row that
-    may not be dropped (data.on_missing_key, data.on_empty), for PREFIX.parts of another build, and if no document is
+    may not be dropped (data.bad_rows, data.on_empty), for PREFIX.parts of another build, and if no document is
     usable.
     """
     _check_absent(prefix)

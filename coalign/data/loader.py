@@ -20,6 +20,7 @@ from coalign.data.examples import Example, RowEncoder, build_batch
 from coalign.data.images.files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
+from coalign.data.images.rows import RowImages
 from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
 from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, StreamedOrder, check_same_settings
@@ -235,12 +236,17 @@ def _build_placeholders(
     kind: str, config: DataConfig, source: SourceConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Placeholders | None:
     """What images of a source become; None for a run that reads text alone, and for documents."""
-    images = config.images
-    if images is None or not KINDS[kind].reads_images:
+    if config.images is None or not KINDS[kind].reads_images or (images := open_row_images(config, source)) is None:
+        return None
+    return Placeholders(ImageProcessor(tokenizer.name_or_path, tokenizer, config.images), images.files)
+
+
+def open_row_images(config: DataConfig, source: SourceConfig) -> RowImages | None:
+    """What reads the images in the rows of a source; None for a run that reads text alone."""
+    if (images := config.images) is None:
         return None
     root = Path(images.root) if images.root else Path(source.path).absolute().parent
-    processor = ImageProcessor(tokenizer.name_or_path, tokenizer, images)
-    return Placeholders(processor, ImageFiles(root, images.max_file_pixels))
+    return RowImages(ImageFiles(root, images.max_file_pixels))
 
 
 def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> DrawOrder:

@@ -185,7 +185,7 @@ class ChatTemplate:
         """Render the text of protected messages. BadRow with the template's own message if it refuses them."""
         with _refuse_errors(messages):
             text = self.tokenizer.apply_chat_template(
-                list(messages),
+                self._shape(messages),
                 tools=cast(Any, self._check_tools(tools)),  # a list is invariant, and theirs admits callables
                 chat_template=self.jinja,
                 add_generation_prompt=generation_prompt,
@@ -213,13 +213,16 @@ class ChatTemplate:
     def protect(self, messages: Messages, tools: Tools | None = None) -> tuple[list[Message], Tools | None]:
         """Prepare messages for `render`: their reasoning by the policy, special tokens in contents as codes."""
         messages, tools = self.guard.protect((apply_reasoning(messages, self.reasoning), tools))
-        messages = place_reasoning(messages, self.jinja) if self.reasoning else list(messages)
-        if self.placeholders is not None and self._needs_parts:
-            messages = [
-                m if isinstance(m["content"], list) else m | {"content": [{"type": "text", "text": m["content"]}]}
-                for m in messages
-            ]
-        return messages, tools
+        return place_reasoning(messages, self.jinja) if self.reasoning else list(messages), tools
+
+    def _shape(self, messages: Messages) -> list[Message]:
+        """The messages with parts in place of texts, for a template that reads parts alone."""
+        if self.placeholders is None or not self._needs_parts:
+            return list(messages)
+        return [
+            m if isinstance(m["content"], list) else m | {"content": [{"type": "text", "text": m["content"]}]}
+            for m in messages
+        ]
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
         return self.guard.tokenize(self.render(*self.protect(messages, tools), generation_prompt=True))
@@ -311,7 +314,7 @@ class ChatTemplate:
         with _refuse_errors(messages):
             special: dict[str, Any] = self.tokenizer.special_tokens_map
             (text,), found = render_jinja_template(
-                [list(messages)],
+                [self._shape(messages)],
                 tools=cast(Any, self._check_tools(tools)),
                 chat_template=self.jinja,
                 return_assistant_tokens_mask=True,
@@ -546,6 +549,12 @@ def read_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sampl
         prompt = sample.meta.get("messages") or [{"role": "user", "content": sample.prompt}]
         sample.messages = sample.messages or [*prompt, {"role": "assistant", "content": sample.response}]
     return samples
+
+
+def locate_images(template: Template, tokens: Sequence[int], messages: Messages) -> tuple[ImageSpan, ...]:
+    """Where the images of ``messages`` stand in the tokens that ``template`` makes of them. BadRow (image)."""
+    placeholders = template.placeholders
+    return () if placeholders is None else placeholders.locate(tokens, placeholders.find(messages))
 
 
 def collapse_images(tokens: Tensor, images: Sequence[ImageSpan]) -> Tensor:

@@ -120,7 +120,8 @@ def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
         (call["function"]["name"], parse_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or []
     ]
-    return message["role"], (message.get("content") or "").strip(), calls
+    content = message.get("content") or ""
+    return message["role"], content.strip() if isinstance(content, str) else json.dumps(content, sort_keys=True), calls
 
 
 _MAX_BYTES = 64 * 2**20  # of a request

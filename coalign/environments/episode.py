@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from coalign.data.messages import Message, parse_tools
 from coalign.data.templates import Tools
 from coalign.environments.rendering import Rendering
 from coalign.services import PATIENCE, ServiceError, call_service
-from coalign.types import Response, Status
+from coalign.types import ImageSpan, Response, Status
 
 Answer = TypeVar("Answer")
 
@@ -84,10 +84,11 @@ class EpisodePolicy(Protocol):
         limit: int,
         stop: tuple[str, ...] | None,
         restarts: int,
+        images: tuple[ImageSpan, ...],
     ) -> Response:
         """Generate the continuation of ``tokens``, of which the first ``prompt_length`` precede the first turn.
 
-        ``restarts`` counts how often these tokens replaced those of earlier turns.
+        ``restarts`` counts how often these tokens replaced those of earlier turns. ``images`` stand in the tokens.
         """
         ...
 
@@ -147,7 +148,7 @@ class Episode:
 
     ``row`` is the data set's row; ``group`` and ``index`` say which draw and which of its samples this is. ``random``
     is this episode's own generator, the same in every run of the same seed. ``messages`` is the conversation so far as
-    people read it, ``log`` its tokens.
+    people read it, ``log`` its tokens, ``images`` where images stand in these.
     """
 
     clock: EnvironmentClock  # of the environment's call that plays this episode
@@ -163,6 +164,7 @@ class Episode:
         max_new_tokens: int,
         policy: EpisodePolicy,
         rendering: Rendering,
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         self.row = row
         self.group = group
@@ -171,10 +173,11 @@ class Episode:
         self.random = random.Random(f"{seed}/{group}/{index}")
         self.messages: list[Message] = [*(row.get("messages") or [])]
         self.log = EpisodeLog()
+        self.images: list[ImageSpan] = []
         self.counts: Counter[str] = Counter()
         self.status = Status.OK
         self.prompt_length = 0
-        self._prompt = list(prompt)
+        self._prompt, self._prompt_images = list(prompt), tuple(images)
         self._render_prompt = False  # from the messages; otherwise the tokens of `prompt` are used
         self._tools: Tools | None = parse_tools(row["tools"], "tools") if row.get("tools") else None
         self._new_messages: list[Message] = []  # since the last turn, not in the log yet
@@ -216,22 +219,24 @@ class Episode:
         """
         if self._answer is not None:
             raise RuntimeError("Episode.begin comes before the first turn; later, messages are added with `say`")
-        self.messages = self.messages if messages is None else [*messages]
+        self.messages = self.messages if messages is None else self._rendering.read_images(messages)
         self._tools = self._tools if tools is None else tools
         self._render_prompt = True
 
     def say(self, *messages: Message) -> None:
         """Add the environment's messages (tool results, a user's words), which the policy reads before its next turn.
 
-        Their tokens are not trained on. Messages after the last turn leave no tokens. RuntimeError together with
-        `write`. Special tokens that they spell stay text, and are counted in `episode/markers`.
+        Contents may hold images, as parts of any of the usual forms, in a run that reads them. Tokens of messages are
+        not trained on. Messages after the last turn leave no tokens. RuntimeError together with `write`. Special tokens
+        that they spell stay text, and are counted in `episode/markers`.
         """
         self._check_open()
         if self._new_tokens:
             raise RuntimeError(_NOT_BOTH)
         self._count_spelled(messages)
-        self.messages += messages
-        self._new_messages += messages
+        read = self._rendering.read_images(messages)
+        self.messages += read
+        self._new_messages += read
 
     def write(self, text: str) -> None:
         """Add plain text without a chat template; not trained on. RuntimeError together with `say`.
@@ -264,14 +269,15 @@ class Episode:
         if self._generating:
             raise RuntimeError("an episode generates one turn at a time")
         anew = self._answer is not None and self._rendering.rewrites(self._new_messages)
-        fresh, before = self._unread(anew), self._left
+        (fresh, images), before = self._unread(anew), self._left
         left = self._tokens_left(len(fresh) + (0 if anew else len(self.log.tokens)))
         turn = Turn("", "", [], Status.TRUNCATED)
         if left > 0:
             if anew:
-                self.log, self.prompt_length = EpisodeLog(), 0
+                self.log, self.images, self.prompt_length = EpisodeLog(), [], 0
                 self._restarts += 1
                 self.counts["rewritten"] += 1
+            self.images += [replace(span, start=span.start + len(self.log.tokens)) for span in images]
             self.log.add(fresh)
             self.prompt_length = self.prompt_length or len(fresh)
             limit = left if max_new_tokens is None else min(left, max_new_tokens)
@@ -326,6 +332,7 @@ class Episode:
             self.counts["empty"] += 1
         if not self.log.tokens:
             self.log.add(self._prompt)
+            self.images = [*self._prompt_images]
         self.prompt_length = self.prompt_length or len(self.log.tokens)
 
     def _count_spelled(self, content: Any) -> None:
@@ -341,23 +348,20 @@ class Episode:
         capacity = self._policy.capacity
         return self._left if capacity is None else min(self._left, capacity - context)
 
-    def _unread(self, anew: bool) -> list[int]:
-        """The tokens that the policy has not read: the prompt, or those added since its last turn.
+    def _unread(self, anew: bool) -> tuple[list[int], Sequence[ImageSpan]]:
+        """The tokens that the policy has not read, the prompt or those added since its last turn, and their images.
 
         ``anew``: the whole conversation, as a prompt.
         """
+        tokens, images = self._prompt, self._prompt_images
         if self._answer is not None and not anew:
-            tokens = (
-                self._rendering.render_messages(self._answer, self._new_messages, self._tools)
-                if self._new_messages
-                else []
-            )
+            tokens, images = [], ()
+            if self._new_messages:
+                tokens, images = self._rendering.render_messages(self._answer, self._new_messages, self._tools)
         elif anew or self._new_messages or self._render_prompt:
             keep = KEEPS_SPECIAL_TOKENS in self.row
-            tokens = self._rendering.render_prompt(self.messages, self._tools, keep)
-        else:
-            tokens = self._prompt
-        return tokens + self._new_tokens
+            tokens, images = self._rendering.render_prompt(self.messages, self._tools, keep)
+        return tokens + self._new_tokens, images
 
     async def _respond(self, limit: int, stop: Sequence[str] | None) -> Turn:
         self._generating = True
@@ -371,6 +375,7 @@ class Episode:
                     limit=limit,
                     stop=None if stop is None else tuple(stop),
                     restarts=self._restarts,
+                    images=tuple(self.images),
                 )
         finally:
             self._generating = False

@@ -11,8 +11,18 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from coalign.data.images.placeholders import read_part
+from coalign.data.images.rows import RowImages
 from coalign.data.messages import ContentGuard, Message
-from coalign.data.templates import ChatTemplate, Template, Tools, count_common_prefix, list_special_tokens
+from coalign.data.templates import (
+    ChatTemplate,
+    Template,
+    Tools,
+    count_common_prefix,
+    list_special_tokens,
+    locate_images,
+)
+from coalign.types import ImageSpan
 
 _PLACEHOLDER = "stand-in"
 # Some templates (Qwen3's) change how they render an answer without reasoning once another message follows it.
@@ -39,9 +49,27 @@ class Rendering:
         self._unguarded.guard = ContentGuard(self.tokenizer, keep=True)
         self._special = list_special_tokens(self.tokenizer)
 
-    def render_prompt(self, messages: list[Message], tools: Tools | None, keep_special_tokens: bool) -> list[int]:
-        """The tokens before the first turn. ``keep_special_tokens``: as for a source that may write them."""
-        return (self._unguarded if keep_special_tokens else self.template).prompt(messages, tools)
+    def read_images(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with paths for images, which may come as paths, data URLs or bytes.
+
+        Raises RenderingError for images in a run that reads text alone, and BadRow (image) for one that cannot be used.
+        """
+        if self.template.placeholders is not None:
+            return RowImages(self.template.placeholders.files).read_messages(list(messages))
+        parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+        if any(isinstance(part, dict) and read_part(part) is not None for part in parts):
+            raise RenderingError("the environment shows an image, and the run reads text alone; set data.images: {}")
+        return list(messages)
+
+    def render_prompt(
+        self, messages: list[Message], tools: Tools | None, keep_special_tokens: bool
+    ) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """The tokens before the first turn, and where images stand in them.
+
+        ``keep_special_tokens``: as for a source that may write them.
+        """
+        tokens = (self._unguarded if keep_special_tokens else self.template).prompt(messages, tools)
+        return tokens, locate_images(self.template, tokens, messages)
 
     def rewrites(self, messages: Sequence[Message]) -> bool:
         """Whether `data.reasoning` removes earlier reasoning when ``messages`` follow. RenderingError if it cannot."""
@@ -55,8 +83,11 @@ class Rendering:
             )
         return True
 
-    def render_messages(self, answer: Sequence[int], messages: list[Message], tools: Tools | None) -> list[int]:
-        """The tokens between the policy's turn ``answer`` and its next one, when ``messages`` come between.
+    def render_messages(
+        self, answer: Sequence[int], messages: list[Message], tools: Tools | None
+    ) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """The tokens between the policy's turn ``answer`` and its next one, when ``messages`` come between, and where
+        images stand in them.
 
         First the end of an assistant's turn, as far as the answer lacks it, then the messages, then the generation
         prompt. Raises RenderingError if the template does not define them.
@@ -69,7 +100,8 @@ class Rendering:
             )
         messages, tools = self.guard.protect((messages, tools))
         if found := self._find_added(template, messages, tools):
-            return self._join(list(answer), *found)
+            tokens = self._join(list(answer), *found)
+            return tokens, locate_images(template, tokens, messages)
         ways = (words for words, other in template.list_alternatives() if self._find_added(other, messages, tools))
         raise RenderingError(
             "the chat template renders earlier turns differently when more messages follow, so what they add to the "

@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError, create_model
 
 from coalign.config.functions import bind, resolve
+from coalign.data.images.placeholders import read_part
 from coalign.environments.calculator import calculator
 from coalign.environments.conversation import call_function, call_isolated, limit_time
 from coalign.environments.episode import Episode
@@ -44,8 +45,12 @@ class Tool:
     takes_episode: bool = False
     configuration: Mapping[str, Any] = field(default_factory=dict)
 
-    async def __call__(self, episode: Episode, arguments: Mapping[str, Any], seconds: float) -> str:
-        """The result as text. Raises ToolError for arguments that do not fit, and what `call_isolated` raises."""
+    async def __call__(
+        self, episode: Episode, arguments: Mapping[str, Any], seconds: float
+    ) -> str | list[dict[str, Any]]:
+        """The result as text, or as parts of content if there are images among them.
+
+        Raises ToolError for arguments that do not fit, and what `call_isolated` raises."""
         try:
             checked = self.arguments.model_validate(arguments)
         except ValidationError as error:
@@ -56,7 +61,17 @@ class Tool:
             result = await limit_time(call, seconds)
         else:
             result = await call_isolated(self.path, self.fn, values, self.configuration, seconds)
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        return _format_result(result)
+
+
+def _format_result(result: Any) -> str | list[dict[str, Any]]:
+    """A result that is an image, or a list with images and texts, becomes parts; any other one that is no text JSON."""
+    if isinstance(result, str):
+        return result
+    several = result if isinstance(result, list) else [result]
+    if any(isinstance(part, Mapping) and read_part(part) is not None for part in several):
+        return [dict(part) if isinstance(part, Mapping) else {"type": "text", "text": str(part)} for part in several]
+    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def build_tool(config: str | Mapping[str, Any], where: str = "rollout.tools[0]") -> Tool:
@@ -138,25 +153,28 @@ class Toolbox:
             for i, (each, result) in enumerate(zip(calls, results, strict=True))
         ]
 
-    async def _answer_call(self, episode: Episode, request: ToolRequest) -> str:
+    async def _answer_call(self, episode: Episode, request: ToolRequest) -> str | list[dict[str, Any]]:
         episode.count("tool_calls")
         try:
             result = await self._call_tool(episode, request)
         except ToolError as error:
             episode.count(f"tool_failed/{error.reason}")
             result = f"Error: {error}"
-        if len(result) > self.max_chars:
-            result = f"{result[: self.max_chars]}… ({len(result)} characters)"
-        return result
+        if isinstance(result, str):
+            return self._shorten(result)
+        return [part | {"text": self._shorten(part["text"])} if "text" in part else part for part in result]
 
-    async def _call_tool(self, episode: Episode, request: ToolRequest) -> str:
+    def _shorten(self, text: str) -> str:
+        return text if len(text) <= self.max_chars else f"{text[: self.max_chars]}… ({len(text)} characters)"
+
+    async def _call_tool(self, episode: Episode, request: ToolRequest) -> str | list[dict[str, Any]]:
         if request.error is not None:
             raise request.error
         if request.name not in self.tools:
             raise ToolError("unknown_tool", f"there is no tool '{request.name}'; there are: {', '.join(self.tools)}")
         return await episode.call_service(lambda: self._call_once(episode, request), self.patience)
 
-    async def _call_once(self, episode: Episode, request: ToolRequest) -> str:
+    async def _call_once(self, episode: Episode, request: ToolRequest) -> str | list[dict[str, Any]]:
         try:
             return await self.tools[request.name](episode, request.arguments, self.timeout)
         except (ToolError, ServiceError):

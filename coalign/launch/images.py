@@ -10,7 +10,6 @@ from coalign.data.kinds import KINDS
 
 if TYPE_CHECKING:
     from coalign.engine.engine import Engine
-    from coalign.environments.loop import EnvironmentFunction
 
 
 def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, ModelConfig]:
@@ -31,7 +30,6 @@ def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dic
 def check_images(
     config: RunConfig,
     recipe: type[Engine],
-    environment: EnvironmentFunction | None,
     configs: Mapping[str, ModelConfig],
 ) -> None:
     """Refuse images where what would read them knows text alone."""
@@ -39,14 +37,8 @@ def check_images(
         return
     if not KINDS[recipe.source].reads_images:
         raise ValueError(f"data.images: `{config.algorithm}` reads {recipe.source}, which hold no images; leave it out")
-    if environment is not None:
-        raise ValueError(
-            f"data.images: the environment `{config.rollout.fn}` writes prompts of its own, and reads no images yet; "
-            "leave `rollout.fn` out"
-        )
+    if config.sync.adapters == "apart":
+        raise ValueError("sync.adapters is `apart`, which vLLM does not do for models that see here; use `merged`")
     for name, model in configs.items():
-        if model.judge or model.chat_template or (model.head != "lm" and name != FUNCTIONS):
-            kind = "judge" if model.judge else f"model with `head: {model.head}`"
-            raise ValueError(f"models.{name}: a {kind} reads no images yet; reward answers to images by functions")
         if model.cache:
             raise ValueError(f"models.{name}.cache: log-probs are kept by tokens alone; leave it out with data.images")

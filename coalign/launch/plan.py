@@ -195,7 +195,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         names = ("advantage", "covariance", "truncated", "pairs", "kl", "filter", "replay")
         functions = {name: _bind(getattr(config, name), name) for name in names}
         configs = let_models_see(_configs_of_models(planned_roles, rewards, config), config)
-        check_images(config, recipe, environment, configs)
+        check_images(config, recipe, configs)
         compared = getattr(
             functions["pairs"] and functions["pairs"].func, "compares", config.runtime.samples_per_prompt
         )

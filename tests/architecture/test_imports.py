@@ -51,7 +51,7 @@ ALLOWED = {
     "vocab": {"files"},
     "algorithms": {"types"},
     "data": {"types", "algorithms", "config", "files", "hub", "hub_data"},
-    "rewards": {"types", "config", "services", "threads", "function_process"},
+    "rewards": {"types", "config", "data", "services", "threads", "function_process"},
     "environments": {
         "types",
         "config",

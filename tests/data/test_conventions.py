@@ -111,7 +111,7 @@ def test_rows_of_mixed_forms_are_named():
     rows = [{"prompt": "1?", "answer": "2"}] * 2 + [{"input": "1?", "target": "2"}]
     with pytest.raises(ValueError, match=r"a\.jsonl:3: no key 'prompt'.* 2 rows of a\.jsonl have it.*data\.on_missing"):
         batch("conversations", *rows)
-    assert len(batch("conversations", *rows, on_missing_key="drop")) == 2
+    assert len(batch("conversations", *rows, bad_rows="drop")) == 2
 
 
 def test_numbers_of_tables_of_texts():

@@ -193,7 +193,7 @@ def test_a_bad_file_is_named_with_its_row_and_counted(fault, load, tmp_path):
     rows = {"prompt": "<image>", "images": ["a.png"]}, {"prompt": "<image>", "images": ["bad.png"]}
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{message}"):
         load(*rows)
-    loader = load(*rows, on_bad_image="drop")
+    loader = load(*rows, bad_rows="drop")
     assert loader.rows == 1 and "1 with images that cannot be used" in loader.report()
 
 
@@ -228,7 +228,9 @@ def test_other_colours_become_rgb(mode, load, tmp_path):
 def test_a_prompt_that_is_too_long_with_its_images_is_dropped(load):
     rows = {"prompt": "short"}, {"prompt": "<image>" * 8, "images": ["b.png"] * 8}
     assert "1 over 60 tokens" in load(*rows, max_prompt_tokens=60).report()
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: \d+ tokens; at most 60"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:2: \d+ tokens, of which 80 stand for images \(data\.im.*; at most 60"
+    ):
         load(*rows, max_prompt_tokens=60, on_long="error")
 
 

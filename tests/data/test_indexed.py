@@ -292,7 +292,7 @@ def test_a_row_without_the_key(tmp_path):
     inputs = (str(tmp_path / "bad.jsonl"),)
     with pytest.raises(ValueError, match=r"bad\.jsonl:2: no key 'text'; the row has content"):
         build(BuildPlan(inputs, str(tmp_path / "model")), tmp_path / "a", processes=1)
-    counts = build(BuildPlan(inputs, str(tmp_path / "model"), on_missing_key="drop"), tmp_path / "b", processes=1)
+    counts = build(BuildPlan(inputs, str(tmp_path / "model"), bad_rows="drop"), tmp_path / "b", processes=1)
     assert counts == {"rows": 2, "used": 1, "missing": 1, "tokens": 2, "data_source=bad": 1}
 
 

@@ -116,7 +116,7 @@ def test_a_conversation_batch(tmp_path):
 def test_bad_rows_are_counted_or_refused(tmp_path):
     rows = [{"prompt": "ok"}, {"prompt": "  "}, {"prompt": None}, {"prompt": []}, {"other": 1}, {"prompt": "x" * 90}]
     path = write(tmp_path / "a.jsonl", rows)
-    made = loader(path, on_missing_key="drop", max_prompt_tokens=80, batch_size=1)
+    made = loader(path, bad_rows="drop", max_prompt_tokens=80, batch_size=1)
     assert made.report() == "a.jsonl: 6 rows: 1 used, 1 without the key, 3 empty, 1 over 80 tokens"
     assert made.rows == 1 and len(made) == 1
     assert [r["prompt"] for _ in range(3) for r in made.next()["rows"]] == ["ok"] * 3
@@ -125,9 +125,9 @@ def test_bad_rows_are_counted_or_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jsonl:2: 'prompt' is empty"):
         loader(path, on_empty="error")
     with pytest.raises(ValueError, match=r"a\.jsonl:6: 1\d\d tokens; at most 80 are allowed"):
-        loader(path, on_missing_key="drop", on_long="error", max_prompt_tokens=80)
+        loader(path, bad_rows="drop", on_long="error", max_prompt_tokens=80)
     with pytest.raises(ValueError, match=r"no usable rows \(6 rows: 0 used.*; data\.max_prompt_tokens is the bound"):
-        loader(path, on_missing_key="drop", max_prompt_tokens=2)
+        loader(path, bad_rows="drop", max_prompt_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_rows_of_the_wrong_shape_are_refused_with_their_line(tmp_path, row, kind
 def test_a_broken_line_is_refused_whatever_the_policy(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     with pytest.raises(ValueError, match=r"a\.jsonl:2: not valid JSON"):
-        loader(str(tmp_path / "a.jsonl"), on_missing_key="drop")
+        loader(str(tmp_path / "a.jsonl"), bad_rows="drop")
 
 
 def test_long_rows_are_cut_on_the_left(tmp_path):

@@ -111,7 +111,7 @@ def test_a_stream_draws_what_a_scan_finds(tmp_path_factory, lines, window, phase
     said = {"blank line": "", "empty": '{"prompt": ""}', "missing": '{"n": 1}'}
     path = tmp_path_factory.mktemp("stream") / "a.jsonl"
     path.write_text("\n".join(said.get(line, f'{{"prompt": "p", "n": {n}}}') for n, line in enumerate(lines)))
-    config = {"on_missing_key": "drop", **phases}
+    config = {"bad_rows": "drop", **phases}
     try:
         scanned = build_loader(
             DataConfig(train=[SourceConfig(path=str(path))], **config),
@@ -138,7 +138,7 @@ def test_a_stream_draws_what_a_scan_finds(tmp_path_factory, lines, window, phase
 
 def test_bad_rows_fall_under_the_policies_as_they_come(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "n": 0}, {"prompt": ""}, {"n": 2}, {"prompt": "b", "n": 3}])
-    made = loader(path, on_missing_key="drop", window=3, shuffle=False)
+    made = loader(path, bad_rows="drop", window=3, shuffle=False)
     assert drawn(made, 1) == [0]
     assert made.report() == "a.jsonl: a stream, 1 rows so far: 1 used"
     assert drawn(made, 2) == [3, 0]

@@ -23,7 +23,7 @@ def learn(messages: list[dict[str, Any]], since: int = 0, tools: Any = None) -> 
 
 def go_on(message: dict[str, Any], tools: Any = None) -> Callable[[Template], Any]:
     end = [9999]  # a token that is none of the template's
-    return lambda template: Rendering(template).render_messages(end, [message], tools)
+    return lambda template: Rendering(template).render_messages(end, [message], tools)[0]
 
 
 USES: dict[str, tuple[str | None, Callable[[Template], Any]]] = {

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from coalign import load_config
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, VisionConfig
 from coalign.data.batch import Batch
@@ -19,6 +20,7 @@ from coalign.launch.plan import prepare
 from tests.backends.test_images import answer, build_trainer, load_prompts
 from tests.conformance.backends import on_ranks
 from tests.runs import metrics, run, run_in_two_parts
+from tests.tiny import tiny_model_dir
 from tests.vision import picture, vision_model_dir
 
 
@@ -132,26 +134,86 @@ def test_parts_stay_frozen_and_have_their_own_learning_rates(tmp_path):
     assert not any(torch.equal(before[name], after[name]) for name in before if "q_proj.weight" in name)
 
 
-def test_what_reads_no_images_is_refused_by_name(settings):
+def test_what_reads_no_images_is_refused_by_name(settings, tmp_path):
     def refuse(config: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             prepare(load_config(config))
 
-    config = settings("grpo")
-    tools = config | {"rollout": {"fn": "tool_use", "tools": ["calculator"]}}
-    refuse(tools | {"data": config["data"] | {"chat_template": "qwen3-training"}}, r"data\.images: the environment")
     blind = settings("sft")
     blind["data"]["images"] = None
     blind["models"]["trainer"]["vision"] = {}
     refuse(blind, r"models\.trainer\.vision: the run reads text alone")
-    reward = settings("grpo")
-    reward["reward"] = {"model": "judge"}
-    reward["models"]["judge"] = {"load": config["models"]["policy"]["load"], "head": "reward"}
-    refuse(reward, r"models\.judge: a model with `head: reward` reads no images yet")
-    refuse(settings("reward_model"), r"models\.trainer: a model with `head: reward` reads no images yet")
+    text = {"load": str(tiny_model_dir(tmp_path / "text")), "head": "reward", "frozen": True}
+    with pytest.raises(ValueError, match=r"models\.judge\.load: \w+ reads no images, and data\.images is for models"):
+        FSDPModule.check_architecture(ModelConfig(**text, vision=VisionConfig()), "judge")
+    stored = settings("grpo")
+    stored["models"]["reference"] = {"load": stored["models"]["policy"]["load"], "cache": True}
+    refuse(stored, r"models\.reference\.cache")
 
 
-@pytest.mark.parametrize("module", ["vllm", "deepspeed", "megatron"])
+@pytest.mark.slow
+def test_ppo_with_a_reward_model_and_a_value_model_that_see(settings, tmp_path):
+    """A reward model is trained on pairs with images; then it rewards a policy, whose value model sees, too."""
+    pairs = settings("reward_model")
+    pairs["models"]["trainer"] |= {"head_init": "zero"}
+    assert run(pairs) == 0
+    again = run_in_two_parts(pairs)
+    torch.testing.assert_close(read_weights(again), read_weights(pairs), rtol=0, atol=0)
+    config = settings("grpo", runtime={"steps": 2})
+    model = config["models"]["policy"]["load"]
+    config |= {"algorithm": "ppo", "output": str(tmp_path / "ppo"), "reward": {"model": "judge"}}
+    config["loss"] = {"fn": "policy_gradient"}
+    config["models"] |= {
+        "judge": {"load": str(Path(pairs["output"]) / "model"), "head": "reward"},
+        "value": {"load": model, "head_init": "zero", "optimizer": {"lr": 1e-2}},
+    }
+    assert run(config) == 0
+    last = metrics(config)[-1]
+    assert last["reward/std"] > 0 and last["loss/grad_norm"] > 0 and last["value/loss/grad_norm"] > 0, last
+
+
+@pytest.mark.slow
+def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_path):
+    config = settings("grpo", runtime={"steps": 2})
+    judge = {"fn": "pairwise", "template": "{prompt} {first} or {second}?"}
+    config |= {"algorithm": "rlaif", "reward": {"model": "judge"}}
+    config["loss"] = {"fn": "policy_gradient"}
+    config["models"]["judge"] = {
+        "load": str(vision_model_dir(tmp_path / "judge", "gemma3", seed=3)),
+        "chat_template": "auto",
+        "module": "preference",
+        "judge": judge,
+    }
+    shown = picture(tmp_path / "shown.png", (32, 40), 5)
+    config["rollout"] = {"fn": "tests.environments.test_images:look_twice", "url": str(shown), "file": str(shown)}
+    config["models"]["policy"]["sampling"] = {"max_new_tokens": 9}
+    assert run(config) == 0
+    last = metrics(config)[-1]
+    assert last["loss/grad_norm"] > 0 and last["reward/std"] > 0 and last["episode/turns"] == 3, last
+    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
+    assert all(str(shown) in sample["images"] for sample in samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_continuous_roll_outs_go_on_with_images(kv, settings):
+    """When new weights come depends on time, so only synchronous runs end with the same bits."""
+    config = settings("grpo", runtime={"max_staleness": 1})
+    config["rollout"] = {"kv": kv}
+    lines = metrics(run_in_two_parts(config))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["loss/grad_norm"] > 0 and line["samples/dropped"] == 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_partial_roll_outs_go_on_with_images_from_a_checkpoint(settings):
+    config = settings("grpo") | {"rollout": {"round_tokens": 2}}
+    assert run(config) == 0
+    again = run_in_two_parts(config)
+    torch.testing.assert_close(read_weights(again), read_weights(config), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("module", ["megatron"])
 def test_a_module_without_images_is_refused_by_name(module):
     pytest.importorskip({"megatron": "megatron.core"}.get(module, module))
     config = ModelConfig(module=module, load="model", vision=VisionConfig())

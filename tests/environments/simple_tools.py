@@ -14,6 +14,11 @@ def lookup(word: str, times: int = 1, kind: Literal["a", "b"] = "a", *, prefix: 
     return prefix + word * times
 
 
+def draw(path: str, size: int = 3) -> list:
+    """Draws."""
+    return ["A drawing: ", {"type": "image", "path": path}, {"type": "text", "text": "x" * size}]
+
+
 def breaks(x: int) -> str:
     raise RuntimeError(f"no {x}")
 

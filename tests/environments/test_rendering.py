@@ -57,7 +57,7 @@ def rendering(template: str) -> Rendering:
 
 
 def added(renders: Rendering, answer: list[int], *messages, tools=None) -> str:
-    return TOKENIZER.decode(renders.render_messages(answer, list(messages), tools))
+    return TOKENIZER.decode(renders.render_messages(answer, list(messages), tools)[0])
 
 
 QWEN_TOOL = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"

@@ -17,12 +17,13 @@ from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.request import Request, stack_experts
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
+from coalign.data.images.placeholders import Placeholders
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode, EpisodeLog
 from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
 from coalign.roles import Context
-from coalign.types import TOKEN_COLUMNS, Max, Response, Stat, Stats, Status, Total, merge_stats
+from coalign.types import TOKEN_COLUMNS, ImageSpan, Max, Response, Stat, Stats, Status, Total, merge_stats
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class EnginePolicy:
         limit: int,
         stop: tuple[str, ...] | None,
         restarts: int,
+        images: tuple[ImageSpan, ...],
     ) -> Response:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Response] = loop.create_future()
@@ -69,8 +71,18 @@ class EnginePolicy:
             if not answer.done():
                 answer.set_result(response)
 
+        request = Request(
+            tokens,
+            group,
+            first=index,
+            first_turn=prompt_length,
+            limit=limit,
+            stop=stop,
+            images=images,
+            restarts=restarts,
+        )
         prompt = self.session.submit(
-            Request(tokens, group, first=index, first_turn=prompt_length, limit=limit, stop=stop, restarts=restarts),
+            request,
             lambda place, response: loop.call_soon_threadsafe(settle, response),
         )
         self.loop.news.set()
@@ -122,6 +134,8 @@ class EpisodeBatch:
             "episode/tokens_kept": Stat(policy.tokens_kept, len(self.episodes)),
         }
         out = _to_batch(self.begun, self.episodes)
+        if self.runner.reads_images:
+            out = out.with_(images=[tuple(episode.images) for episode in self.episodes])
         if engine.experts is not None:
             known = [policy.experts.get((episode.group, episode.index)) for episode in self.episodes]
             out = out.with_(routed_experts=stack_experts(known, out.lengths.tolist(), engine.experts))
@@ -129,15 +143,28 @@ class EpisodeBatch:
 
 
 class EpisodeRunner:
-    """Plays the environment of a policy."""
+    """Plays the environment of a policy. ``placeholders``: what images become, of a policy that sees."""
 
-    def __init__(self, environment: EnvironmentFunction, tokenizer: PreTrainedTokenizerBase, context: Context) -> None:
+    def __init__(
+        self,
+        environment: EnvironmentFunction,
+        tokenizer: PreTrainedTokenizerBase,
+        context: Context,
+        placeholders: Placeholders | None = None,
+    ) -> None:
         self.environment = environment
         self.tokenizer = tokenizer
         self.seed = context.seed
         self.longest = context.sample_tokens
+        self.reads_images = placeholders is not None
         self.rendering = Rendering(
-            load_template(tokenizer, context.chat_template, context.chat_template_kwargs, context.reasoning)
+            load_template(
+                tokenizer,
+                context.chat_template,
+                context.chat_template_kwargs,
+                context.reasoning,
+                placeholders=placeholders,
+            )
         )
         self.loop = EnvironmentLoop()
         self._shown: set[str] = set()  # reasons of failures whose traceback has been logged
@@ -208,6 +235,7 @@ class EpisodeRunner:
                 max_new_tokens=int(limit),
                 policy=policy,
                 rendering=self.rendering,
+                images=row.get("images") or (),
             )
             for row, limit in zip(begun.rows(), limits, strict=True)
         ]

@@ -240,14 +240,6 @@ class MetaModelModule(RolloutModule):
         NotImplementedError if the engine cannot run it."""
         raise NotImplementedError
 
-    @staticmethod
-    def read_processor(config: ModelConfig, images: ImagesConfig | None) -> ImageProcessor | None:
-        """The processor of a model that sees; None for one that reads text alone."""
-        if config.vision is None:
-            return None
-        tokenizer = pretrained.read_tokenizer(config)
-        return ImageProcessor(pretrained.get_directory(config), tokenizer, images or ImagesConfig())
-
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         cls.build_model(pretrained.read_config(config), config, "cpu")

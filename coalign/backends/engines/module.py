@@ -51,7 +51,8 @@ class RolloutModule(Module):
         self.engine = self.build(pretrained.read_config(self.config))
         self.engine.recomputes_kv = self.context.recompute_kv
         if self.context.environment is not None:
-            self.runner = EpisodeRunner(self.context.environment, self.tokenizer, self.context)
+            placeholders = pretrained.read_placeholders(self.config, self.context.images)
+            self.runner = EpisodeRunner(self.context.environment, self.tokenizer, self.context, placeholders)
 
     def close(self) -> None:
         self.stop_rolling()

@@ -17,6 +17,7 @@ from torch import Tensor
 from coalign.backends.engines.sampling import stream_key
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
+from coalign.data.images.placeholders import describe_placeholders
 from coalign.types import TOKEN_COLUMNS, UNKNOWN_EXPERT, ImageSpan, Response, Status
 
 Decoder = Callable[[Sequence[str]], Callable[[list[int]], str]]  # stop strings -> (token ids -> the text to search)
@@ -129,7 +130,8 @@ class SubmittedRequest:
         limit = sampling.max_new_tokens - request.begun if request.limit is None else request.limit
         if context is not None:
             if length >= context:
-                raise ValueError(f"{name} has {length} tokens; the model's context is {context}")
+                seen = describe_placeholders(request.images)
+                raise ValueError(f"{name} has {length} tokens{seen}; the model's context is {context}")
             limit = min(limit, context - length)
         if limit < 1:
             raise ValueError(f"{name} leaves no token to generate: {request.begun} are begun, the limit is {limit}")

@@ -587,7 +587,7 @@ class TransformersModule(MetaModelModule):
             device=device,
             batching=config.transformers.batching,
             trust_remote_code=config.trust_remote_code,
-            images=cls.read_processor(config, images),
+            images=pretrained.read_processor(config, images),
         )
 
     @classmethod

@@ -354,12 +354,13 @@ class HuggingFaceModule(TrainableModule):
             # Greedy sampling (temperature 0) has no distribution of its own; log-probs are then at temperature 1.
             temperature = self.config.sampling.temperature or 1.0
             packed = LanguageModel(model, rows, temperature=temperature, top=self.config.candidates)
-            if self.config.vision is not None:
-                self._let_see(packed, self.config.vision)
-            return packed
-        return ScalarModel(model, rows, output=HEADS[self.config.head][0])
+        else:
+            packed = ScalarModel(model, rows, output=HEADS[self.config.head][0])
+        if self.config.vision is not None:
+            self._let_see(packed, self.config.vision)
+        return packed
 
-    def _let_see(self, model: LanguageModel, vision: VisionConfig) -> None:
+    def _let_see(self, model: LanguageModel | ScalarModel, vision: VisionConfig) -> None:
         """Give the model what reads images, forbid it to say their placeholders, and freeze the parts that stay."""
         check_vision(model, self.config, self.context.model)
         learns = False  # of what makes features
@@ -377,7 +378,8 @@ class HuggingFaceModule(TrainableModule):
             learns=learns,
             is_sharded=self.is_sharded and not self.config.frozen,
         )
-        model.forbid(list_placeholders(model.model))
+        if isinstance(model, LanguageModel):
+            model.forbid(list_placeholders(model.model))
 
     def _scale_learning_rates(self) -> dict[nn.Parameter, float]:
         """The multiples of the learning rate of the parts that have one."""

@@ -7,7 +7,8 @@ trained, and only its log-prob is kept.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any, cast
@@ -143,6 +144,31 @@ class PackedModel(nn.Module):
             two_way_images=self.images.has_two_way_images,
         )
 
+    def _pack_image_probe(self, images: ImageEmbedder) -> tuple[Layout, list[list[int]], list[ImageSpan]]:
+        """The layout of two answers to a prompt with pictures, which they share; their tokens, prompt included; and
+        where the pictures stand in these."""
+        prompt, spans = images.make_probe()
+        answers = [prompt + own for own in (images.plain[5:8], images.plain[8:10])]
+        mask = [t >= len(prompt) for own in answers for t in range(len(own))]
+        batch = Batch(
+            torch.tensor([len(own) for own in answers]),
+            {"tokens": torch.tensor([*answers[0], *answers[1]]), "loss_mask": torch.tensor(mask)},
+            {"group": torch.zeros(2).long(), "prompt_length": torch.tensor([len(prompt)] * 2)}
+            | {"images": [tuple(spans)] * 2},
+        )
+        return self.pack(batch).to(self.model.device), answers, spans
+
+    @contextmanager
+    def _plain_attention(self) -> Iterator[None]:
+        """Within this context the model computes attention as transformers does by itself."""
+        config = self.model.config
+        before = {key: part._attn_implementation for key, part in [("", config), *_list_parts(config)]}
+        self.model.set_attn_implementation("eager")
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
     def _pack_probe(self) -> Layout:
         vocabulary = cast(nn.Embedding, self.model.get_input_embeddings()).weight.shape[0]
         tokens = torch.arange(sum(LENGTHS)) % vocabulary
@@ -276,22 +302,10 @@ class LanguageModel(PackedModel):
         model's own forward of each."""
         kind = type(self.model).__name__
         try:
-            prompt, spans = images.make_probe()
-            answers = [prompt + own for own in (images.plain[5:8], images.plain[8:10])]
-            lengths, mask = (
-                [len(own) for own in answers],
-                [t >= len(prompt) for own in answers for t in range(len(own))],
-            )
-            batch = Batch(
-                torch.tensor(lengths),
-                {"tokens": torch.tensor([*answers[0], *answers[1]]), "loss_mask": torch.tensor(mask)},
-                {"group": torch.zeros(2).long(), "prompt_length": torch.tensor([len(prompt)] * 2)}
-                | {"images": [tuple(spans)] * 2},
-            )
-            found = self(self.pack(batch).to(self.model.device))["logprobs"]
-            expected = [
-                self._compute_plain_logprobs(images, torch.tensor(own), spans)[len(prompt) - 1 :] for own in answers
-            ]
+            layout, answers, spans = self._pack_image_probe(images)
+            found = self(layout)["logprobs"]
+            plain = [self._compute_plain_logprobs(images, torch.tensor(own), spans) for own in answers]
+            expected = [own[len(own) - count :] for own, count in zip(plain, (3, 2), strict=True)]
         except (NotImplementedError, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # a model fails by whatever it stumbles over
@@ -306,13 +320,8 @@ class LanguageModel(PackedModel):
 
     def _compute_plain_logprobs(self, images: ImageEmbedder, tokens: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
         """f64[n - 1] of one sequence i64[n] by the model's own forward, with transformers' own attention."""
-        config = self.model.config
-        before = {key: part._attn_implementation for key, part in [("", config), *_list_parts(config)]}
-        self.model.set_attn_implementation("eager")
-        try:
+        with self._plain_attention():
             logits = self.model(**images.list_plain_inputs(tokens.to(self.model.device), spans)).logits[0, :-1].double()
-        finally:
-            self.model.set_attn_implementation(before)
         logits = self._mask_forbidden(logits / self.read.temperature)
         return logits.log_softmax(-1).gather(1, tokens[1:, None].to(logits.device))[:, 0]
 
@@ -339,6 +348,36 @@ class ScalarModel(PackedModel):
     def __init__(self, model: PreTrainedModel, rows: str = "packed", *, output: str) -> None:
         super().__init__(model, rows)
         self.output = output
+
+    @torch.no_grad()
+    def check(self) -> None:
+        super().check()
+        if self.images is None:
+            return
+        kind = type(self.model).__name__
+        try:
+            layout, answers, spans = self._pack_image_probe(self.images)
+            found = self.hidden(layout)[layout.last].double()
+            expected = torch.stack(
+                [self._compute_plain_state(self.images, torch.tensor(own), spans) for own in answers]
+            )
+        except (NotImplementedError, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # a model fails by whatever it stumbles over
+            why = shorten(f"{type(problem).__name__}: {problem}", 200)
+            raise NotImplementedError(f"{kind} cannot compute packed rows with images: {why}") from problem
+        error = float((found - expected).norm() / expected.norm())
+        if not error < (0.001 if self.model.dtype == torch.float32 else 0.1):
+            raise NotImplementedError(
+                f"{kind} reads images in a way that Coalign does not know: the states of last tokens differ by "
+                f"{error:.3g} of their size from its own"
+            )
+
+    def _compute_plain_state(self, images: ImageEmbedder, tokens: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
+        """f64[hidden] of the last token by the model's own forward, with transformers' own attention."""
+        inputs = images.list_plain_inputs(tokens.to(self.model.device), spans)
+        with self._plain_attention():
+            return self.model.base_model(**inputs).last_hidden_state[0, -1].double()
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         """values f32[T], from the hidden state that predicts the token, or scores f32[N], from the last token."""

@@ -15,14 +15,21 @@ from torch import Tensor
 
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.pretrained import read_config, read_context_length, read_run_tokenizer, read_tokenizer
+from coalign.backends.pretrained import (
+    read_config,
+    read_context_length,
+    read_placeholders,
+    read_run_tokenizer,
+    read_tokenizer,
+)
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.templates import is_finished, load_template, read_samples
-from coalign.rewards.judge_questions import JudgeQuestions
+from coalign.data.images.placeholders import list_images, show_images
+from coalign.data.templates import is_finished, load_template, locate_images, read_samples
+from coalign.rewards.judge_questions import JudgeQuestions, Messages
 from coalign.roles import Context
-from coalign.types import Sample, Stat, Stats, Status, Total, merge_stats
+from coalign.types import ImageSpan, Sample, Stat, Stats, Status, Total, merge_stats
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +43,13 @@ class JudgeReply(NamedTuple):
     verdict: float | None
     reason: str = "unreadable"
     text: str = ""
+
+
+class JudgeQuestion(NamedTuple):
+    """A question in the judge's tokens, and where images stand in them."""
+
+    tokens: list[int]
+    images: tuple[ImageSpan, ...] = ()
 
 
 def build_judging(config: ModelConfig, name: str) -> JudgeQuestions:
@@ -58,7 +72,12 @@ class JudgeRunner:
             raise ValueError(f"model '{context.model}' reads responses, and the context names no tokenizer for them")
         self.judging = build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
-        self._template = load_template(self.tokenizer, config.chat_template or "auto", config.chat_template_kwargs)
+        self._template = load_template(
+            self.tokenizer,
+            config.chat_template or "auto",
+            config.chat_template_kwargs,
+            placeholders=read_placeholders(config, context.images),
+        )
         asked = (config.judge.arguments if config.judge else {}).get("template", "")
         self._template.guard.check_setting(asked, f"models.{context.model}.judge.template")
         self._policy_tokenizer = read_run_tokenizer(context)
@@ -99,18 +118,25 @@ class JudgeRunner:
         self, groups: Sequence[list[Sample]], answer: Callable[[Batch], list[JudgeReply]]
     ) -> list[list[JudgeReply]]:
         """The replies about each group, in the order of its questions. Questions that are too long are not asked."""
-        questions = [[self._template.prompt(messages) for messages in self.judging.ask(group)] for group in groups]
+        questions = [[self._write(messages, group) for messages in self.judging.ask(group)] for group in groups]
         fitting = [
-            (group[0].group * QUESTIONS + number, tokens)
+            (group[0].group * QUESTIONS + number, question)
             for group, some in zip(groups, questions, strict=True)
-            for number, tokens in enumerate(some)
-            if len(tokens) <= self._longest
+            for number, question in enumerate(some)
+            if len(question.tokens) <= self._longest
         ]
         replies = iter(answer(_pack_questions(fitting)) if fitting else [])
         return [
-            [next(replies) if len(tokens) <= self._longest else JudgeReply(None, "long") for tokens in some]
+            [next(replies) if len(one.tokens) <= self._longest else JudgeReply(None, "long") for one in some]
             for some in questions
         ]
+
+    def _write(self, messages: Messages, group: Sequence[Sample]) -> JudgeQuestion:
+        """A question about a group in the judge's tokens. A judge that sees is shown the images of the prompt."""
+        if self._template.placeholders is not None:
+            messages = show_images(messages, list_images(group[0].meta.get("messages") or ()))
+        tokens = self._template.prompt(messages)
+        return JudgeQuestion(tokens, locate_images(self._template, tokens, messages))
 
 
 def _failure(answers: Sequence[JudgeReply]) -> str:
@@ -120,11 +146,11 @@ def _failure(answers: Sequence[JudgeReply]) -> str:
     return next((f"{answer.reason}: {answer.text!r:.300}" for answer in answers if answer.verdict is None), "")
 
 
-def _pack_questions(questions: Sequence[tuple[int, list[int]]]) -> Batch:
+def _pack_questions(questions: Sequence[tuple[int, JudgeQuestion]]) -> Batch:
     return Batch(
-        torch.tensor([len(tokens) for _, tokens in questions]),
-        {"tokens": torch.tensor([token for _, tokens in questions for token in tokens], dtype=torch.int32)},
-        {"group": torch.tensor([group for group, _ in questions])},
+        torch.tensor([len(question.tokens) for _, question in questions]),
+        {"tokens": torch.tensor([token for _, question in questions for token in question.tokens], dtype=torch.int32)},
+        {"group": torch.tensor([group for group, _ in questions]), "images": [own.images for _, own in questions]},
     )
 
 
@@ -213,4 +239,6 @@ def _append_label(questions: Batch, labels: list[int]) -> Batch:
     tokens = torch.full((len(mask),), labels[0], dtype=torch.int32)
     tokens[~mask] = questions.token["tokens"]
     candidates = torch.tensor(labels, dtype=torch.int32).repeat(len(mask), 1)
-    return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "candidates": candidates})
+    return Batch(
+        lengths, {"tokens": tokens, "loss_mask": mask, "candidates": candidates}, {"images": questions["images"]}
+    )

@@ -10,23 +10,31 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from coalign.backends.base import Module
-from coalign.backends.pretrained import read_config, read_context_length, read_run_tokenizer, read_tokenizer
+from coalign.backends.pretrained import (
+    read_config,
+    read_context_length,
+    read_placeholders,
+    read_run_tokenizer,
+    read_tokenizer,
+)
 from coalign.config.functions import resolve_class
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.batch import Batch
+from coalign.data.images.placeholders import split_images
 from coalign.data.messages import Message
 from coalign.data.sources import BadRow
-from coalign.data.templates import Tools, is_finished, list_special_tokens, load_template, read_samples
+from coalign.data.templates import Tools, is_finished, list_special_tokens, load_template, locate_images, read_samples
 from coalign.roles import Context
-from coalign.types import Sample, Stat, Total
+from coalign.types import ImageSpan, Sample, Stat, Total
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +58,7 @@ class RetokenizeModule(Module):
 
     def setup(self) -> None:
         self.policy_tokenizer = read_run_tokenizer(self.context)
-        self.reader = ConversationReader(self.config)
+        self.reader = ConversationReader(self.config, self.context.images)
         self.scorer.arena = self.arena
         self.scorer.setup()
 
@@ -75,10 +83,10 @@ class RetokenizeModule(Module):
         if read:
             packed = self.reader.pack(list(read.values()), [samples[i].group for i in read])
             (column[rows[list(read)]],) = self.scorer.forward_step(packed).values()
-        cut = sum(len(tokens) > self.reader.longest for tokens, _ in read.values())
+        cut = sum(len(own.tokens) > self.reader.longest for own in read.values())
         return {name: column, f"{name}/cut": Total(float(cut)), f"{name}/markers": Total(float(spelled))}
 
-    def _read(self, samples: Sequence[Sample]) -> dict[int, tuple[list[int], int]]:
+    def _read(self, samples: Sequence[Sample]) -> dict[int, TokenizedConversation]:
         """Read the samples, by number, without those whose messages the template refuses. BadRow if it refuses all."""
         read, refused = {}, []
         for i, sample in enumerate(samples):
@@ -94,23 +102,35 @@ class RetokenizeModule(Module):
         return read
 
 
+class TokenizedConversation(NamedTuple):
+    """Tokens, how many come before the assistant's first, and where images stand in them."""
+
+    tokens: list[int]
+    prompt_length: int = 0
+    images: tuple[ImageSpan, ...] = ()
+
+
 class ConversationReader:
     """Tokenizes conversations for a reward model; ``longest``: the most tokens that the model can take.
 
-    Raises ValueError if the tokenizer has no template and ``config.chat_template`` gives none.
+    ``images``: how a model that sees reads them. Raises ValueError if the tokenizer has no template and
+    ``config.chat_template`` gives none.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, images: ImagesConfig | None = None) -> None:
         self._template = load_template(
-            read_tokenizer(config), config.chat_template or "auto", config.chat_template_kwargs
+            read_tokenizer(config),
+            config.chat_template or "auto",
+            config.chat_template_kwargs,
+            placeholders=read_placeholders(config, images),
         )
         limits = (read_context_length(read_config(config)), config.max_tokens_per_micro)
         self.longest = min(limit for limit in (*limits, 2**31) if limit)
 
-    def read(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], int]:
-        """The tokens, and how many come before the assistant's first. BadRow if the template refuses the messages."""
+    def read(self, messages: Sequence[Message], tools: Tools | None = None) -> TokenizedConversation:
+        """Raises BadRow if the template refuses the messages, or if an image cannot be used."""
         tokens, mask = self._template.conversation(messages, tools)
-        return tokens, mask.index(True)
+        return TokenizedConversation(tokens, mask.index(True), locate_images(self._template, tokens, messages))
 
     def read_mask(self, messages: Sequence[Message], tools: Tools | None = None) -> list[bool]:
         """Which of the tokens of ``read`` are the assistant's words and the ends of its turns."""
@@ -124,28 +144,36 @@ class ConversationReader:
         """Whether the messages spell a special token of the model's tokenizer."""
         return self._template.guard.is_spelled(messages)
 
-    def read_rendered(self, text: str) -> tuple[list[int], int]:
+    def read_rendered(self, text: str) -> TokenizedConversation:
         """As ``read``, of a conversation that a template has rendered already. BadRow if it is empty."""
         tokens = self._template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not tokens:
             raise BadRow("there is nothing to read: the text is empty", "empty")
-        return tokens, 0
+        return TokenizedConversation(tokens)
 
-    def pack(self, read: Sequence[tuple[list[int], int]], groups: Sequence[int]) -> Batch:
+    def pack(self, read: Sequence[TokenizedConversation], groups: Sequence[int]) -> Batch:
         """Conversations as a Batch, whose groups share prompts. The beginning of what is too long is left out."""
         bos = cast(int | None, self._template.tokenizer.bos_token_id)
-        fitted = [_cut_left(tokens, prompt, self.longest, bos) for tokens, prompt in read]
-        tokens = torch.tensor([token for tokens, _ in fitted for token in tokens], dtype=torch.int32)
-        prompts = torch.tensor([prompt for _, prompt in fitted], dtype=torch.int32)
-        lengths = torch.tensor([len(tokens) for tokens, _ in fitted])
-        return Batch(lengths, {"tokens": tokens}, {"group": torch.tensor(groups), "prompt_length": prompts})
+        fitted = [_cut_left(own, self.longest, bos) for own in read]
+        tokens = torch.tensor([token for own in fitted for token in own.tokens], dtype=torch.int32)
+        prompts = torch.tensor([own.prompt_length for own in fitted], dtype=torch.int32)
+        lengths = torch.tensor([len(own.tokens) for own in fitted])
+        columns = {"group": torch.tensor(groups), "prompt_length": prompts, "images": [own.images for own in fitted]}
+        return Batch(lengths, {"tokens": tokens}, columns)
 
 
-def _cut_left(tokens: list[int], prompt: int, longest: int, bos: int | None) -> tuple[list[int], int]:
-    """Cut off the beginning: the score is read at the end. A BOS stays."""
+def _cut_left(own: TokenizedConversation, longest: int, bos: int | None) -> TokenizedConversation:
+    """Cut off the beginning: the score is read at the end. A BOS stays. An image goes as a whole."""
+    tokens, prompt, spans = own
     drop = max(0, len(tokens) - longest)
+    if not drop:
+        return own
     first = int(tokens[0] == bos)
-    return tokens[:first] + tokens[first + drop :], max(first, prompt - drop)
+    for image in split_images(spans):
+        if image[0].start < first + drop < image[-1].stop:
+            drop = image[-1].stop - first
+    kept = tuple(replace(span, start=span.start - drop) for span in spans if span.start >= first + drop)
+    return TokenizedConversation(tokens[:first] + tokens[first + drop :], max(first, prompt - drop), kept)
 
 
 Span = tuple[list[int], list[int]]  # places of the student's tokens, and of the teacher's
@@ -182,7 +210,7 @@ class CrossTokenizerModule(RetokenizeModule):
         rows = is_finished(cast(Tensor, batch["status"])).nonzero().flatten()
         samples = read_samples(batch.select(rows), self.policy_tokenizer)
         read = self._read(samples)
-        fitting = {i: tokens for i, (tokens, _) in read.items() if len(tokens) <= self.reader.longest}
+        fitting = {i: own.tokens for i, own in read.items() if len(own.tokens) <= self.reader.longest}
         masks = {i: self.reader.read_mask(samples[i].messages) for i in fitting}
         spans: dict[int, list[Span]] = {}
         for i, tokens in fitting.items():
@@ -195,8 +223,9 @@ class CrossTokenizerModule(RetokenizeModule):
                 "loss_mask": torch.tensor([m for i in fitting for m in masks[i]]),
             }
             group = torch.tensor([samples[i].group for i in fitting])
-            prompts = torch.tensor([read[i][1] for i in fitting], dtype=torch.int32)
-            packed = Batch(lengths, columns, {"group": group, "prompt_length": prompts})
+            prompts = torch.tensor([read[i].prompt_length for i in fitting], dtype=torch.int32)
+            images = [read[i].images for i in fitting]
+            packed = Batch(lengths, columns, {"group": group, "prompt_length": prompts, "images": images})
             scored = cast(Any, self.scorer).forward_step(packed)["ref_logprobs"].double()
             for i, begin in zip(fitting, (lengths.cumsum(0) - lengths).tolist(), strict=True):
                 first = int(batch.offsets[rows[i]])

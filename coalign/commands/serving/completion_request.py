@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coalign.commands.serving.engine_loop import GenerationJob
+from coalign.commands.serving.request_images import RequestImages
 from coalign.config.errors import describe_error, format_key, suggest
 from coalign.config.schema import SamplingConfig
+from coalign.data.images.placeholders import Placeholders, read_part
 from coalign.data.messages import parse_messages, parse_tools
 from coalign.data.sources import BadRow
-from coalign.data.templates import PlainText, Template
+from coalign.data.templates import PlainText, Template, locate_images
 from coalign.environments.completion_records import with_objects
 from coalign.http_server import HttpRefusal
+from coalign.types import ImageSpan
 
 MAX_ANSWERS = 128  # of a prompt
 STREAM_BITS = 62  # of the number that chooses random numbers
 Unsupported = Literal[None, False, 0, 0.0, "", "none"]
 
 Body = TypeVar("Body", bound="SamplingRequest")
+
+
+class TokenizedPrompt(NamedTuple):
+    """The tokens of a prompt, and where images stand in them."""
+
+    tokens: list[int]
+    images: tuple[ImageSpan, ...] = ()
 
 
 class StreamOptions(BaseModel):
@@ -80,7 +91,7 @@ class SamplingRequest(BaseModel):
     def limit_tokens(self, default: int) -> int:
         return default if self.max_tokens is None else self.max_tokens
 
-    def plan(self, prompts: Sequence[list[int]], default_limit: int) -> list[GenerationJob]:
+    def plan(self, prompts: Sequence[TokenizedPrompt], default_limit: int) -> list[GenerationJob]:
         """Return a job for each prompt. Equal seeds sample alike; without one, every request samples differently."""
         settings = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -93,8 +104,8 @@ class SamplingRequest(BaseModel):
         first = secrets.randbits(STREAM_BITS) if self.seed is None else self.seed
         limit = self.limit_tokens(default_limit)
         return [
-            GenerationJob(prompt, self.answers, sampling, limit, self.stops, (first + i) % 2**STREAM_BITS)
-            for i, prompt in enumerate(prompts)
+            GenerationJob(tokens, self.answers, sampling, limit, self.stops, (first + i) % 2**STREAM_BITS, images)
+            for i, (tokens, images) in enumerate(prompts)
         ]
 
 
@@ -127,13 +138,28 @@ class ChatCompletionRequest(SamplingRequest):
     def limit_tokens(self, default: int) -> int:
         return super().limit_tokens(default) if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def tokenize(self, template: Template) -> list[int]:
-        """Return the tokens that the answer continues. Raises HttpRefusal for what the template refuses."""
+    def tokenize(self, template: Template, images: RequestImages | None = None) -> TokenizedPrompt:
+        """Return what the answer continues. Raises HttpRefusal for what the template refuses, and for images that
+        cannot be used; ``images`` reads them, None refuses them."""
         try:
-            messages = [with_objects(message) for message in parse_messages(self.messages, "messages")]
-            return template.prompt(messages, parse_tools(self.tools, "tools") if self.offers_tools else None)
+            messages, placeholders = cast(Any, self.messages), template.placeholders
+            if images is not None and placeholders is not None:
+                messages = images.reader.read_messages(messages)
+                template = copy(template)
+                template.placeholders = Placeholders(placeholders.processor, images)
+            elif any(read_part(part) is not None for part in _list_parts(messages)):
+                raise BadRow("messages: this server reads text alone; one that is started with --images reads images")
+            messages = parse_messages(messages, "messages", images=images is not None)
+            messages = [with_objects(message) for message in messages]
+            tokens = template.prompt(messages, parse_tools(self.tools, "tools") if self.offers_tools else None)
+            return TokenizedPrompt(tokens, locate_images(template, tokens, messages))
         except (BadRow, ValueError) as error:
             raise HttpRefusal(400, str(error)) from None
+
+
+def _list_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    contents = [message.get("content") for message in messages]
+    return [part for parts in contents if isinstance(parts, list) for part in parts if isinstance(part, Mapping)]
 
 
 class CompletionRequest(SamplingRequest):
@@ -149,7 +175,7 @@ class CompletionRequest(SamplingRequest):
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
-    def tokenize(self, plain: PlainText) -> list[list[int]]:
+    def tokenize(self, plain: PlainText) -> list[TokenizedPrompt]:
         """Return the tokens of each prompt. Special tokens in a text are such tokens. Raises HttpRefusal."""
         if self.best_of not in (None, self.answers):
             raise HttpRefusal(400, f"best_of is {self.best_of}, and n is {self.answers}; leave best_of out")
@@ -158,7 +184,9 @@ class CompletionRequest(SamplingRequest):
             prompts = [prompts]
         try:
             return [
-                plain.prompt([{"role": "user", "content": prompt}]) if isinstance(prompt, str) else prompt
+                TokenizedPrompt(plain.prompt([{"role": "user", "content": prompt}]))
+                if isinstance(prompt, str)
+                else TokenizedPrompt(prompt)
                 for prompt in prompts
             ]
         except BadRow as error:

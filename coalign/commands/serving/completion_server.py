@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from coalign.commands.serving.completion_request import (
     ChatCompletionRequest,
     CompletionRequest,
     SamplingRequest,
+    TokenizedPrompt,
     read_request,
 )
 from coalign.commands.serving.engine_loop import (
@@ -30,6 +31,7 @@ from coalign.commands.serving.engine_loop import (
 )
 from coalign.commands.serving.engine_process import build_model_config, start_engine, start_replicas
 from coalign.commands.serving.listener import ApiKey, open_guarded_listener, read_key
+from coalign.commands.serving.request_images import RequestImages
 from coalign.config.functions import resolve
 from coalign.config.schema import CompletionServerConfig
 from coalign.data.templates import PlainText, Template, load_template
@@ -62,7 +64,7 @@ def serve(config: CompletionServerConfig, display: Display) -> None:
     if config.replicas > 1:
         source: CompletionEngine = start_replicas(model, config)
     else:
-        source = start_engine(model, config.device, config.seed)
+        source = start_engine(model, config.device, config.seed, config.images)
     listener.listen()
     display.note(f"serving {name} at {address}/v1 (engine {config.engine}, replicas: {config.replicas})")
     build_completion_server(source, text, config, name, key).run(sockets=[listener])
@@ -97,11 +99,14 @@ class TextTools:
 
 def load_text_tools(config: CompletionServerConfig) -> TextTools:
     """Load tokenizer, template and parser. Raises ValueError for a template or a parser that cannot be used."""
-    tokenizer = pretrained.read_tokenizer(build_model_config(config))
+    model = build_model_config(config)
+    tokenizer, placeholders = pretrained.read_tokenizer(model), pretrained.read_placeholders(model, config.images)
     parser = resolve(config.tool_parser, "coalign.environments.parsers") if config.tool_parser else None
     template, problem = None, ""
     try:
-        template = load_template(tokenizer, config.chat_template, config.chat_template_kwargs)
+        template = load_template(
+            tokenizer, config.chat_template, config.chat_template_kwargs, placeholders=placeholders
+        )
     except ValueError as error:
         if config.chat_template != "auto":
             raise
@@ -151,17 +156,21 @@ class CompletionEndpoint:
             raise HttpRefusal(400, f"{self._text.problem} (`coalign serve --chat-template`), or use /v1/completions")
         if body.offers_tools and parser is None:
             raise HttpRefusal(400, "tools: the server was started without `--tool-parser`, so it reads no tool calls")
-        prompts = [await self._tokenize(lambda: body.tokenize(template))]
-        parser = parser if body.offers_tools else None
-        writer = ChatWriter(self._name, sum(map(len, prompts)), body.wants_logprobs, parser)
-        return await self._answer(request, body, prompts, writer)
+        images = None if self._config.images is None else RequestImages(self._config.images)
+        with ExitStack() as stack:
+            if images is not None:
+                stack.callback(images.close)
+            prompts = [await self._tokenize(lambda: body.tokenize(template, images))]
+            parser = parser if body.offers_tools else None
+            writer = ChatWriter(self._name, len(prompts[0].tokens), body.wants_logprobs, parser)
+            return await self._answer(request, body, prompts, writer, stack)
 
     async def complete(self, request: Request) -> dict[str, Any] | EventStream:
         """Answer POST /v1/completions."""
         body = await self._read(request, CompletionRequest)
         prompts = await self._tokenize(lambda: body.tokenize(self._text.plain))
-        writer = TextWriter(self._name, sum(map(len, prompts)), body.wants_logprobs)
-        return await self._answer(request, body, prompts, writer)
+        writer = TextWriter(self._name, sum(len(prompt.tokens) for prompt in prompts), body.wants_logprobs)
+        return await self._answer(request, body, prompts, writer, ExitStack())
 
     async def list_models(self, request: Request) -> dict[str, Any]:
         """Answer GET /v1/models."""
@@ -187,8 +196,14 @@ class CompletionEndpoint:
             return await asyncio.to_thread(work)  # so that other requests go on meanwhile
 
     async def _answer(
-        self, request: Request, body: SamplingRequest, prompts: Sequence[list[int]], writer: AnswerWriter
+        self,
+        request: Request,
+        body: SamplingRequest,
+        prompts: Sequence[TokenizedPrompt],
+        writer: AnswerWriter,
+        held: ExitStack,
     ) -> dict[str, Any] | EventStream:
+        """``held``: what the jobs need until they end."""
         jobs = body.plan(prompts, self._config.max_new_tokens)
         self._admit(len(jobs) * body.answers)
         answers = [GrowingAnswer(self._text.tokenizer, body.stops) for _ in range(len(jobs) * body.answers)]
@@ -198,7 +213,7 @@ class CompletionEndpoint:
             return writer.write_whole(answers)
         first = await anext(events)  # a prompt that is refused has a status of its own
         has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(_write_pieces(first, events, answers, writer, has_usage))
+        return EventStream(_write_pieces(first, events, answers, writer, has_usage, held.pop_all()))
 
     def _admit(self, count: int) -> None:
         limit = self._config.queue
@@ -270,6 +285,7 @@ async def _write_pieces(
     answers: Sequence[GrowingAnswer],
     writer: AnswerWriter,
     has_usage: bool,
+    held: ExitStack,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the records of a streamed answer. What fails on the way is the last of them."""
     try:
@@ -292,3 +308,4 @@ async def _write_pieces(
         yield describe_error(error.status, str(error))
     finally:
         await events.aclose()
+        held.close()

@@ -19,7 +19,7 @@ from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import Request, SubmittedRequest
 from coalign.config.schema import SamplingConfig
 from coalign.threads import start_thread
-from coalign.types import Response, Status
+from coalign.types import ImageSpan, Response, Status
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class GenerationJob:
     """Answers to a prompt (token ids), which are sampled alike but for their random numbers.
 
     ``sampling`` is without stop strings and limit, which are of the job. ``stream`` chooses the random numbers.
+    ``images``: where they stand in the prompt.
     """
 
     prompt: list[int]
@@ -40,6 +41,7 @@ class GenerationJob:
     limit: int
     stop: tuple[str, ...] = ()
     stream: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class _SamplingSession:
         """Raises ValueError for a prompt that can never fit."""
         job = running.job
         request = Request(
-            job.prompt, number, job.samples, limit=job.limit, stop=job.stop, stream=job.stream
+            job.prompt, number, job.samples, limit=job.limit, stop=job.stop, images=job.images, stream=job.stream
         )  # its group tells whose tokens come; its stream, and not the group, chooses them
 
         def finish(place: int, response: Response) -> None:

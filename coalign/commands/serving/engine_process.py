@@ -29,7 +29,7 @@ from coalign.commands.serving.engine_loop import (
     OnEvent,
 )
 from coalign.config.functions import resolve_class
-from coalign.config.schema import CompletionServerConfig, ModelConfig
+from coalign.config.schema import CompletionServerConfig, ImagesConfig, ModelConfig
 from coalign.hub import fetch_model
 from coalign.roles import Context
 from coalign.threads import start_thread
@@ -42,15 +42,16 @@ def build_model_config(config: CompletionServerConfig) -> ModelConfig:
     """Return the settings of the engine's model, and fetch it. Raises what `fetch_model` raises."""
     limit = {"max_num_seqs" if config.engine == "vllm" else "max_sequences": config.max_sequences}
     settings = {"module": config.engine, "load": config.model, "dtype": config.dtype, config.engine: limit}
+    settings |= {} if config.images is None else {"vision": {}}
     model = ModelConfig.model_validate(settings)
     fetch_model(model)
     return model
 
 
-def start_engine(model: ModelConfig, device: str, seed: int) -> EngineLoop:
+def start_engine(model: ModelConfig, device: str, seed: int, images: ImagesConfig | None = None) -> EngineLoop:
     """Load a model into an engine in this process. Raises ValueError for a directory that holds none."""
     module_class = resolve_class(model.module, "coalign.backends")
-    module = module_class(model, Context(seed=seed, device=choose_device(device)))
+    module = module_class(model, Context(seed=seed, device=choose_device(device), images=images))
     module.setup()
     module.ensure_weights()
     return EngineLoop(module)
@@ -63,6 +64,7 @@ class _Engine:
     model: ModelConfig
     device: str
     seed: int
+    images: ImagesConfig | None
     visible: dict[str, str]
     threads: int | None
 
@@ -79,7 +81,7 @@ class _Engine:
                 connection.send(message)
 
         try:
-            loop = start_engine(self.model, self.device, self.seed)
+            loop = start_engine(self.model, self.device, self.seed, self.images)
         except Exception as error:
             return send(_as_sendable(error))
         send(None)
@@ -235,7 +237,7 @@ def _plan_engines(model: ModelConfig, config: CompletionServerConfig) -> list[_E
     number, device = config.replicas, choose_device(config.device)
     if device == "cpu":
         threads = max(1, (os.cpu_count() or 1) // number)
-        return [_Engine(model, device, config.seed, {}, threads)] * number
+        return [_Engine(model, device, config.seed, config.images, {}, threads)] * number
     kind, _, index = device.partition(":")
     available = torch.accelerator.device_count()
     if index or available < number:
@@ -243,4 +245,5 @@ def _plan_engines(model: ModelConfig, config: CompletionServerConfig) -> list[_E
         raise ValueError(f"replicas: {number} engines need a device each, and {found}")
     accelerator = find_device_kind(kind)
     names = accelerator.list_names(available)
-    return [_Engine(model, kind, config.seed, {accelerator.visible: name}, None) for name in names[:number]]
+    visible = [{accelerator.visible: name} for name in names[:number]]
+    return [_Engine(model, kind, config.seed, config.images, own, None) for own in visible]

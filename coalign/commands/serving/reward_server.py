@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign.commands.serving.listener import ApiKey, open_guarded_listener, read_key
+from coalign.commands.serving.request_images import RequestImages
 from coalign.config.errors import describe_error, format_key
 from coalign.config.schema import ServeConfig
 from coalign.data.messages import Message, parse_messages
@@ -64,8 +65,10 @@ class RewardRequest(BaseModel):
         return self
 
 
-def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[ResponseToScore]:
-    """Return the responses to score. Raises HttpRefusal naming the wrong key.
+def read_request(
+    body: bytes, label_key: str, strip: Sequence[str] = (), images: RequestImages | None = None
+) -> list[ResponseToScore]:
+    """Return the responses to score. Raises HttpRefusal naming the wrong key. ``images`` reads those in messages.
 
     A response is the last of its ``messages``; without them that of ``responses``, else what follows the prompt in the
     query, without the texts of ``strip`` at its end. The row is that of ``rows``, with the label under ``label_key``.
@@ -74,7 +77,7 @@ def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list
         raise HttpRefusal(413, f"the body has over {_MAX_BRACKETS} brackets or {_MAX_COMMAS} commas; send fewer")
     try:
         request = RewardRequest.model_validate_json(body)
-        return [_read_response(request, i, label_key, strip) for i in range(len(request.query))]
+        return [_read_response(request, i, label_key, strip, images) for i in range(len(request.query))]
     except ValidationError as error:
         problems = error.errors(include_url=False)
         raise HttpRefusal(
@@ -113,8 +116,10 @@ def write_response(verdicts: Sequence[Verdict | Exception]) -> dict[str, Any]:
     return {"rewards": rewards, "scores": rewards, "extra_logs": logs} | ({"errors": errors} if errors else {})
 
 
-def _read_response(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> ResponseToScore:
-    prompt, response = _read_conversation(request, i, strip)
+def _read_response(
+    request: RewardRequest, i: int, label_key: str, strip: Sequence[str], images: RequestImages | None
+) -> ResponseToScore:
+    prompt, response = _read_conversation(request, i, strip, images)
     row = dict(request.rows[i]) if request.rows else {}
     if request.labels and request.labels[i] is not None:
         row[label_key] = request.labels[i]
@@ -123,9 +128,14 @@ def _read_response(request: RewardRequest, i: int, label_key: str, strip: Sequen
     return ResponseToScore(prompt, [response], row, group=i, tokens=tokens, text=text)
 
 
-def _read_conversation(request: RewardRequest, i: int, strip: Sequence[str]) -> tuple[list[Message], Message]:
+def _read_conversation(
+    request: RewardRequest, i: int, strip: Sequence[str], images: RequestImages | None
+) -> tuple[list[Message], Message]:
     if request.messages:
-        *prompt, response = parse_messages(request.messages[i], f"messages[{i}]") or [{}]
+        messages: Any = request.messages[i]
+        if images is not None:
+            messages = images.reader.read_messages(messages)
+        *prompt, response = parse_messages(messages, f"messages[{i}]", images=images is not None) or [{}]
         if response.get("role") != "assistant":
             raise BadRow(f"messages[{i}] must end with what the assistant said")
         return prompt, response
@@ -148,7 +158,7 @@ def serve(config: ServeConfig, display: Display) -> None:
     """
     key = read_key(config)
     listener, address = open_guarded_listener(config, config.port, key)  # before a model loads: the port may be taken
-    judge = open_judge(config)
+    judge = open_judge(config, config.images)
     if judge.compares:
         raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")
     listener.listen()
@@ -185,11 +195,16 @@ class RewardEndpoint:
     async def get_reward(self, request: Request) -> dict[str, Any]:
         """Answer a RewardRequest."""
         self._key.check(request)
-        body = await read_body(request, self._config.max_bytes)
-        async with self._readers:  # threads, so that other requests go on meanwhile
-            answers = await asyncio.to_thread(read_request, body, self._config.label_key, self._config.strip)
-        self._admit(len(answers))
-        verdicts = await asyncio.gather(*map(self._batches, answers), return_exceptions=True)
+        config, body = self._config, await read_body(request, self._config.max_bytes)
+        with ExitStack() as stack:
+            images = None
+            if config.images is not None:
+                images = RequestImages(config.images)
+                stack.callback(images.close)
+            async with self._readers:  # threads, so that other requests go on meanwhile
+                answers = await asyncio.to_thread(read_request, body, config.label_key, config.strip, images)
+            self._admit(len(answers))
+            verdicts = await asyncio.gather(*map(self._batches, answers), return_exceptions=True)
         response = write_response(cast(list[Verdict | Exception], verdicts))
         failed = response["rewards"].count(None)
         if failed:

@@ -133,14 +133,13 @@ class DataConfig(Section):
     """Token limit of prompt and response together; longer documents are split into pieces of this length."""
     on_empty: Literal["drop", "error"] = "drop"
     """For rows without a prompt, text or response. Dropped rows are counted and reported, here and below."""
-    on_missing_key: Literal["drop", "error"] = "error"
-    """For rows that lack the key of the prompt or answer."""
+    bad_rows: Literal["drop", "error"] = "error"
+    """For rows that lack the key of the prompt or answer, and for those whose images cannot be read or do not match the
+    placeholders in their text."""
     on_identical: Literal["drop", "error"] = "drop"
     """For responses to compare that are all the same, or all ranked the same."""
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
     """For rows of too many tokens. `truncate_left` cuts the prompt, never the (last) response."""
-    on_bad_image: Literal["drop", "error"] = "error"
-    """For rows whose images cannot be read, or do not match the placeholders in their text."""
     shuffle: Drawn[bool] = True
 
     @field_validator("prompt_format")

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import InputPath, Section
+from coalign.config.schema.data import ImagesConfig
 from coalign.config.schema.pipeline import JudgeConfig
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -44,6 +45,10 @@ class ServeConfig(JudgeConfig, ServerConfig):
     queue: PositiveInt = 4096
     """Responses that may wait; further requests are refused with status 429 and may be retried."""
 
+    images: ImagesConfig | None = None
+    """For conversations with images, which a reward model then sees. `root`: the folder that file paths must lead to;
+    None: images come as data URLs only."""
+
     def check(self) -> None:
         super().check()
         if not self.reward and not self.reward_model:
@@ -76,3 +81,6 @@ class CompletionServerConfig(ServerConfig):
     """Answers that may be computed or wait; further requests are refused with status 429."""
     seed: NonNegativeInt = 0
     """Of the engine; requests without a `seed` of their own get other answers every time."""
+    images: ImagesConfig | None = None
+    """For messages with images, and a model that sees. `root`: the folder that file paths must lead to; None: images
+    come as data URLs only."""

@@ -23,7 +23,7 @@ from coalign.files import find_cache, write_atomically
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-REASON = "image"  # of BadRow: the policy `data.on_bad_image`
+REASON = "image"  # of BadRow: the policy `data.bad_rows`
 NEEDS_PILLOW = "images are read with Pillow, which is not installed: pip install coalign[images]"
 
 
@@ -39,11 +39,12 @@ class ImageFile:
 class ImageFiles:
     """Finds the file of each image that rows name or hold, and reads it once.
 
-    ``root``: the folder that relative paths start from. ``most_pixels`` of a file.
+    ``root``: the folder that relative paths start from. ``most_pixels`` of a file. ``folder``: where bytes are kept;
+    None: in Coalign's cache.
     """
 
-    def __init__(self, root: Path, most_pixels: int) -> None:
-        self.root, self.most_pixels = root, most_pixels
+    def __init__(self, root: Path, most_pixels: int, folder: Path | None = None) -> None:
+        self.root, self.most_pixels, self._folder = root, most_pixels, folder
         self._known: dict[
             str, tuple[tuple[int, int], ImageFile]
         ] = {}  # path -> (time and bytes of the file, what it is)
@@ -91,12 +92,22 @@ class ImageFiles:
         return str(path)
 
     def _keep(self, content: bytes) -> str:
-        path = find_cache() / "images" / hashlib.sha256(content).hexdigest()
+        path = (self._folder or find_cache() / "images") / hashlib.sha256(content).hexdigest()
         if not path.is_file() or path.stat().st_size != len(content):
             path.parent.mkdir(parents=True, exist_ok=True)
             with write_atomically(path) as aside:
                 aside.write_bytes(content)
         return str(path)
+
+
+def write_data_url(path: str) -> str:
+    """Return the image at ``path`` as a data URL. OSError for a file that cannot be read."""
+    from PIL import Image
+
+    content = Path(path).read_bytes()
+    with Image.open(io.BytesIO(content)) as image:
+        kind = image.get_format_mimetype() or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def open_image(content: bytes, path: str, most_pixels: int) -> Image:
@@ -155,6 +166,4 @@ def _read_file_url(url: str) -> str:
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return unquote(parts.path)
     what = "names another host" if parts.scheme == "file" else f"is a URL of the kind `{parts.scheme}`"
-    raise BadRow(
-        f"the image {url[:80]} {what}: nothing is fetched for rows; download the images and name their files", REASON
-    )
+    raise BadRow(f"the image {url[:80]} {what}: nothing is fetched; download the image and name its file", REASON)

@@ -118,6 +118,34 @@ def _join_texts(parts: Sequence[Message]) -> str:
     return "".join(_get_text(part) for part in parts)
 
 
+def show_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Message]:
+    """Put images before the text of the last message of the user, unless the messages have images of their own."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if not paths or last is None or any(is_image(part) for message in messages for part in _list_parts(message)):
+        return list(messages)
+    images = [{"type": "image", "image": path} for path in paths]
+    return [
+        _write(message, [*images, *_list_parts(message)]) if i == last else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def split_images(spans: Iterable[ImageSpan]) -> list[list[ImageSpan]]:
+    """The spans of each image of a sequence, in order: an image may stand there twice, and in several spans."""
+    images: list[list[ImageSpan]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if not span.first:
+            images.append([])
+        images[-1].append(span)
+    return images
+
+
+def describe_placeholders(spans: Iterable[ImageSpan]) -> str:
+    """How many tokens stand for images, as a part of a sentence about tokens; empty without images."""
+    count = sum(span.length for span in spans)
+    return f", of which {count} stand for images (data.images.max_pixels makes these smaller)" if count else ""
+
+
 class Placeholders:
     """Expands the placeholder of each image in a text to as many as the model has features, and finds them again."""
 

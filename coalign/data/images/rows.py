@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coalign.data.images.files import REASON, ImageFiles
-from coalign.data.images.placeholders import MARKER, read_part
+from coalign.data.images.files import REASON, ImageFiles, write_data_url
+from coalign.data.images.placeholders import MARKER, is_image, read_part
 from coalign.data.sources import BadRow
 
 COLUMNS = ("images", "image")  # of most sets; MMMU has image_1, image_2, …
@@ -26,7 +26,7 @@ class RowImages:
 
         BadRow (image) for what is no image of any known form.
         """
-        row = {key: self._read_messages(value) for key, value in row.items()}
+        row = {key: self.read_messages(value) for key, value in row.items()}
         numbered = sorted((int(found[1]), key) for key in row if (found := _NUMBERED.fullmatch(key)))
         column = next((key for key in COLUMNS if row.get(key) is not None), None)
         if column is not None:
@@ -36,10 +36,10 @@ class RowImages:
         found = {key: self.files.store(row[key]) for _, key in numbered if row[key] is not None}
         return row | found | {"images": [*found.values()]}
 
-    def _read_messages(self, value: Any) -> Any:
-        """The value with paths for the images in parts of messages."""
+    def read_messages(self, value: Any) -> Any:
+        """Return a value of any form with paths for the images in parts of messages."""
         if isinstance(value, list):
-            return [self._read_messages(item) for item in value]
+            return [self.read_messages(item) for item in value]
         if not isinstance(value, dict) or not isinstance(value.get("content"), list):
             return value
         return value | {"content": [self._read_part(part) for part in value["content"]]}
@@ -48,6 +48,20 @@ class RowImages:
         if not isinstance(part, dict) or (image := read_part(part)) is None:
             return part
         return {"type": "image", "image": self.files.store(image) if image else ""}
+
+
+def send_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as OpenAI's API takes them, with the content of each image. OSError for a file that is gone."""
+    return [dict(message) | {"content": _send_parts(message.get("content"))} for message in messages]
+
+
+def _send_parts(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": write_data_url(part["image"])}} if is_image(part) else part
+        for part in content
+    ]
 
 
 def refuse_images(row: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import is_improvement
-from coalign.types import Stats, Total
+from coalign.types import ImageSpan, Stats, Total
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
@@ -160,7 +160,7 @@ def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any])
 
 def _load_data_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
     """Load the samples between environment and trainer, and the position in the data."""
-    environment = _from_plain(torch.load(directory / "buffer.pt", weights_only=True))
+    environment = _from_plain(load_plain(directory / "buffer.pt"))
     engine.environment.load_state_dict({"loader": state["loader"], **environment})
     if engine.ptx_loader:
         engine.ptx_loader.load_state_dict(state["ptx"])
@@ -173,6 +173,12 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list):
         return [to_plain(item) for item in value]
     return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def load_plain(path: str | Path) -> Any:
+    """Load a file of what `to_plain` returns: tensors, plain values, and spans of images."""
+    with torch.serialization.safe_globals([ImageSpan]):
+        return torch.load(path, weights_only=True)
 
 
 def _from_plain(value: Any) -> Any:

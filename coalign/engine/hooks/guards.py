@@ -14,7 +14,7 @@ import torch
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
-from coalign.engine.hooks.checkpoint import rewind_engine, to_plain, write_engine_state
+from coalign.engine.hooks.checkpoint import load_plain, rewind_engine, to_plain, write_engine_state
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.files import Sink, describe_problem
@@ -176,7 +176,7 @@ def read_dump(path: str | Path) -> tuple[Batch, dict[str, Any]]:
     Raises ValueError for a file that `write_dump` has not written.
     """
     try:
-        dump = torch.load(path, weights_only=True)
+        dump = load_plain(path)
         return Batch(**dump.pop("batch")), dump
     except (FileNotFoundError, PermissionError):
         raise

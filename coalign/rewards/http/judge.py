@@ -12,6 +12,8 @@ from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import Function
+from coalign.data.images.placeholders import list_images, show_images
+from coalign.data.images.rows import send_images
 from coalign.rewards.calls import GiveUp, quote
 from coalign.rewards.http.client import JsonClient, Url, hide_query
 from coalign.rewards.judge_questions import JudgeQuestions, Messages
@@ -36,6 +38,8 @@ class RemoteJudge:
     (`https://HOST/v1/chat/completions`).
 
     - ``judge``: the model's name there.
+    - ``show_images``: send the images of the prompt, as parts of the type `image_url` that hold them; false for a judge
+      that reads text alone.
     - ``concurrency``: requests at the same time.
     - ``extra``: entries added to the body of every request, or in place of its own (null leaves one out).
     - ``api_key_env``: the environment variable with a key, which is sent as `Authorization: Bearer …`.
@@ -52,6 +56,7 @@ class RemoteJudge:
         *,
         url: Url,
         judge: str,
+        show_images: bool = True,
         ask: Annotated[Function, AfterValidator(_check_questions)] = Function(fn="pointwise"),
         max_tokens: PositiveInt = 1024,
         temperature: NonNegativeFloat = 0.0,
@@ -64,13 +69,14 @@ class RemoteJudge:
         self._questions: JudgeQuestions = cls(**bind(cls, named.arguments, ""))
         body = {"model": judge, "temperature": temperature, "max_tokens": max_tokens, **(extra or {})}
         self._body = {name: value for name, value in body.items() if value is not None}
+        self._show_images = show_images
         self._url, self._client = url, JsonClient("remote_judge", api_key_env)
         self.at_once, self._free = concurrency, asyncio.Semaphore(concurrency)
         self._answers: dict[bytes, str | None] = {}  # by question; None: it has none, for good
 
     async def __call__(self, group: Sequence[Sample]) -> list[Any]:
         """The reward of each response, or a GiveUp. Raises ServiceError or GiveUp."""
-        bodies = [self._write(messages) for messages in self._questions.ask(group)]
+        bodies = self._write(self._questions.ask(group), group[0])
         different = list(dict.fromkeys(bodies))
         replies = await asyncio.gather(*map(self._ask, different), return_exceptions=True)
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
@@ -85,9 +91,13 @@ class RemoteJudge:
         nothing = GiveUp(f"no verdict in what the judge answers: {quote(first)}")
         return [nothing if reward is None else reward for reward in self._questions.rewards(len(group), verdicts)]
 
-    def _write(self, messages: Messages) -> bytes:
+    def _write(self, questions: Sequence[Messages], about: Sample) -> list[bytes]:
         try:
-            return json.dumps({"messages": messages, **self._body}, allow_nan=False).encode()
+            if self._show_images and (images := list_images(about.meta.get("messages") or ())):
+                questions = [send_images(show_images(messages, images)) for messages in questions]
+            return [json.dumps({"messages": each, **self._body}, allow_nan=False).encode() for each in questions]
+        except OSError as error:
+            raise GiveUp(f"remote_judge: an image of the prompt cannot be read: {error}") from error
         except (TypeError, ValueError) as error:
             raise GiveUp(f"remote_judge: this question cannot be sent as JSON: {error}") from error
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from coalign.config.schema.base import OneOrMore
+from coalign.data.images.rows import send_images
 from coalign.rewards.calls import GiveUp, quote
 from coalign.rewards.http.client import JsonClient, ServiceBusy, Url, hide_query
 from coalign.services import ServiceError
@@ -147,7 +148,7 @@ def _cancel_with_all(results: list[asyncio.Future[Any]], task: asyncio.Task[None
 
 
 OPTIONAL: dict[str, Callable[[Sample], Any]] = {
-    "messages": lambda sample: sample.messages,
+    "messages": lambda sample: send_images(sample.messages),
     "responses": lambda sample: sample.response,
     "rows": lambda sample: sample.meta,
     "tokens": lambda sample: int(sample.loss_mask.sum()),
@@ -163,8 +164,8 @@ class Remote:
     - ``url``: one service or several, called in turn.
     - ``batch_size``: samples in a request (fewer if fewer are waiting); ``concurrency``: requests at the same time.
     - ``label_key``: the row's key for `labels`; rows without it send null.
-    - ``send``: further lists to send: `messages` (the conversation, response included), `responses`, `tokens` (the
-      number of trained ones) and `rows` (of the data set). `[]` sends only what OpenRLHF does.
+    - ``send``: further lists to send: `messages` (the conversation, response included, with its images), `responses`,
+      `tokens` (the number of trained ones) and `rows` (of the data set). `[]` sends only what OpenRLHF does.
     - ``extra``: entries added to the body of every request.
     - ``api_key_env``: the environment variable with a key, which is sent as `Authorization: Bearer …`.
     - ``open_after`` failures in a row, a service gets no call for ``pause`` seconds, then one as a trial.
@@ -227,9 +228,12 @@ class Remote:
             "query": [sample.prompt + sample.raw_response for sample in samples],
             "prompts": [sample.prompt for sample in samples],
             "labels": [sample.meta.get(self._label_key) for sample in samples],
-        } | {name: [OPTIONAL[name](sample) for sample in samples] for name in self._send}
+        }
         try:
+            lists |= {name: [OPTIONAL[name](sample) for sample in samples] for name in self._send}
             return json.dumps(lists | self._extra, allow_nan=False).encode()
+        except OSError as error:
+            raise GiveUp(f"remote: an image cannot be read: {error}") from error
         except (TypeError, ValueError) as error:
             raise GiveUp(f"remote: these samples cannot be sent as JSON: {error}") from error
 

