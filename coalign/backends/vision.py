@@ -153,20 +153,22 @@ class ImageEmbedder:
 
     # ---- what the language model reads
 
-    def embed(self, tokens: Tensor, spans: Sequence[ImageSpan]) -> dict[str, Any]:
-        """Arguments for the language model, for ``tokens`` i64[P] with ``spans`` in them.
+    def embed(self, tokens: Tensor, spans: Sequence[ImageSpan], offset: int = 0) -> dict[str, Any]:
+        """Arguments for the language model, for ``tokens`` i64[P]: a row with ``spans``, from its place ``offset`` on.
 
-        inputs_embeds [1, P, H]; with deepstack also where the features stand, and what is added there. ValueError for
-        an image whose features are not as many as its placeholders.
+        inputs_embeds [1, P, H]; with deepstack also where the features stand, and what is added there. Images without
+        a placeholder among the tokens are not computed. ValueError for an image whose features are not as many as its
+        placeholders in the row.
         """
         _, _, embeddings = self._modules
-        spans = sorted(spans, key=lambda span: span.start)
-        features = self.encode(spans)
-        places = torch.tensor([t for span in spans for t in range(span.start, span.stop)], device=tokens.device)
-        known = tokens if not spans else tokens.index_fill(0, places.long(), 0)  # some ids are beyond the table
+        here = sorted((p for s in spans if (p := _cut_span(s, offset, offset + len(tokens)))), key=lambda s: s.start)
+        needed = {span.image for span in here}
+        features = self.encode([span for span in spans if span.image in needed])
+        places = torch.tensor([t - offset for s in here for t in range(s.start, s.stop)], device=tokens.device)
+        known = tokens if not here else tokens.index_fill(0, places.long(), 0)  # some ids are beyond the table
         row = embeddings(known[None])[0]
-        if spans:
-            cut = ([layer[s.first : s.first + s.length] for layer in features[s.image]] for s in spans)
+        if here:
+            cut = ([layer[s.first : s.first + s.length] for layer in features[s.image]] for s in here)
             layers = [torch.cat(layer) for layer in zip(*cut, strict=True)]
             row = row.index_copy(0, places, layers[0].to(row.dtype))
             if self.has_deepstack:
@@ -257,6 +259,14 @@ class ImageEmbedder:
         if name != BLANK:
             self.pixels.keep(name, pixels)
         return self.processor.measure(size).text, pixels
+
+
+def _cut_span(span: ImageSpan, start: int, stop: int) -> ImageSpan | None:
+    """The part of a span between two places of its row; None if there is none."""
+    first, last = max(span.start, start), min(span.stop, stop)
+    if first >= last:
+        return None
+    return replace(span, start=first, length=last - first, first=span.first + first - span.start)
 
 
 def _find_axis(pixels: Pixels) -> int:

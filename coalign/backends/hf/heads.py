@@ -67,7 +67,7 @@ class PackedModel(nn.Module):
         [body] = self._body
         inputs = {"input_ids": layout.tokens[None], "position_ids": layout.positions[None]}
         if self.images is not None:
-            inputs = self.images.embed(layout.tokens, layout.images)
+            inputs = self.images.embed(layout.tokens, layout.images, layout.offset)
             inputs["position_ids"] = layout.positions[None] if layout.axes is None else layout.axes[:, None]
         with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
             return body(
