@@ -163,7 +163,9 @@ class ImageEmbedder:
         _, _, embeddings = self._modules
         here = sorted((p for s in spans if (p := _cut_span(s, offset, offset + len(tokens)))), key=lambda s: s.start)
         needed = {span.image for span in here}
+        # Before the embeddings, also where nobody reads them: all ranks compute, and reduce gradients, in one order.
         features = self.encode([span for span in spans if span.image in needed])
+        unread = self._compute([self._blank]) if self.always and not here else []
         places = torch.tensor([t - offset for s in here for t in range(s.start, s.stop)], device=tokens.device)
         known = tokens if not here else tokens.index_fill(0, places.long(), 0)  # some ids are beyond the table
         row = embeddings(known[None])[0]
@@ -175,9 +177,8 @@ class ImageEmbedder:
                 where = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, places, True)
                 added = [layer.to(row.dtype) for layer in layers[1:]]
                 return {"inputs_embeds": row[None], "visual_pos_masks": where[None], "deepstack_visual_embeds": added}
-        elif self.always:
-            unread = torch.stack([layer.sum() for layer in self._compute([self._blank])]).sum()
-            row = row + unread.to(row.dtype) * 0
+        for layer in unread:
+            row = row + layer.sum().to(row.dtype) * 0
         return {"inputs_embeds": row[None]}
 
     @property

@@ -198,6 +198,25 @@ def test_the_tower_sees_each_image_of_a_step_once(tmp_path):
     assert sum(seen) == trainer.model.images.pixels.made == 8
 
 
+def test_adapters_reach_the_tower_and_merge_into_it(tmp_path):
+    pytest.importorskip("peft")
+    path = vision_model_dir(tmp_path / "model")
+    batch = answer(load_prompts(tmp_path, path))
+    lora = {"rank": 2, "target": ["*.q_proj", "*visual.blocks.*"]}
+    trainer = build_trainer(path, lora=lora, optimizer={"lr": 1e-2})
+    before = build_trainer(path).forward_step(batch)["ref_logprobs"]
+    torch.testing.assert_close(trainer.forward_step(batch)["ref_logprobs"], before, rtol=0, atol=1e-6)
+    trainer.train_step(batch)
+    trained = {name for name, gradient in trainer.gradients.items() if gradient.any()}
+    assert all("lora_" in name for name in trained) and {True, False} == {"visual" in name for name in trained}
+    after = trainer.forward_step(batch)["ref_logprobs"]
+    assert (after - before).abs().max() > 1e-2
+    trainer.save_hf(tmp_path / "merged")
+    merged = build_trainer(tmp_path / "merged").forward_step(batch)["ref_logprobs"]
+    torch.testing.assert_close(merged, after, rtol=0, atol=1e-5)
+    torch.testing.assert_close(trainer.forward_step(batch, base=True)["ref_logprobs"], before, rtol=0, atol=1e-6)
+
+
 def test_a_run_refuses_what_check_refuses(tmp_path):
     model = vision_model_dir(tmp_path / "model")
     with pytest.raises(NotImplementedError, match="computes padded rows, and images need packed ones"):

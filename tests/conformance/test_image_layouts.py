@@ -45,7 +45,9 @@ SLOW = (pytest.mark.backends, pytest.mark.timeout(1800))
 def configure(layout: Layout, **more: Any) -> Layout:
     """The layout with a model that sees, and an optimizer whose steps rounding does not turn around."""
     optimizer = {"lr": 1e-2, "eps": 1e-3}
-    return replace(layout, config={"vision": {}, "max_tokens_per_micro": 160, "optimizer": optimizer, **layout.config, **more})
+    return replace(
+        layout, config={"vision": {}, "max_tokens_per_micro": 260, "optimizer": optimizer, **layout.config, **more}
+    )
 
 
 def make_batch(folder: Path, model: Path) -> Batch:

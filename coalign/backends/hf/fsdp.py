@@ -376,7 +376,7 @@ class HuggingFaceModule(TrainableModule):
             processor,
             keep=vision.cache_mib * 2**20,
             learns=learns,
-            is_sharded=self.is_sharded and not self.config.frozen,
+            is_sharded=self.is_sharded and self.one_group(self.config),
         )
         model.forbid(list_placeholders(model.model))
 

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from transformers import PreTrainedModel, __version__
+from transformers import CONFIG_MAPPING, PreTrainedModel, __version__
 
 from coalign.backends.hf.heads import PackedModel
 from coalign.backends.lora import adapts_experts
 from coalign.backends.process_group import AllGather, Group, ReduceScatter
+from coalign.backends.vision_language import find_body
 from coalign.config.schema import ModelConfig
 from coalign.devices import is_accelerator
 
@@ -77,10 +78,24 @@ def find_style(name: str, plan: dict[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
+# Language models that have no plan in transformers 5.19, and a family whose layers are the same.
+SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
+
+
+def read_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Return the model's plan of tensor parallelism, by patterns of full names."""
+    relative = SAME_LAYERS.get(model.config.get_text_config().model_type)
+    if model.tp_plan or relative is None:
+        return model.tp_plan
+    body = find_body(model)
+    prefix = next(name for name, module in model.named_modules() if module is body)
+    return {f"{prefix}.{name}": style for name, style in CONFIG_MAPPING[relative].base_model_tp_plan.items()}
+
+
 def find_experts(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that hold the stacked experts of a layer, according to the model's plans."""
-    modules = model.named_modules()
-    return [m for n, m in modules if find_style(n, model.ep_plan) == DISPATCH or find_style(n, model.tp_plan) == SLICED]
+    modules, plan = model.named_modules(), read_plan(model)
+    return [m for n, m in modules if find_style(n, model.ep_plan) == DISPATCH or find_style(n, plan) == SLICED]
 
 
 def find_unfit_experts(model: PreTrainedModel, ways: int) -> str | None:
@@ -110,8 +125,8 @@ WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
     """Why the plan of a model cannot be applied; None if it can."""
     blocks = [block for found in _cut_blocks(model, layers) for block in found]
-    names = {module: name for name, module in model.named_modules()}
-    styles = {names[module]: find_style(names[module], model.tp_plan) for block in blocks for module in block.modules()}
+    names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
+    styles = {names[module]: find_style(names[module], plan) for block in blocks for module in block.modules()}
     for name, style in styles.items():
         if style not in {OUTPUTS, INPUTS, None} | WHOLE:
             return f"the model's plan cuts '{name}' as `{style}`, which Coalign does not know"
@@ -121,11 +136,11 @@ def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> st
 def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Cut the weights and the computation of ``layers`` (on the meta device) over ``mesh``, which has one dimension.
     Raises ValueError for weights that do not divide."""
-    names = {module: name for name, module in model.named_modules()}
+    names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
     for layer, blocks in zip(layers, _cut_blocks(model, layers), strict=True):
         for block in blocks:
             for module in block.modules():
-                if (style := find_style(names[module], model.tp_plan)) in (OUTPUTS, INPUTS):
+                if (style := find_style(names[module], plan)) in (OUTPUTS, INPUTS):
                     _cut(module, style, mesh)
             _exchange_row(block, mesh.get_group())
         for module in layer.modules():
@@ -134,12 +149,12 @@ def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], m
 
 def _cut_blocks(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """The blocks of each layer that the plan cuts. One with experts computes each rank's part of the row instead."""
-    names = {module: name for name, module in model.named_modules()}
+    names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
     experts = set(find_experts(model))
 
     def is_cut(block: nn.Module) -> bool:
         inner = set(block.modules())
-        return experts.isdisjoint(inner) and any(find_style(names[module], model.tp_plan) for module in inner)
+        return experts.isdisjoint(inner) and any(find_style(names[module], plan) for module in inner)
 
     return [[block for block in layer.children() if is_cut(block)] for layer in layers]
 
