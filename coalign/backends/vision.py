@@ -29,6 +29,8 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # What modules are called that map a tower's features to embeddings.
 PROJECTORS = ("projector", "connector", "merger", "downsample", "embed_vision")
 PROBE, BLANK = "probe", "blank"  # names of images that are no files
+IMAGE, VIDEO = 1, 2  # `mm_token_type_ids`
+OF_VIDEOS = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}  # arguments of models
 Features = list[Tensor]  # of an image: [n, H] for the first layer, then what is added to the first layers (deepstack)
 
 
@@ -194,40 +196,54 @@ class ImageEmbedder:
             return None
         if not spans:
             return torch.arange(length).expand(3, -1)
-        known = self._place(tuple((span.start, span.length, span.grid) for span in spans))
-        after = torch.arange(length - known.shape[1]) + int(known.max()) + 1
+        known = self._place(tuple((s.start, s.length, s.grid, s.first, s.seconds) for s in spans))
+        after = torch.arange(length - known.shape[1]) + int(known[0, -1]) + 1
         return torch.cat([known, after.expand(3, -1)], 1)[:, :length]
 
-    def _compute_positions(self, spans: tuple[tuple[int, int, tuple[int, int, int]], ...]) -> Tensor:
-        """i64[3, n] up to the end of the last image."""
+    def find_shift(self, length: int, spans: Sequence[ImageSpan]) -> int:
+        """How much less than its place the rotary position of a token behind a prompt of ``length`` tokens is."""
+        positions = self.find_positions(length + 1, spans)
+        return 0 if positions is None else length - int(positions[0, -1])
+
+    def _compute_positions(self, spans: tuple[tuple[int, int, tuple[int, int, int], int, float | None], ...]) -> Tensor:
+        """i64[3, n] up to the token behind the last image; ``spans``: start, length, grid, first, seconds of each."""
         owner, *_ = self._modules
-        if any(start == before + length for (before, length, _), (start, _, _) in pairwise(spans)):
+        if any(start == before + length for (before, length, *_), (start, *_) in pairwise(spans)):
             raise ValueError(
                 "two images stand side by side without a token between them, which M-RoPE cannot tell apart"
             )
         end = spans[-1][0] + spans[-1][1]
-        kinds = torch.zeros(1, end, dtype=torch.int32)
-        for start, length, _ in spans:
-            kinds[:, start : start + length] = 1
-        grids = torch.tensor([grid for *_, grid in spans])
-        positions, _ = owner.get_rope_index(
-            torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, image_grid_thw=grids
-        )
+        kinds = torch.zeros(1, end + 1, dtype=torch.int32)
+        grids: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+        for start, length, grid, first, seconds in spans:
+            kinds[:, start : start + length] = IMAGE if seconds is None else VIDEO
+            grids[seconds is not None] += [] if first else [grid]
+        times = [seconds for *_, first, seconds in spans if seconds is not None and not first]
+        more: dict[str, Any] = {"image_grid_thw": torch.tensor(grids[False])} if grids[False] else {}
+        if times:
+            more |= {"video_grid_thw": torch.tensor(grids[True]), "second_per_grid_ts": torch.tensor(times)}
+        positions, _ = owner.get_rope_index(torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, **more)
         return positions[:, 0]
 
     # ---- beside the model's own forward
 
     def list_plain_inputs(self, tokens: Tensor, spans: Sequence[ImageSpan]) -> dict[str, Any]:
         """The arguments of the model's own forward for one sequence i64[n], as its processor would make them."""
-        images = [self.pixels.get(span) for span in spans if not span.first]
         kinds = torch.zeros_like(tokens)
         for span in spans:
-            kinds[span.start : span.stop] = 1
+            kinds[span.start : span.stop] = VIDEO if span.is_video else IMAGE
         inputs: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
-        if images:
-            axis = _find_axis(images[0])
-            names = self._arguments.intersection(images[0])
-            inputs |= {n: torch.cat([own[n] for own in images], axis).to(tokens.device) for n in names}
+        whole = [span for span in spans if not span.first]
+        for own, renamed in (
+            ([self.pixels.get(span) for span in whole if not span.is_video], {}),
+            ([self.pixels.get(span) for span in whole if span.is_video], OF_VIDEOS),
+        ):
+            for name in own[0] if own else ():
+                if (argument := renamed.get(name, name)) in self._arguments:
+                    joined = torch.cat([pixels[name] for pixels in own], _find_axis(own[0]))
+                    inputs[argument] = joined.to(tokens.device)
+        if "second_per_grid_ts" in self._arguments and (times := [s.seconds for s in whole if s.is_video]):
+            inputs["second_per_grid_ts"] = torch.tensor(times, device=tokens.device)
         names = [name for name in ("mm_token_type_ids", "token_type_ids") if name in self._arguments]
         return inputs | {name: kinds[None] for name in names}
 

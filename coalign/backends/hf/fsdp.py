@@ -38,14 +38,21 @@ from coalign.backends.hf.layers import (
     recompute_layers,
     use_onednn,
 )
-from coalign.backends.hf.parallel import RankMeshes, check_cuts, cut_model, decoder_layers, move_buffers, shard_model
+from coalign.backends.hf.parallel import (
+    RankMeshes,
+    check_cuts,
+    cut_model,
+    decoder_layers,
+    move_buffers,
+    shard_model,
+    tower_layers,
+)
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout
 from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
 from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
 from coalign.backends.vision import ImageEmbedder, find_owner, list_placeholders, name_parts
-from coalign.backends.vision_language import find_body
 from coalign.config.errors import located_at
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
 from coalign.data.batch import Batch
@@ -513,17 +520,17 @@ class FSDPModule(HuggingFaceModule):
             self.data = ranks.rows.get_group("data")
             self._load_sharded(ranks, self.rows)
         layers = decoder_layers(self.model.model)
-        if self.config.compile:  # a tower's layers cut each image into windows of its own
-            language = {*find_body(self.model.model).modules()}
-            compile_layers([layer for layer in layers if layer in language])
+        towers = tower_layers(self.model.model)
+        if self.config.compile:
+            compile_layers(layers)
         elif self._can_use_onednn() and kernels.is_onednn_faster():
-            use_onednn(layers)
+            use_onednn([*layers, *towers])
         if not self.config.frozen:
             exact = self.config.reduction == "exact"
             self.optimizer = optim.build_optimizer(
                 self.model.parameters(),
                 self.config.optimizer,
-                layers=layers,
+                layers=[*layers, *towers],
                 exact=exact,
                 scales=self._scale_learning_rates(),
             )

@@ -89,7 +89,8 @@ def read_plan(model: PreTrainedModel) -> dict[str, str]:
         return model.tp_plan
     body = find_body(model)
     prefix = next(name for name, module in model.named_modules() if module is body)
-    return {f"{prefix}.{name}": style for name, style in CONFIG_MAPPING[relative].base_model_tp_plan.items()}
+    plan = CONFIG_MAPPING[relative].base_model_tp_plan or {}
+    return {f"{prefix}.{name}": style for name, style in plan.items()}
 
 
 def find_experts(model: PreTrainedModel) -> list[nn.Module]:
@@ -285,7 +286,8 @@ def shard_model(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtyp
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.whole.device_type)) if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     experts = find_experts(model.model) if ranks.experts is not ranks.whole else []
-    groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
+    groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers)]
+    groups += [(tower_layers(model.model), ranks.whole), ([model], ranks.whole)]
     for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
         sharded = fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)
@@ -299,6 +301,18 @@ def move_buffers(device: torch.device, module: nn.Module) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the language model."""
+    inside = {*find_body(model).modules()}
+    return [layer for layer in _find_layers(model) if layer in inside]
+
+
+def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model that sees that are none of its language model. No rank computes a part of them."""
+    inside = {*find_body(model).modules()}
+    return [layer for layer in _find_layers(model) if layer not in inside]
+
+
+def _find_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules of the classes in `_no_split_modules`. (Sharding replaces their class by a subclass.)"""
     blocks = set(model._no_split_modules or ())
     return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]
