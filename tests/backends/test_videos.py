@@ -144,11 +144,12 @@ def test_frames_become_the_patches_of_transformers_own_processor_of_images(tmp_p
 
 def test_limits_of_pixels_are_those_of_the_file_of_videos(tmp_path):
     model = vision_model_dir(tmp_path / "model", "qwen3_vl", weights=False)
-    images = ImageProcessor(model, AutoTokenizer.from_pretrained(model), ImagesConfig())._processor.image_processor
-    assert FrameProcessor(model, "qwen3_vl", images).fit((64, 64), 4) == (32, 32)  # 4096 pixels in all frames
-    assert FrameProcessor(model, "qwen2_vl", images).fit((64, 64), 4) == (64, 64)  # in each
-    (model / "video_preprocessor_config.json").write_text('{"size": {"shortest_edge": 64, "longest_edge": 1024}}')
-    assert FrameProcessor(model, "qwen3_vl", images).fit((64, 64), 4) == (16, 16)
+    assert FrameProcessor(model, "qwen3_vl").fit((64, 64), 4) == (32, 32)  # 4096 pixels in all frames
+    assert FrameProcessor(model, "qwen2_vl").fit((64, 64), 4) == (64, 64)  # in each
+    (model / "video_preprocessor_config.json").write_text(
+        '{"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 1024}}'
+    )
+    assert FrameProcessor(model, "qwen3_vl").fit((64, 64), 4) == (16, 16)
 
 
 REFUSED = {

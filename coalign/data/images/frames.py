@@ -19,36 +19,32 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# type of model -> what its limits of pixels are of, and these limits where no file says them
-PIXELS_OF: dict[str, tuple[str, int, int]] = {
-    "qwen2_vl": ("frame", 128 * 28 * 28, 768 * 28 * 28),
-    "qwen2_5_vl": ("frame", 128 * 28 * 28, 768 * 28 * 28),
-    "qwen3_vl": ("video", 128 * 32 * 32, 768 * 32 * 32),
-    "qwen3_vl_moe": ("video", 128 * 32 * 32, 768 * 32 * 32),
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+HALVES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+# type of model -> what its processor does where no file says otherwise; `limits`: of a frame, or of a whole video
+VIDEO_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"limits": "frame", "patch_size": 14, **CLIP},
+    "qwen2_5_vl": {"limits": "frame", "patch_size": 14, **CLIP},
+    "qwen3_vl": {"limits": "video", "patch_size": 16, **HALVES},
+    "qwen3_vl_moe": {"limits": "video", "patch_size": 16, **HALVES},
 }
 
 
 class FrameProcessor:
-    """The processor of videos in ``directory``, for a model of the type ``kind`` (of PIXELS_OF).
+    """The processor of videos in ``directory``, for a model of the type ``kind`` (of VIDEO_DEFAULTS)."""
 
-    ``images``: the model's processor of images, whose settings hold where video_preprocessor_config.json says nothing.
-    """
-
-    def __init__(self, directory: Path, kind: str, images: Any) -> None:
-        own = _read_settings(directory)
-        self._unit, least, most = PIXELS_OF[kind]
-        size = own.get("size") or {}
-        self.least = own.get("min_pixels") or size.get("shortest_edge") or least
-        self.most = own.get("max_pixels") or size.get("longest_edge") or most
+    def __init__(self, directory: Path, kind: str) -> None:
+        own = {"merge_size": 2, "temporal_patch_size": 2, "rescale_factor": 1 / 255}
+        own |= VIDEO_DEFAULTS[kind] | _read_settings(directory)
+        self._unit = VIDEO_DEFAULTS[kind]["limits"]
+        self.patch_size, self.merge_size = own["patch_size"], own["merge_size"]
+        self.temporal_patch_size = own["temporal_patch_size"]
+        self.factor, self.mean, self.std = own["rescale_factor"], own["image_mean"], own["image_std"]
+        size, token = own.get("size") or {}, (VIDEO_DEFAULTS[kind]["patch_size"] * 2) ** 2
+        self.least = own.get("min_pixels") or size.get("shortest_edge") or 128 * token
+        self.most = own.get("max_pixels") or size.get("longest_edge") or 768 * token
         if own.get("cap_pixels_per_frame"):
             raise ValueError(f"{directory}: `cap_pixels_per_frame` of videos is not supported; set it to false there")
-
-        def read(name: str) -> Any:
-            return own.get(name, getattr(images, name))
-
-        self.patch_size, self.merge_size = read("patch_size"), read("merge_size")
-        self.temporal_patch_size = read("temporal_patch_size")
-        self.factor, self.mean, self.std = read("rescale_factor"), read("image_mean"), read("image_std")
         self.identity = [self._unit, self.least, self.most, self.patch_size, self.merge_size, self.temporal_patch_size]
         self.identity += [self.factor, self.mean, self.std]
 

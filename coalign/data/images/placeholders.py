@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from coalign.data.images.files import REASON, ImageFile, ImageFiles
-from coalign.data.images.frames import PIXELS_OF
+from coalign.data.images.frames import VIDEO_DEFAULTS
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow
@@ -149,7 +149,7 @@ class Placeholders:
         if is_video and self.processor.frames is None:
             raise BadRow(
                 f"the row has a video, and the model in {self.processor.directory} reads images alone; videos are read "
-                f"by {', '.join(PIXELS_OF)}",
+                f"by {', '.join(VIDEO_DEFAULTS)}",
                 REASON,
             )
         return self.processor.video_placeholder if is_video else self.processor.placeholder

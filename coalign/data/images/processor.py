@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coalign.config.schema import ImagesConfig
 from coalign.data.images.files import NEEDS_PILLOW, REASON, ImageFile
-from coalign.data.images.frames import PIXELS_OF, FrameProcessor
+from coalign.data.images.frames import VIDEO_DEFAULTS, FrameProcessor
 from coalign.data.sources import BadRow
 
 if TYPE_CHECKING:
@@ -67,11 +67,8 @@ class ImageProcessor:
         )["images_kwargs"]
         self._shapes: dict[tuple[int, int], ImageShape] = {}
         self.tokens, self.frames, self.video_placeholder = {token}, None, ""
-        if self.config.model_type in PIXELS_OF:
-            images = self._processor.image_processor
-            self.frames = self._processor.video_processor = FrameProcessor(
-                self.directory, self.config.model_type, images
-            )
+        if self.config.model_type in VIDEO_DEFAULTS:
+            self.frames = self._processor.video_processor = FrameProcessor(self.directory, self.config.model_type)
             self.video_placeholder = self._processor.video_token
             self.tokens.add(self.config.video_token_id)
             self.identity += json.dumps([*self.frames.identity, settings.video_fps])
