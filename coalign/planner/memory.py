@@ -204,9 +204,11 @@ def _add_towers(
 
 
 def _estimate_tower(model: ModelConfig, tower: TowerSize, learns: bool) -> int:
-    """Return the bytes of the activations and pixels of a pass: without a limit of patches, all tokens are images'."""
+    """Return the bytes of activations and pixels of a pass with as many patches as the limits of a micro-batch let."""
     computed = BYTES[model.compute_dtype or model.dtype]
-    patches = model.max_patches_per_micro or tower.merged * (model.max_tokens_per_micro or 0)
+    tokens = model.max_tokens_per_micro if tower.merged > 1 else None  # else a token may stand for many patches
+    limits = (model.max_patches_per_micro, tokens and tokens * tower.merged)
+    patches = min((limit for limit in limits if limit is not None), default=0)
     kept = tower.count_kept(None)  # of one layer at a time
     if learns:
         recomputation = model.activation_checkpointing
