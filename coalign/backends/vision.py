@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from coalign.backends.layout import Layout, pack
 from coalign.backends.vision_language import find_body, has_towers
+from coalign.data.batch import Batch
 from coalign.data.images.pixels import PixelCache, Pixels
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import ImageSpan
@@ -144,8 +146,8 @@ class ImageEmbedder:
     def _compute(self, many: Sequence[Pixels]) -> Features:
         """The features of images, end to end: [n, H] of each layer."""
         owner, _, embeddings = self._modules
-        device = embeddings.weight.device
-        dtype = next(p.dtype for p in owner.parameters() if p.is_floating_point())
+        own = next(p for p in owner.parameters() if p.is_floating_point() and not p.is_meta)
+        device, dtype = own.device if embeddings.weight.is_meta else embeddings.weight.device, own.dtype
         names = self._known.intersection(many[0])
         axis = _find_axis(many[0])
         inputs = {name: torch.cat([pixels[name] for pixels in many], axis).to(device) for name in names}
@@ -163,25 +165,28 @@ class ImageEmbedder:
         placeholders in the row.
         """
         _, _, embeddings = self._modules
-        here = sorted((p for s in spans if (p := _cut_span(s, offset, offset + len(tokens)))), key=lambda s: s.start)
-        needed = {span.image for span in here}
         # Before the embeddings, also where nobody reads them: all ranks compute, and reduce gradients, in one order.
-        features = self.encode([span for span in spans if span.image in needed])
-        unread = self._compute([self._blank]) if self.always and not here else []
-        places = torch.tensor([t - offset for s in here for t in range(s.start, s.stop)], device=tokens.device)
-        known = tokens if not here else tokens.index_fill(0, places.long(), 0)  # some ids are beyond the table
-        row = embeddings(known[None])[0]
-        if here:
-            cut = ([layer[s.first : s.first + s.length] for layer in features[s.image]] for s in here)
-            layers = [torch.cat(layer) for layer in zip(*cut, strict=True)]
-            row = row.index_copy(0, places, layers[0].to(row.dtype))
-            if self.has_deepstack:
-                where = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, places, True)
-                added = [layer.to(row.dtype) for layer in layers[1:]]
-                return {"inputs_embeds": row[None], "visual_pos_masks": where[None], "deepstack_visual_embeds": added}
-        for layer in unread:
-            row = row + layer.sum().to(row.dtype) * 0
+        places, layers = self.find_features(tokens, spans, offset)
+        known = tokens.index_fill(0, places, 0)  # some ids are beyond the table
+        row = place_features(embeddings(known[None])[0], places, layers)
+        if self.has_deepstack and len(places):
+            where = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, places, True)
+            added = [layer.to(row.dtype) for layer in layers[1:]]
+            return {"inputs_embeds": row[None], "visual_pos_masks": where[None], "deepstack_visual_embeds": added}
         return {"inputs_embeds": row[None]}
+
+    def find_features(self, tokens: Tensor, spans: Sequence[ImageSpan], offset: int = 0) -> tuple[Tensor, Features]:
+        """Compute the features of the placeholders among ``tokens`` (as in `embed`): their places i64[n], and [n, H]
+        of each layer. Without any, the features of an empty image are computed where a rank has to compute some."""
+        here = sorted((p for s in spans if (p := _cut_span(s, offset, offset + len(tokens)))), key=lambda s: s.start)
+        places = [t - offset for span in here for t in range(span.start, span.stop)]
+        found = torch.tensor(places, dtype=torch.int64, device=tokens.device)
+        if not here:
+            return found, self._compute([self._blank]) if self.always else []
+        needed = {span.image for span in here}
+        features = self.encode([span for span in spans if span.image in needed])
+        cut = ([layer[s.first : s.first + s.length] for layer in features[s.image]] for s in here)
+        return found, [torch.cat(layer) for layer in zip(*cut, strict=True)]
 
     @property
     def _blank(self) -> Pixels:
@@ -276,6 +281,30 @@ class ImageEmbedder:
         if name != BLANK:
             self.pixels.keep(name, pixels)
         return self.processor.measure(size).text, pixels
+
+
+def place_features(row: Tensor, places: Tensor, layers: Features) -> Tensor:
+    """Replace embeddings of ``row`` [P, H] by features. Those of an empty image add nothing, but have a gradient."""
+    if len(places):
+        return row.index_copy(0, places, layers[0].to(row.dtype))
+    for layer in layers:
+        row = row + layer.sum().to(row.dtype) * 0
+    return row
+
+
+def pack_with_images(images: ImageEmbedder | None, batch: Batch, *, share_prefix: bool) -> Layout:
+    """The layout of ``batch`` for a model that sees by ``images``; None: one that reads text alone."""
+    if images is None:
+        return pack(batch, share_prefix=share_prefix)
+    spans = batch.get("images") or [()] * len(batch)
+    axes = [images.find_positions(n, own) for n, own in zip(batch.lengths.tolist(), spans, strict=True)]
+    known = [own for own in axes if own is not None]
+    return pack(
+        batch,
+        share_prefix=share_prefix,
+        axes=torch.cat(known, 1) if known else None,
+        two_way_images=images.has_two_way_images,
+    )
 
 
 def _cut_span(span: ImageSpan, start: int, stop: int) -> ImageSpan | None:

@@ -1,4 +1,4 @@
-"""Ranks that train on images do what one process does: parallel layouts of fsdp, and DeepSpeed."""
+"""Ranks that train on images do what one process of fsdp does: its own layouts, DeepSpeed's and Megatron's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from coalign.data.batch import Batch
 from tests.backends.test_images import answer, load_prompts
-from tests.conformance.backends import DEEPSPEED
+from tests.conformance.backends import DEEPSPEED, MEGATRON
 from tests.conformance.layouts import Layout, Result, train
 from tests.conformance.test_parallel import joined, relative
 from tests.vision import vision_model_dir
@@ -39,6 +39,20 @@ FOUR = [
 ]
 ZERO = [Layout(QWEN2_5, {"deepspeed": {"stage": stage}}, "deepspeed") for stage in (1, 2, 3)]
 ZERO += [Layout(QWEN3, {"deepspeed": {"stage": 3}}, "deepspeed")]
+SUMS: dict[str, Any] = {"megatron": {"distributed_optimizer": False}}  # every rank has whole gradients
+MEGATRON_ONE = [Layout(name, SUMS, "megatron") for name in (QWEN2_5, "qwen2_vl")]
+MEGATRON_TWO = [
+    Layout(QWEN2_5, {"tensor_parallel": 2, **SUMS}, "megatron"),
+    Layout(QWEN2_5, {"pipeline_parallel": 2, **SUMS}, "megatron"),
+    Layout(QWEN2_5, {"context_parallel": 2, **SUMS}, "megatron"),
+    Layout(QWEN2_5, {"tensor_parallel": 2}, "megatron"),
+    Layout(QWEN2_5, {"megatron": {"distributed_optimizer": True}}, "megatron"),
+    Layout("qwen2_vl", {"pipeline_parallel": 2}, "megatron"),
+]
+MEGATRON_FOUR = [
+    Layout(QWEN2_5, {"tensor_parallel": 2, "pipeline_parallel": 2, **SUMS}, "megatron"),
+    Layout(QWEN2_5, {"pipeline_parallel": 2, "context_parallel": 2}, "megatron"),
+]
 SLOW = (pytest.mark.backends, pytest.mark.timeout(1800))
 
 
@@ -98,6 +112,16 @@ def list_moved(result: Result) -> list[str]:
     ],
 )
 def test_layouts_learn_from_images_what_one_process_does(ranks, layouts, tmp_path, subtests):
+    check_each(ranks, layouts, tmp_path, subtests)
+
+
+@MEGATRON
+@pytest.mark.backends
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("ranks", "layouts"), [(1, MEGATRON_ONE), (2, MEGATRON_TWO), (4, MEGATRON_FOUR)], ids=["one", "two", "four"]
+)
+def test_megatron_learns_from_images_what_fsdp_does(ranks, layouts, tmp_path, subtests):
     check_each(ranks, layouts, tmp_path, subtests)
 
 

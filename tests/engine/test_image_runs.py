@@ -147,7 +147,7 @@ def test_what_reads_no_images_is_refused_by_name(settings):
     refuse(settings("reward_model"), r"models\.trainer: a model with `head: reward` reads no images yet")
 
 
-@pytest.mark.parametrize("module", ["vllm", "megatron"])
+@pytest.mark.parametrize("module", ["vllm"])
 def test_a_module_without_images_is_refused_by_name(module):
     pytest.importorskip({"megatron": "megatron.core"}.get(module, module))
     config = ModelConfig(module=module, load="model", vision=VisionConfig())

@@ -29,7 +29,7 @@ from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
 from coalign.backends.pretrained import describe_encoder, read_context_length, read_rope_limit
 from coalign.backends.routers import Routers
-from coalign.backends.vision import FORBIDDEN, ImageEmbedder
+from coalign.backends.vision import FORBIDDEN, ImageEmbedder, pack_with_images
 from coalign.backends.vision_language import find_body
 from coalign.data.batch import Batch
 from coalign.types import UNKNOWN_EXPERT, ImageSpan
@@ -130,18 +130,7 @@ class PackedModel(nn.Module):
 
     def pack(self, batch: Batch, *, share_prefix: bool = True) -> Layout:
         """The layout of ``batch`` as this model computes it."""
-        share_prefix = share_prefix and self.rows == "packed"
-        if self.images is None:
-            return pack(batch, share_prefix=share_prefix)
-        spans = batch.get("images") or [()] * len(batch)
-        axes = [self.images.find_positions(n, own) for n, own in zip(batch.lengths.tolist(), spans, strict=True)]
-        known = [own for own in axes if own is not None]
-        return pack(
-            batch,
-            share_prefix=share_prefix,
-            axes=torch.cat(known, 1) if known else None,
-            two_way_images=self.images.has_two_way_images,
-        )
+        return pack_with_images(self.images, batch, share_prefix=share_prefix and self.rows == "packed")
 
     def _pack_probe(self) -> Layout:
         vocabulary = cast(nn.Embedding, self.model.get_input_embeddings()).weight.shape[0]

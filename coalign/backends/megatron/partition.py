@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coalign.backends.lora import find_block
-from coalign.backends.pretrained import get_directory
+from coalign.backends.pretrained import build_skeleton, get_directory
 from coalign.config.schema import ModelConfig
 from coalign.files import read_model_config
 from coalign.weights import families
 from coalign.weights.families import Family, Parameter
 from coalign.weights.families.family import HuggingFaceTensor
-from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
+from coalign.weights.layouts.megatron import TOWER, MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.megatron_model import MegatronConfig
-from coalign.weights.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
+from coalign.weights.layouts.shards import Box, BoxCopy, Shape, Shard, ShardBox, cut, plan
 
 SCORE = "score.weight"  # of a value or reward model, in every Hugging Face directory
 
@@ -52,13 +52,15 @@ class AdaptedShard:
 class WeightPartition:
     """Knows which tensors each rank of ``layout`` has.
 
-    vocabulary: the padded vocabulary is a multiple of it. scalar: the head is one row.
+    vocabulary: the padded vocabulary is a multiple of it. scalar: the head is one row. tower: the shapes of a vision
+    tower's parameters, by their names there.
     """
 
     family: Family
     layout: MegatronLayout
     vocabulary: int
     scalar: bool = False
+    tower: Mapping[str, Shape] = field(default_factory=dict)
     _known: dict[bool, dict[str, Parameter]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -76,10 +78,12 @@ class WeightPartition:
         config = self.layout.config
         found = self.family.parameters(config, vocab_divisor=self.vocabulary, in_memory=in_memory)
         if self.scalar:
-            name, shape = "output_layer.weight", (1, config.hidden_size)
-            box: Box = tuple((0, size) for size in shape)
-            sources, pieces = {SCORE: HuggingFaceTensor(SCORE, shape)}, (ShardBox(SCORE, box, box),)
-            found[name] = Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
+            found["output_layer.weight"] = _keep_whole("output_layer.weight", SCORE, (1, config.hidden_size))
+        if self.family.tower is not None:
+            prefix = self.family.tower[in_memory]
+            found |= {
+                TOWER + name: _keep_whole(TOWER + name, prefix + name, shape) for name, shape in self.tower.items()
+            }
         return found
 
     def sources(self, *, in_memory: bool) -> dict[str, HuggingFaceTensor]:
@@ -132,6 +136,13 @@ class WeightPartition:
         """Yield a rank's tensors, made from Hugging Face ones. Raises ValueError for a wrong shape."""
         sources = self.sources(in_memory=in_memory)
         return cut(lambda name: sources[name].read(tensor(name)), self.shards(rank, in_memory=in_memory))
+
+
+def _keep_whole(name: str, source: str, shape: Shape) -> Parameter:
+    """A parameter that each rank of its stage has whole, from one tensor."""
+    box: Box = tuple((0, size) for size in shape)
+    sources, pieces = {source: HuggingFaceTensor(source, shape)}, (ShardBox(source, box, box),)
+    return Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
 
 
 class HuggingFaceExport:
@@ -380,4 +391,20 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
         model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
     )
     layout = MegatronLayout(model, sizes.mesh(count), split, "te" if te else "local")
-    return WeightPartition(family, layout, choose_vocabulary_multiple(model, sizes.tensor), scalar=config.head != "lm")
+    multiple, scalar = choose_vocabulary_multiple(model, sizes.tensor), config.head != "lm"
+    return WeightPartition(family, layout, multiple, scalar=scalar, tower=_read_tower(config, family))
+
+
+def _read_tower(config: ModelConfig, family: Family) -> dict[str, Shape]:
+    """Read the shapes of a vision tower's parameters. ValueError for a model that would be trained without its own."""
+    if family.tower is None:
+        if config.vision is not None:
+            raise ValueError(f"models of the family {family.name} read no images (data.images)")
+        return {}
+    if config.vision is None:
+        raise ValueError(
+            f"{config.load} is a vision-language model, which `megatron` trains with images alone: set data.images, or "
+            "use `module: fsdp`"
+        )
+    tower = build_skeleton(config, packed=False).get_submodule(family.tower[True].rstrip("."))
+    return {name: tuple(parameter.shape) for name, parameter in tower.named_parameters()}

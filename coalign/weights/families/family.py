@@ -363,6 +363,8 @@ class Family:
     layer: Mapping[str, TensorRule | str]
     prefix: str  # with {layer}
     memory: Mapping[str, TensorRule | str] = field(default_factory=dict)
+    memory_prefix: str | None = None  # of layers in memory, if it is another
+    tower: tuple[str, str] | None = None  # what names of the vision tower begin with, in files and in memory
     base: str = "model."  # of names in files that hold the model without its head
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     when: Callable[[Mapping[str, Any]], bool] = lambda hf: True  # where several families share an architecture
@@ -397,9 +399,8 @@ class Family:
         ``in_memory``: they are made of a transformers model's tensors, not a file's (version 5 stacks experts).
         """
         padded = -(-config.vocab_size // vocab_divisor) * vocab_divisor
-        memory = self.memory if in_memory else {}
         bare = list_parameters(config, padded)
-        return {parameter.name: self._parameter(config, parameter, memory) for parameter in bare}
+        return {parameter.name: self._parameter(config, parameter, in_memory) for parameter in bare}
 
     def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, HuggingFaceTensor]:
         """Return all Hugging Face tensors by name."""
@@ -408,11 +409,10 @@ class Family:
             found |= parameter.sources
         return found
 
-    def _parameter(
-        self, config: MegatronConfig, bare: MegatronParameter, memory: Mapping[str, TensorRule | str]
-    ) -> Parameter:
-        table, prefix = (self.tensors, "") if bare.layer is None else (self.layer, self.prefix)
-        table = {**table, **memory}
+    def _parameter(self, config: MegatronConfig, bare: MegatronParameter, in_memory: bool) -> Parameter:
+        layer_prefix = self.memory_prefix if in_memory and self.memory_prefix else self.prefix
+        table, prefix = (self.tensors, "") if bare.layer is None else (self.layer, layer_prefix)
+        table = {**table, **(self.memory if in_memory else {})}
         relative = bare.template.removeprefix(LAYER)
         rule, suffix = table.get(relative), ""
         if rule is None:

@@ -24,6 +24,7 @@ from coalign.weights.families.family import (
     QueryKeyValueTensors,
     RequiredValues,
     Rope,
+    Setting,
     SlidingWindow,
     StackedExperts,
     TensorRule,
@@ -217,6 +218,38 @@ QWEN3_MOE = replace(
     memory=STACKED,
 )
 
+# ---- the language models of Qwen2-VL and Qwen2.5-VL; the tower stays transformers' (coalign.backends.megatron.vision)
+
+
+def _read_text(setting: Setting) -> Setting:
+    """The setting, read from `text_config`, or from config.json itself, where older ones have everything."""
+    return lambda hf: setting({**hf, **(hf.get("text_config") or {})})
+
+
+def _read_mrope(hf: Hf) -> dict[str, Any]:
+    """Rotary embeddings of three axes: how many pairs of numbers turn by each."""
+    found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not (sections := found.get("mrope_section")) or found.get("mrope_interleaved"):
+        raise ValueError("config.json: 'mrope_section' is missing, or its axes are interleaved")
+    base = found.get("rope_theta", hf.get("rope_theta", 1000000.0))
+    return {"mrope_section": tuple(sections), "rotary_base": base, "rope_scaling": None}
+
+
+QWEN_VL = replace(
+    QWEN2,
+    name="qwen2_vl",
+    architectures=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    model_types=("qwen2_vl", "qwen2_5_vl"),
+    settings=(
+        *map(_read_text, (*SIZES, LENGTH, FFN, Activation(), GROUPS, RMS, UNTIED, HEAD, _read_mrope)),
+        _read_text(RequiredValues(use_sliding_window=False)),
+        FixedFields(add_qkv_bias=True),
+    ),
+    memory=name_others("model.language_model.embed_tokens", "model.language_model.norm"),
+    memory_prefix="model.language_model.layers.{layer}.",
+    tower=("visual.", "model.visual."),
+)
+
 # The first Qwen, which only its own code loads. Beyond `seq_length` that code also rescales queries (log n) and the
 # rotary base: a model here ends there.
 QWEN = Family(
@@ -402,5 +435,5 @@ DEEPSEEK_V3 = replace(
     memory=STACKED,
 )
 
-QWEN_FAMILIES = (QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+QWEN_FAMILIES = (QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN_VL)
 LLAMA_FAMILIES = (LLAMA, MISTRAL, MIXTRAL, GEMMA, *QWEN_FAMILIES, BAICHUAN, CHATGLM, GLM4, DEEPSEEK_V2, DEEPSEEK_V3)

@@ -16,6 +16,8 @@ from coalign.weights.layouts.megatron_model import (
 )
 from coalign.weights.layouts.shards import Shard
 
+TOWER = "vision."  # of parameters that the first stage has beside the language model's
+
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
@@ -106,7 +108,7 @@ class MegatronLayout:
         A tied embedding is on the last chunk, too, under the output layer's name.
         """
         if parameter.layer is None:
-            return (0, 0) if parameter.template.startswith("embedding.") else self._last
+            return (0, 0) if parameter.template.startswith(("embedding.", TOWER)) else self._last
         return next(
             (stage, chunk)
             for stage, chunks in enumerate(self.stages)

@@ -96,6 +96,7 @@ class MegatronConfig:
     alibi_scaled: bool = False  # slopes are added before the division by √head (Falcon), else after it
     moe_router_group_best: int = 2  # how many of its best experts a group is judged by (DeepSeek V2: 1)
     normalised_head: bool = False  # rows of the output layer have length 1 when it is used (Baichuan 2)
+    mrope_section: tuple[int, ...] = ()  # pairs of numbers that turn by each of three positions (Qwen2-VL); (): one
 
 
 # How tensor parallelism cuts: not; dimension 0; dimension 1; both halves of dimension 0 ([gate | up]); the vocabulary.
