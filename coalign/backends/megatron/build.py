@@ -259,8 +259,7 @@ def load_head(chunks: Sequence[torch.nn.Module], name: str) -> None:
 def _select_stored(config: ModelConfig, weights: WeightPartition, reader: HuggingFaceReader) -> Callable[[str], Tensor]:
     model, names = weights.layout.config, set(reader.names)
     if not weights.scalar:
-        tower = {name for name in names if weights.family.tower and name.startswith(weights.family.tower[0])}
-        stored = weights.family.stored_names(model, names - tower) | {name: name for name in tower}
+        stored = weights.family.stored_names(model, names)
         return lambda name: reader.tensor(stored[name])
     # The body is stored as that of a tied model, which has no head of its own.
     stored = weights.family.stored_names(replace(model, share_embeddings_and_output_weights=True), names - {SCORE})

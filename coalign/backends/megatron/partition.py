@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coalign.backends.lora import find_block
-from coalign.backends.pretrained import build_skeleton, get_directory
+from coalign.backends.pretrained import get_directory
 from coalign.config.schema import ModelConfig
 from coalign.files import read_model_config
 from coalign.weights import families
 from coalign.weights.families import Family, Parameter
-from coalign.weights.families.family import HuggingFaceTensor
-from coalign.weights.layouts.megatron import TOWER, MegatronLayout, Mesh, split_layers
+from coalign.weights.families.family import HuggingFaceTensor, keep_whole
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.megatron_model import MegatronConfig
-from coalign.weights.layouts.shards import Box, BoxCopy, Shape, Shard, ShardBox, cut, plan
+from coalign.weights.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
 
 SCORE = "score.weight"  # of a value or reward model, in every Hugging Face directory
 
@@ -52,15 +52,13 @@ class AdaptedShard:
 class WeightPartition:
     """Knows which tensors each rank of ``layout`` has.
 
-    vocabulary: the padded vocabulary is a multiple of it. scalar: the head is one row. tower: the shapes of a vision
-    tower's parameters, by their names there.
+    vocabulary: the padded vocabulary is a multiple of it. scalar: the head is one row.
     """
 
     family: Family
     layout: MegatronLayout
     vocabulary: int
     scalar: bool = False
-    tower: Mapping[str, Shape] = field(default_factory=dict)
     _known: dict[bool, dict[str, Parameter]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -78,12 +76,7 @@ class WeightPartition:
         config = self.layout.config
         found = self.family.parameters(config, vocab_divisor=self.vocabulary, in_memory=in_memory)
         if self.scalar:
-            found["output_layer.weight"] = _keep_whole("output_layer.weight", SCORE, (1, config.hidden_size))
-        if self.family.tower is not None:
-            prefix = self.family.tower[in_memory]
-            found |= {
-                TOWER + name: _keep_whole(TOWER + name, prefix + name, shape) for name, shape in self.tower.items()
-            }
+            found["output_layer.weight"] = keep_whole("output_layer.weight", SCORE, (1, config.hidden_size))
         return found
 
     def sources(self, *, in_memory: bool) -> dict[str, HuggingFaceTensor]:
@@ -136,13 +129,6 @@ class WeightPartition:
         """Yield a rank's tensors, made from Hugging Face ones. Raises ValueError for a wrong shape."""
         sources = self.sources(in_memory=in_memory)
         return cut(lambda name: sources[name].read(tensor(name)), self.shards(rank, in_memory=in_memory))
-
-
-def _keep_whole(name: str, source: str, shape: Shape) -> Parameter:
-    """A parameter that each rank of its stage has whole, from one tensor."""
-    box: Box = tuple((0, size) for size in shape)
-    sources, pieces = {source: HuggingFaceTensor(source, shape)}, (ShardBox(source, box, box),)
-    return Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
 
 
 class HuggingFaceExport:
@@ -372,6 +358,7 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     hf = read_model_config(get_directory(config))
     # The architecture names the head of the file; the configuration decides the head of this model.
     family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
+    _check_vision(config, family)
     model, sizes, own = family.config(hf), read_sizes(config), config.megatron
     found = {
         "swiglu": model.gated_linear_unit and model.activation_func == "silu",
@@ -391,20 +378,15 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
         model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
     )
     layout = MegatronLayout(model, sizes.mesh(count), split, "te" if te else "local")
-    multiple, scalar = choose_vocabulary_multiple(model, sizes.tensor), config.head != "lm"
-    return WeightPartition(family, layout, multiple, scalar=scalar, tower=_read_tower(config, family))
+    return WeightPartition(family, layout, choose_vocabulary_multiple(model, sizes.tensor), scalar=config.head != "lm")
 
 
-def _read_tower(config: ModelConfig, family: Family) -> dict[str, Shape]:
-    """Read the shapes of a vision tower's parameters. ValueError for a model that would be trained without its own."""
-    if family.tower is None:
-        if config.vision is not None:
-            raise ValueError(f"models of the family {family.name} read no images (data.images)")
-        return {}
-    if config.vision is None:
+def _check_vision(config: ModelConfig, family: Family) -> None:
+    """Raise ValueError for a model that would lose its tower, and for one without a tower in a run with images."""
+    if family.tower is None and config.vision is not None:
+        raise ValueError(f"models of the family {family.name} read no images under `megatron` (data.images)")
+    if family.tower is not None and config.vision is None:
         raise ValueError(
             f"{config.load} is a vision-language model, which `megatron` trains with images alone: set data.images, or "
             "use `module: fsdp`"
         )
-    tower = build_skeleton(config, packed=False).get_submodule(family.tower[True].rstrip("."))
-    return {name: tuple(parameter.shape) for name, parameter in tower.named_parameters()}

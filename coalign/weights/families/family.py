@@ -16,6 +16,7 @@ from torch import Tensor
 from coalign.files import describe_problem
 from coalign.weights.layouts.megatron_model import (
     LAYER,
+    TOWER,
     MegatronConfig,
     MegatronParameter,
     RopeScaling,
@@ -400,7 +401,11 @@ class Family:
         """
         padded = -(-config.vocab_size // vocab_divisor) * vocab_divisor
         bare = list_parameters(config, padded)
-        return {parameter.name: self._parameter(config, parameter, in_memory) for parameter in bare}
+        found = {parameter.name: self._parameter(config, parameter, in_memory) for parameter in bare}
+        if self.tower is not None:
+            prefix = self.tower[in_memory]
+            found |= {TOWER + name: keep_whole(TOWER + name, prefix + name, shape) for name, shape in config.tower}
+        return found
 
     def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, HuggingFaceTensor]:
         """Return all Hugging Face tensors by name."""
@@ -455,6 +460,13 @@ class Family:
         """Return the layer of a Hugging Face tensor, read from its name; None outside of layers."""
         found = re.match(re.escape(self.prefix).replace(r"\{layer\}", r"(\d+)"), name)
         return None if found is None else int(found[1])
+
+
+def keep_whole(name: str, source: str, shape: Shape) -> Parameter:
+    """Return a parameter that is not cut, made of one tensor."""
+    box: Box = tuple((0, size) for size in shape)
+    sources, pieces = {source: HuggingFaceTensor(source, shape)}, (ShardBox(source, box, box),)
+    return Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
 
 
 def _locate_pieces(parts: list[SourceRows], expert: int | None) -> tuple[ShardBox, ...]:

@@ -218,12 +218,23 @@ QWEN3_MOE = replace(
     memory=STACKED,
 )
 
-# ---- the language models of Qwen2-VL and Qwen2.5-VL; the tower stays transformers' (coalign.backends.megatron.vision)
+# ---- Qwen2-VL and Qwen2.5-VL, whose tower stays transformers' (coalign.backends.megatron.vision)
 
 
 def _read_text(setting: Setting) -> Setting:
     """The setting, read from `text_config`, or from config.json itself, where older ones have everything."""
     return lambda hf: setting({**hf, **(hf.get("text_config") or {})})
+
+
+def _read_tower(hf: Hf) -> dict[str, Any]:
+    """The parameters of the vision tower, which config.json alone does not say: those of transformers' class."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**hf))
+    tower = model.get_submodule("model.visual")
+    return {"tower": tuple((name, tuple(parameter.shape)) for name, parameter in tower.named_parameters())}
 
 
 def _read_mrope(hf: Hf) -> dict[str, Any]:
@@ -244,6 +255,7 @@ QWEN_VL = replace(
         *map(_read_text, (*SIZES, LENGTH, FFN, Activation(), GROUPS, RMS, UNTIED, HEAD, _read_mrope)),
         _read_text(RequiredValues(use_sliding_window=False)),
         FixedFields(add_qkv_bias=True),
+        _read_tower,
     ),
     memory=name_others("model.language_model.embed_tokens", "model.language_model.norm"),
     memory_prefix="model.language_model.layers.{layer}.",

@@ -10,13 +10,12 @@ from coalign.weights.layouts.megatron_model import (
     DUPLICATED,
     LAYER,
     TIED_HEAD,
+    TOWER,
     LayerSpec,
     MegatronConfig,
     name_in_model,
 )
 from coalign.weights.layouts.shards import Shard
-
-TOWER = "vision."  # of parameters that the first stage has beside the language model's
 
 
 @dataclass(frozen=True, slots=True)
