@@ -87,14 +87,8 @@ def test_ray_computes_what_one_process_does(settings, tmp_path):
             assert other[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), key
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        "kto",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("orpo", "simpo", "online_dpo")),
-        pytest.param("on_policy_distillation", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["kto", "orpo", "simpo", "online_dpo", "on_policy_distillation"])
 def test_other_algorithms_learn_from_images(algorithm, tmp_path):
     config = text_settings(tmp_path, algorithm, steps=2, eval_at_start=False)
     let_see(config, tmp_path)

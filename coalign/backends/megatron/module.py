@@ -35,8 +35,9 @@ from coalign.backends.megatron.vision import find_problems
 from coalign.backends.process_group import all_reduce_values
 from coalign.backends.routers import RouterCoefficients
 from coalign.backends.vision_language import copy_processor
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.batch import Batch
+from coalign.data.images.processor import ImageProcessor
 from coalign.files import read_model_config
 from coalign.roles import Context
 from coalign.types import Stats
@@ -71,6 +72,8 @@ class MegatronModule(TrainableModule):
             model = partition_weights(config, config.processes).layout.config
         except ValueError as problem:
             raise ValueError(f"models.{name}: {problem}") from problem
+        if config.vision is not None:
+            ImageProcessor(pretrained.get_directory(config), pretrained.read_tokenizer(config), ImagesConfig())
         sizes = read_sizes(config)
         if model.num_moe_experts and not config.frozen and sizes.expert == 1 and sizes.expert_tensor != sizes.tensor:
             raise ValueError(
