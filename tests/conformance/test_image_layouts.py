@@ -40,7 +40,7 @@ FOUR = [
 ZERO = [Layout(QWEN2_5, {"deepspeed": {"stage": stage}}, "deepspeed") for stage in (1, 2, 3)]
 ZERO += [Layout(QWEN3, {"deepspeed": {"stage": 3}}, "deepspeed")]
 SUMS: dict[str, Any] = {"megatron": {"distributed_optimizer": False}}  # every rank has whole gradients
-MEGATRON_ONE = [Layout(name, SUMS, "megatron") for name in (QWEN2_5, "qwen2_vl")]
+MEGATRON_ONE = [Layout(name, SUMS, "megatron") for name in (QWEN2_5, "qwen2_vl", QWEN3)]
 MEGATRON_TWO = [
     Layout(QWEN2_5, {"tensor_parallel": 2, **SUMS}, "megatron"),
     Layout(QWEN2_5, {"pipeline_parallel": 2, **SUMS}, "megatron"),
@@ -48,6 +48,9 @@ MEGATRON_TWO = [
     Layout(QWEN2_5, {"tensor_parallel": 2}, "megatron"),
     Layout(QWEN2_5, {"megatron": {"distributed_optimizer": True}}, "megatron"),
     Layout("qwen2_vl", {"pipeline_parallel": 2}, "megatron"),
+    Layout(QWEN3, {"tensor_parallel": 2, **SUMS}, "megatron"),
+    Layout(QWEN3, {"pipeline_parallel": 2, **SUMS}, "megatron"),
+    Layout(QWEN3, {"context_parallel": 2}, "megatron"),
 ]
 MEGATRON_FOUR = [
     Layout(QWEN2_5, {"tensor_parallel": 2, "pipeline_parallel": 2, **SUMS}, "megatron"),

@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 pytest.importorskip("megatron.core")
 
 from coalign.backends.megatron.module import MegatronModule
+from coalign.backends.pretrained import save_model
 from coalign.cli import app
 from coalign.config.schema import ModelConfig
+from coalign.weights.families import find_family
 from tests.conformance.backends import Backend, build, exported
 from tests.conformance.test_image_layouts import make_batch
 from tests.vision import vision_model_dir
@@ -67,7 +69,7 @@ def _join(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_conversion_there_and_back_is_bit_for_bit(family, tmp_path):
     model = vision_model_dir(tmp_path / "model", family)
     there = convert(model, "-o", tmp_path / "dist", "--to", "megatron", "--tp", 2, "--verify")
@@ -91,9 +93,55 @@ def test_what_it_cannot_do_is_refused_by_its_key(config, message, tmp_path):
         start(vision_model_dir(tmp_path / "model"), **config)
 
 
-def test_a_family_whose_tower_it_does_not_know_is_refused_by_its_name(tmp_path):
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_tied_head_learns_what_fsdps_does(family, tmp_path):
+    model = vision_model_dir(tmp_path / "model", family)
+    whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    whole.config.tie_word_embeddings = True
+    whole.tie_weights()
+    save_model(whole, model)
+    assert "lm_head.weight" not in load_file(model / "model.safetensors")
+    batch, done = make_batch(tmp_path / "images", model), []
+    for module in ("fsdp", "megatron"):
+        trainer = build(Backend(module, module), str(model), vision={}, optimizer=STEADY, max_tokens_per_micro=260)
+        logprobs = trainer.forward_step(batch)["ref_logprobs"]
+        trainer.train_step(batch)
+        done.append((logprobs, exported(trainer)))
+        trainer.close()
+    (before, weights), (again, found) = done
+    torch.testing.assert_close(again, before, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, {name: weights[name] for name in found}, rtol=1e-5, atol=1e-5)
+
+
+def test_a_flat_config_json_means_the_same(tmp_path):
+    """As the files of Qwen2.5-VL on the hub have it."""
+    hf = json.loads((vision_model_dir(tmp_path / "model", weights=False) / "config.json").read_text())
+    text = hf["text_config"]
+    rope = {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    others = {key: value for key, value in text.items() if key not in ("rope_parameters", "model_type")}
+    flat = {**others, **{key: value for key, value in hf.items() if key != "text_config"}, **rope}
+    assert find_family(flat).config(flat) == find_family(hf).config(hf)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"activation_checkpointing": "full"}, "activation_checkpointing is full: the first 2 layers"),
+        ({"pipeline_parallel": 2, "num_process": 2}, "gives the first stage 1 layers: the first 2 add features"),
+    ],
+)
+def test_deepstack_has_its_layers_on_the_first_stage_and_computed_once(config, message, tmp_path):
     model = vision_model_dir(tmp_path / "model", "qwen3_vl", weights=False)
+    hf = json.loads((model / "config.json").read_text())
+    hf["vision_config"]["deepstack_visual_indexes"] = [0, 1]
+    (model / "config.json").write_text(json.dumps(hf))
+    own = ModelConfig(module="megatron", load=str(model), vision={}, **config)
+    with pytest.raises(ValueError, match=message):
+        MegatronModule.check_architecture(own, "model")
+
+
+def test_a_family_whose_tower_it_does_not_know_is_refused_by_its_name(tmp_path):
+    model = vision_model_dir(tmp_path / "model", "qwen3_vl_moe", weights=False)
     config = ModelConfig(module="megatron", load=str(model), vision={})
-    assert json.loads((model / "config.json").read_text())["model_type"] == "qwen3_vl"
-    with pytest.raises(ValueError, match="no family of Megatron models is known for 'qwen3_vl'"):
+    with pytest.raises(ValueError, match="no family of Megatron models is known for 'qwen3_vl_moe'"):
         MegatronModule.check_architecture(config, "model")

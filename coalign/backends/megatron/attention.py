@@ -82,8 +82,8 @@ def compute_rotary_angles(model: MegatronConfig, positions: Tensor, blocks: Sequ
     if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
         check_rope_length("dynamic", model.max_position_embeddings, longest)
     turns = positions.float()[..., None] * compute_rotary_frequencies(model).to(positions.device)
-    if model.mrope_section and positions.dim() > 1:  # Qwen2-VL (2409.12191): each axis turns some of the pairs
-        turns = torch.cat([part[axis] for axis, part in enumerate(turns.split(model.mrope_section, -1))], -1)
+    if positions.dim() > 1:  # Qwen2-VL (2409.12191): each axis turns some of the pairs
+        turns = torch.stack([turns[axis, :, pair] for pair, axis in enumerate(model.mrope_axes)], -1)
     both = turns.repeat_interleave(2, 1) if model.rotary_interleaved else torch.cat([turns, turns], 1)
     return both[:, None, None]
 

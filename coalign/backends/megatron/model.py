@@ -238,6 +238,9 @@ class PackedGPT(GPTModel):
         self.described, self.read, self.seen = model, read, vision
         if first and vision is not None:
             self.vision = vision.tower
+            for number in range(model.deepstack_layers):
+                self.decoder.layers[number].register_forward_hook(partial(self._add_features, number))
+        self._added: list[Tensor] = []  # of the row that is computed: [P, 1, H] for each of the first layers
         if first and model.embedding_layernorm:
             self.embedding.layernorm = PackedNorm(config, config.hidden_size, config.layernorm_epsilon)
 
@@ -267,12 +270,25 @@ class PackedGPT(GPTModel):
         seen = self.seen and self.seen.embedder.find_features(layout.tokens, layout.images, layout.offset)
         hidden = self.embedding(layout.tokens[None], layout.positions[None])
         if seen is not None:
-            hidden = place_features(hidden[:, 0], *seen)[:, None]
-            if self.config.sequence_parallel:
-                hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=self.pg_collection.tp)
+            places, (*layers,) = seen
+            hidden = self._scatter(place_features(hidden[:, 0], places, layers)[:, None])
+            blank = hidden.new_zeros(len(layout.tokens), hidden.shape[-1])
+            deeper = layers[1:] if len(places) else []
+            self._added = [self._scatter(place_features(blank, places, [layer])[:, None]) for layer in deeper]
         if self.described.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.described.embedding_scale, dtype=hidden.dtype)
         return cast(nn.Module, self.embedding.layernorm)(hidden) if self.described.embedding_layernorm else hidden
+
+    def _scatter(self, row: Tensor) -> Tensor:
+        """This rank's part of a row [P, 1, H] under sequence parallelism; else all of it."""
+        if not self.config.sequence_parallel:
+            return row
+        return tensor_parallel.scatter_to_sequence_parallel_region(row, group=self.pg_collection.tp)
+
+    def _add_features(self, number: int, _: nn.Module, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """Add features of images to what a layer makes (deepstack, 2406.04334)."""
+        hidden, *others = output
+        return (hidden + self._added[number] if self._added else hidden, *others)
 
     def _outputs(self, hidden: Tensor, layout: Layout, needs: Sequence[str]) -> dict[str, Tensor]:
         config, group = self.config, self.pg_collection.tp

@@ -360,6 +360,11 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
     _check_vision(config, family)
     model, sizes, own = family.config(hf), read_sizes(config), config.megatron
+    if model.deepstack_layers and config.activation_checkpointing == "full" and not config.frozen:
+        raise ValueError(
+            f"activation_checkpointing is full: the first {model.deepstack_layers} layers of {config.load} add "
+            "features of images, which are not computed again; use `selective`, or `module: fsdp`"
+        )
     found = {
         "swiglu": model.gated_linear_unit and model.activation_func == "silu",
         "position_embedding_type": model.position_embedding_type,
@@ -377,6 +382,12 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     split = split_layers(
         model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
     )
+    if (here := len(split[0][0])) < model.deepstack_layers:
+        raise ValueError(
+            f"pipeline_parallel {sizes.pipeline} gives the first stage {here} layers: the first "
+            f"{model.deepstack_layers} add features of images (deepstack) and have to be there; use fewer stages, or "
+            "megatron.first_stage_layers"
+        )
     layout = MegatronLayout(model, sizes.mesh(count), split, "te" if te else "local")
     return WeightPartition(family, layout, choose_vocabulary_multiple(model, sizes.tensor), scalar=config.head != "lm")
 

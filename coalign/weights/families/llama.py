@@ -218,12 +218,17 @@ QWEN3_MOE = replace(
     memory=STACKED,
 )
 
-# ---- Qwen2-VL and Qwen2.5-VL, whose tower stays transformers' (coalign.backends.megatron.vision)
+# ---- Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose tower stays transformers' (coalign.backends.megatron.vision)
 
 
 def _read_text(setting: Setting) -> Setting:
     """The setting, read from `text_config`, or from config.json itself, where older ones have everything."""
     return lambda hf: setting({**hf, **(hf.get("text_config") or {})})
+
+
+def _read_ties(hf: Hf) -> dict[str, Any]:
+    """Whether the head is tied: what the whole model says holds, not what its language model's section says."""
+    return UNTIED({**(hf.get("text_config") or {}), **hf})
 
 
 def _read_tower(hf: Hf) -> dict[str, Any]:
@@ -238,12 +243,15 @@ def _read_tower(hf: Hf) -> dict[str, Any]:
 
 
 def _read_mrope(hf: Hf) -> dict[str, Any]:
-    """Rotary embeddings of three axes: how many pairs of numbers turn by each."""
+    """Rotary embeddings of three axes: by which each pair of numbers turns, in sections, or in turns (Qwen3-VL)."""
     found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not (sections := found.get("mrope_section")) or found.get("mrope_interleaved"):
-        raise ValueError("config.json: 'mrope_section' is missing, or its axes are interleaved")
+    if not (sections := found.get("mrope_section")):
+        raise ValueError("config.json: 'mrope_section' is missing")
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if found.get("mrope_interleaved"):
+        axes = [axis if pair < 3 * sections[axis := pair % 3] else 0 for pair in range(len(axes))]
     base = found.get("rope_theta", hf.get("rope_theta", 1000000.0))
-    return {"mrope_section": tuple(sections), "rotary_base": base, "rope_scaling": None}
+    return {"mrope_axes": tuple(axes), "rotary_base": base, "rope_scaling": None}
 
 
 QWEN_VL = replace(
@@ -252,7 +260,8 @@ QWEN_VL = replace(
     architectures=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     model_types=("qwen2_vl", "qwen2_5_vl"),
     settings=(
-        *map(_read_text, (*SIZES, LENGTH, FFN, Activation(), GROUPS, RMS, UNTIED, HEAD, _read_mrope)),
+        *map(_read_text, (*SIZES, LENGTH, FFN, Activation(), GROUPS, RMS, HEAD, _read_mrope)),
+        _read_ties,
         _read_text(RequiredValues(use_sliding_window=False)),
         FixedFields(add_qkv_bias=True),
         _read_tower,
@@ -260,6 +269,24 @@ QWEN_VL = replace(
     memory=name_others("model.language_model.embed_tokens", "model.language_model.norm"),
     memory_prefix="model.language_model.layers.{layer}.",
     tower=("visual.", "model.visual."),
+)
+QWEN3_VL = replace(
+    QWEN3,
+    name="qwen3_vl",
+    architectures=("Qwen3VLForConditionalGeneration",),
+    model_types=("qwen3_vl",),
+    settings=(
+        *map(_read_text, (*SIZES, LENGTH, FFN, Activation(), GROUPS, RMS, _read_mrope)),
+        _read_ties,
+        _read_text(RequiredValues(attention_bias=False)),
+        _read_text(ConfigField("kv_channels", "head_dim", 128)),
+        FixedFields(qk_layernorm=True),
+        _read_tower,
+        lambda hf: {"deepstack_layers": len(hf["vision_config"].get("deepstack_visual_indexes") or ())},
+    ),
+    tensors=name_others("model.language_model.embed_tokens", "model.language_model.norm"),
+    prefix="model.language_model.layers.{layer}.",
+    tower=("model.visual.", "model.visual."),
 )
 
 # The first Qwen, which only its own code loads. Beyond `seq_length` that code also rescales queries (log n) and the
@@ -447,5 +474,5 @@ DEEPSEEK_V3 = replace(
     memory=STACKED,
 )
 
-QWEN_FAMILIES = (QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN_VL)
+QWEN_FAMILIES = (QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN_VL, QWEN3_VL)
 LLAMA_FAMILIES = (LLAMA, MISTRAL, MIXTRAL, GEMMA, *QWEN_FAMILIES, BAICHUAN, CHATGLM, GLM4, DEEPSEEK_V2, DEEPSEEK_V3)

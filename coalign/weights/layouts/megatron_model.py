@@ -96,7 +96,8 @@ class MegatronConfig:
     alibi_scaled: bool = False  # slopes are added before the division by √head (Falcon), else after it
     moe_router_group_best: int = 2  # how many of its best experts a group is judged by (DeepSeek V2: 1)
     normalised_head: bool = False  # rows of the output layer have length 1 when it is used (Baichuan 2)
-    mrope_section: tuple[int, ...] = ()  # pairs of numbers that turn by each of three positions (Qwen2-VL); (): one
+    mrope_axes: tuple[int, ...] = ()  # by which of three positions each pair of numbers turns (Qwen2-VL); (): one
+    deepstack_layers: int = 0  # the first layers, behind which features of images are added (Qwen3-VL)
     tower: tuple[tuple[str, Shape], ...] = ()  # names and shapes of a vision tower's parameters, which nobody cuts
 
 
