@@ -89,7 +89,7 @@ class RowEncoder(ABC):
         self.source = source.called
         self.config = config
         placeholders = template.placeholders
-        self.reader = RowReader(config, source, None if placeholders is None else RowImages(placeholders.videos))
+        self.reader = RowReader(config, source, None if placeholders is None else RowImages(placeholders.files))
         self.max_tokens: int | None = getattr(config, self.longest)
         self.template = template
         self.counts: Counter[str] = Counter()

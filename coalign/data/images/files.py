@@ -32,14 +32,14 @@ NEEDS_PILLOW = "images are read with Pillow, which is not installed: pip install
 class ImageFile:
     """A file that holds one image: its path, the sha256 of its bytes, and its width and height in pixels.
 
-    ``frames`` of a video, and how many a second (``rate``); 0 for an image.
+    ``frames`` of a video, and how many a second (``rate``), if the file says so; 0 frames for an image.
     """
 
     path: str
     sha256: str
     size: tuple[int, int]
     frames: int = 0
-    rate: float = 0.0
+    rate: float | None = None
 
     @property
     def is_video(self) -> bool:

@@ -25,7 +25,12 @@ def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in KINDS
 
 
-def list_images(messages: Iterable[Message]) -> list[Message]:
+def list_images(messages: Iterable[Message]) -> list[str]:
+    """List the paths of the images in messages, in order; not those of videos."""
+    return [part["image"] for part in list_image_parts(messages) if part["type"] == "image"]
+
+
+def list_image_parts(messages: Iterable[Message]) -> list[Message]:
     """List the parts of messages that are images or videos, in order."""
     contents = (message.get("content") for message in messages)
     return [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
@@ -137,7 +142,7 @@ class Placeholders:
 
     def __init__(self, processor: ImageProcessor, files: ImageFiles) -> None:
         self.processor, self.files = processor, files
-        self.videos = VideoFiles(files, processor.settings.video_fps)
+        self.videos = VideoFiles(files)
         marks = [processor.placeholder, *([processor.video_placeholder] if processor.frames else [])]
         self._mark = re.compile("|".join(map(re.escape, marks)))
 
@@ -158,7 +163,7 @@ class Placeholders:
         """The files of the images and videos in messages, in order. BadRow (image) for one that cannot be used."""
         return [
             self.files.find(part["image"]) if part["type"] == "image" else self.videos.find(part["video"])
-            for part in list_images(messages)
+            for part in list_image_parts(messages)
         ]
 
     def expand(self, text: str, images: Sequence[ImageFile]) -> tuple[str, list[tuple[int, int]]]:

@@ -82,16 +82,17 @@ class ImageProcessor:
             grid = self.frames.measure(self._fit(file.size), file.frames)
         except ValueError as error:
             raise BadRow(f"the video {file.path} cannot be read: {error}", REASON) from error
-        text = self._write_video(grid, file)
+        rate = file.rate or self.settings.video_fps
+        text = self._write_video(grid, file.frames, rate)
         tokens = cast(list[int], self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         count = tokens.count(self.config.video_token_id)
-        return ImageShape(text, count, grid, self.frames.temporal_patch_size / file.rate)
+        return ImageShape(text, count, grid, self.frames.temporal_patch_size / rate)
 
-    def _write_video(self, grid: tuple[int, int, int], file: ImageFile) -> str:
+    def _write_video(self, grid: tuple[int, int, int], frames: int, rate: float) -> str:
         """The text of the model's own processor for a video, which may name times between its placeholders."""
         from transformers.video_utils import VideoMetadata
 
-        times = VideoMetadata(total_num_frames=file.frames, fps=file.rate, frames_indices=[*range(file.frames)])
+        times = VideoMetadata(total_num_frames=frames, fps=rate, frames_indices=[*range(frames)])
         inputs = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [times]}
         return self._processor.replace_video_token(inputs, 0)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from coalign.data.images.files import REASON
+from coalign.data.images.files import REASON, ImageFiles
 from coalign.data.images.placeholders import MARKERS, read_part
 from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow
@@ -20,8 +20,8 @@ _TEXTS = ("messages", "conversations", "prompt", "problem", "question", "instruc
 class RowImages:
     """Replaces every image and every video in a row by the path of its file."""
 
-    def __init__(self, videos: VideoFiles) -> None:
-        self.files, self.videos = videos.images, videos
+    def __init__(self, files: ImageFiles) -> None:
+        self.files, self.videos = files, VideoFiles(files)
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the row with paths for images and videos, those of its columns also as lists, `images` and `videos`.

@@ -26,10 +26,10 @@ RECORDINGS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", 
 
 
 class VideoFiles:
-    """Finds the file of each video that rows name or hold. ``rate``: frames a second, where a file does not say."""
+    """Finds the file of each video that rows name or hold."""
 
-    def __init__(self, images: ImageFiles, rate: float) -> None:
-        self.images, self.rate = images, rate
+    def __init__(self, images: ImageFiles) -> None:
+        self.images = images
         self._known: dict[
             str, tuple[tuple[int, int], ImageFile]
         ] = {}  # path -> (time and bytes of the file, what it is)
@@ -51,7 +51,7 @@ class VideoFiles:
         if isinstance(value, str) and Path(value).suffix.lower() in RECORDINGS:
             raise BadRow(
                 f"the video {value} has to be decoded, which Coalign does not: write its frames to a folder (ffmpeg -i "
-                f"{Path(value).name} -vf fps={self.rate:g} frames/%05d.png) and name the folder",
+                f"{Path(value).name} -vf fps=2 frames/%05d.png) and name the folder",
                 REASON,
             )
         if isinstance(value, str) and "://" not in value[:16] and (folder := self.images.root / value).is_dir():
@@ -76,7 +76,7 @@ class VideoFiles:
         if len(frames) < 2 or len(sizes) > 1:
             what = f"frames of {len(sizes)} sizes" if len(sizes) > 1 else f"{len(frames)} frame"
             raise BadRow(f"the video {path} has {what}; expected a list or folder of frames, all of one size", REASON)
-        return ImageFile(path, hashlib.sha256(content).hexdigest(), sizes.pop(), len(frames), rate or self.rate)
+        return ImageFile(path, hashlib.sha256(content).hexdigest(), sizes.pop(), len(frames), rate)
 
     def _store_list(self, paths: list[str]) -> str:
         if not paths:
