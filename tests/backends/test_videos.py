@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from coalign.config.schema import DataConfig, ImagesConfig
@@ -18,6 +19,7 @@ from coalign.data.images.pixels import PixelCache
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.loader import build_loader
 from tests.backends.test_images import answer, build_policy, build_trainer
+from tests.runs import run, run_in_two_parts
 from tests.vision import ID, picture, vision_model_dir
 
 VIDEO, START, END = (ID[f"<|{name}|>"] for name in ("video_pad", "vision_start", "vision_end"))
@@ -187,3 +189,22 @@ def test_a_frame_that_changes_is_noticed(tmp_path):
     picture(tmp_path / "clip" / "9.png", (24, 16), 99)
     with pytest.raises(ValueError, match=r"frame .*9\.png has changed since the data were read"):
         cache.get(span)
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_videos_and_goes_on_where_it_was(tmp_path):
+    make_videos(tmp_path)
+    rows = [row | {"answer": f"cat {number}"} for number, row in enumerate(ROWS * 3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    runtime = {"steps": 4, "prompts_per_step": 3, "threads": 1, "cluster": "local", "trackers": [], "plots": False}
+    config = {
+        "algorithm": "sft",
+        "output": str(tmp_path / "run"),
+        "runtime": runtime | {"save_every": 2},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "images": {}},
+        "models": {"trainer": {"load": str(vision_model_dir(tmp_path / "model", "qwen3_vl"))}},
+    }
+    assert run(config) == 0
+    again = run_in_two_parts(config)
+    found, whole = (load_file(Path(each["output"]) / "model" / "model.safetensors") for each in (again, config))
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
