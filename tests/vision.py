@@ -44,7 +44,8 @@ def template(family: str) -> str:
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
         "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '"
         + WRITES[family].replace("\n", "\\n")
-        + "' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        + "' }}{% elif part['type'] == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
+        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
 
@@ -196,3 +197,25 @@ def picture(path: Path, size: tuple[int, int] = (24, 16), seed: int = 0) -> Path
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path, format="PNG")
     return path
+
+
+def let_see(config: dict[str, Any], directory: Path) -> None:
+    """Change the settings of a run of `tests.runs` to a model that sees and rows of which two thirds have an image.
+
+    Model and rows are made in ``directory``, once.
+    """
+    model, rows = directory / "seeing", directory / "pictures.jsonl"
+    if not model.exists():
+        vision_model_dir(model)
+        lines = []
+        for number in range(12):
+            row: dict[str, Any] = {"prompt": f"What is {number}?", "answer": str(number)}
+            row |= {"chosen": str(number), "rejected": "no"}
+            if number % 3:
+                picture(directory / f"{number}.png", (24 + 8 * (number % 3), 16), number)
+                row |= {"images": [f"{number}.png"]}
+            lines.append(json.dumps(row))
+        rows.write_text("\n".join(lines))
+    config["data"] = {"train": str(rows), "images": {}}
+    for own in config["models"].values():
+        own |= {"load": str(model)} if "load" in own else {}

@@ -51,6 +51,7 @@ OWNED = {
 class DeepSpeedModule(HuggingFaceModule):
     """A causal LM, value model or reward model under ZeRO; a frozen one is sharded at stage 3 only."""
 
+    reads_images = True
     engine: DeepSpeedEngine = cast("DeepSpeedEngine", None)  # None for a frozen model that each process holds whole
     engines: ClassVar[int] = 0  # open in this process
     owns_group: ClassVar[bool] = False  # whether this class made the default process group
@@ -100,7 +101,9 @@ class DeepSpeedModule(HuggingFaceModule):
         self.model = self._read(torch.device("cpu"))
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if trained:
-            self.optimizer = optim.build_adamw(list(trained.values()), self.config.optimizer)
+            self.optimizer = optim.build_adamw(
+                list(trained.values()), self.config.optimizer, scales=self._scale_learning_rates()
+            )
             self.optimizer.state.clear()  # DeepSpeed fills it, for its flat partitions
         # DeepSpeed rounds weights before it copies them to float32.
         exact = {name: p.detach().clone() for name, p in trained.items()} if self.compute_dtype else {}

@@ -217,7 +217,8 @@ class Layout:
     experts: Tensor | None = None  # i16[P, L, k], the batch's column `routed_experts` at the tokens of the row
     stacking: Tensor | None = None  # i64, `index_stacking` of the blocks
     kernel: str = "auto"  # how attention over the row is computed (coalign.backends.attention.KERNELS)
-    images: tuple[ImageSpan, ...] = ()  # where images stand in the row; those of a shared prompt once
+    images: tuple[ImageSpan, ...] = ()  # where images stand in the whole row; those of a shared prompt once
+    offset: int = 0  # the place in the row of the first of ``tokens``, where these are a part of it
     axes: Tensor | None = None  # i64[3, P], positions of rotary embeddings, where they are not `positions`
     two_way: tuple[tuple[int, int], ...] = ()  # (start, stop) in the row of tokens that see each other
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from coalign.backends.layout import Layout, pack
 from coalign.backends.vision_language import find_body, has_towers
+from coalign.data.batch import Batch
 from coalign.data.images.pixels import PixelCache, Pixels
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import ImageSpan
@@ -29,6 +31,8 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # What modules are called that map a tower's features to embeddings.
 PROJECTORS = ("projector", "connector", "merger", "downsample", "embed_vision")
 PROBE, BLANK = "probe", "blank"  # names of images that are no files
+IMAGE, VIDEO = 1, 2  # `mm_token_type_ids`
+OF_VIDEOS = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}  # arguments of models
 Features = list[Tensor]  # of an image: [n, H] for the first layer, then what is added to the first layers (deepstack)
 
 
@@ -146,8 +150,8 @@ class ImageEmbedder:
     def _compute(self, many: Sequence[Pixels]) -> Features:
         """The features of images, end to end: [n, H] of each layer."""
         owner, _, embeddings = self._modules
-        device = embeddings.weight.device
-        dtype = next(p.dtype for p in owner.parameters() if p.is_floating_point())
+        own = next(p for p in owner.parameters() if p.is_floating_point() and not p.is_meta)
+        device, dtype = own.device if embeddings.weight.is_meta else embeddings.weight.device, own.dtype
         names = self._known.intersection(many[0])
         axis = _find_axis(many[0])
         inputs = {name: torch.cat([pixels[name] for pixels in many], axis).to(device) for name in names}
@@ -157,30 +161,36 @@ class ImageEmbedder:
 
     # ---- what the language model reads
 
-    def embed(self, tokens: Tensor, spans: Sequence[ImageSpan]) -> dict[str, Any]:
-        """Arguments for the language model, for ``tokens`` i64[P] with ``spans`` in them.
+    def embed(self, tokens: Tensor, spans: Sequence[ImageSpan], offset: int = 0) -> dict[str, Any]:
+        """Arguments for the language model, for ``tokens`` i64[P]: a row with ``spans``, from its place ``offset`` on.
 
-        inputs_embeds [1, P, H]; with deepstack also where the features stand, and what is added there. ValueError for
-        an image whose features are not as many as its placeholders.
+        inputs_embeds [1, P, H]; with deepstack also where the features stand, and what is added there. Images without
+        a placeholder among the tokens are not computed. ValueError for an image whose features are not as many as its
+        placeholders in the row.
         """
         _, _, embeddings = self._modules
-        spans = sorted(spans, key=lambda span: span.start)
-        features = self.encode(spans)
-        places = torch.tensor([t for span in spans for t in range(span.start, span.stop)], device=tokens.device)
-        known = tokens if not spans else tokens.index_fill(0, places.long(), 0)  # some ids are beyond the table
-        row = embeddings(known[None])[0]
-        if spans:
-            cut = ([layer[s.first : s.first + s.length] for layer in features[s.image]] for s in spans)
-            layers = [torch.cat(layer) for layer in zip(*cut, strict=True)]
-            row = row.index_copy(0, places, layers[0].to(row.dtype))
-            if self.has_deepstack:
-                where = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, places, True)
-                added = [layer.to(row.dtype) for layer in layers[1:]]
-                return {"inputs_embeds": row[None], "visual_pos_masks": where[None], "deepstack_visual_embeds": added}
-        elif self.always:
-            unread = torch.stack([layer.sum() for layer in self._compute([self._blank])]).sum()
-            row = row + unread.to(row.dtype) * 0
+        # Before the embeddings, also where nobody reads them: all ranks compute, and reduce gradients, in one order.
+        places, layers = self.find_features(tokens, spans, offset)
+        known = tokens.index_fill(0, places, 0)  # some ids are beyond the table
+        row = place_features(embeddings(known[None])[0], places, layers)
+        if self.has_deepstack and len(places):
+            where = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, places, True)
+            added = [layer.to(row.dtype) for layer in layers[1:]]
+            return {"inputs_embeds": row[None], "visual_pos_masks": where[None], "deepstack_visual_embeds": added}
         return {"inputs_embeds": row[None]}
+
+    def find_features(self, tokens: Tensor, spans: Sequence[ImageSpan], offset: int = 0) -> tuple[Tensor, Features]:
+        """Compute the features of the placeholders among ``tokens`` (as in `embed`): their places i64[n], and [n, H]
+        of each layer. Without any, the features of an empty image are computed where a rank has to compute some."""
+        here = sorted((p for s in spans if (p := _cut_span(s, offset, offset + len(tokens)))), key=lambda s: s.start)
+        places = [t - offset for span in here for t in range(span.start, span.stop)]
+        found = torch.tensor(places, dtype=torch.int64, device=tokens.device)
+        if not here:
+            return found, self._compute([self._blank]) if self.always else []
+        needed = {span.image for span in here}
+        features = self.encode([span for span in spans if span.image in needed])
+        cut = ([layer[s.first : s.first + s.length] for layer in features[s.image]] for s in here)
+        return found, [torch.cat(layer) for layer in zip(*cut, strict=True)]
 
     @property
     def _blank(self) -> Pixels:
@@ -195,40 +205,54 @@ class ImageEmbedder:
             return None
         if not spans:
             return torch.arange(length).expand(3, -1)
-        known = self._place(tuple((span.start, span.length, span.grid) for span in spans))
-        after = torch.arange(length - known.shape[1]) + int(known.max()) + 1
+        known = self._place(tuple((s.start, s.length, s.grid, s.first, s.seconds) for s in spans))
+        after = torch.arange(length - known.shape[1]) + int(known[0, -1]) + 1
         return torch.cat([known, after.expand(3, -1)], 1)[:, :length]
 
-    def _compute_positions(self, spans: tuple[tuple[int, int, tuple[int, int, int]], ...]) -> Tensor:
-        """i64[3, n] up to the end of the last image."""
+    def find_shift(self, length: int, spans: Sequence[ImageSpan]) -> int:
+        """How much less than its place the rotary position of a token behind a prompt of ``length`` tokens is."""
+        positions = self.find_positions(length + 1, spans)
+        return 0 if positions is None else length - int(positions[0, -1])
+
+    def _compute_positions(self, spans: tuple[tuple[int, int, tuple[int, int, int], int, float | None], ...]) -> Tensor:
+        """i64[3, n] up to the token behind the last image; ``spans``: start, length, grid, first, seconds of each."""
         owner, *_ = self._modules
-        if any(start == before + length for (before, length, _), (start, _, _) in pairwise(spans)):
+        if any(start == before + length for (before, length, *_), (start, *_) in pairwise(spans)):
             raise ValueError(
                 "two images stand side by side without a token between them, which M-RoPE cannot tell apart"
             )
         end = spans[-1][0] + spans[-1][1]
-        kinds = torch.zeros(1, end, dtype=torch.int32)
-        for start, length, _ in spans:
-            kinds[:, start : start + length] = 1
-        grids = torch.tensor([grid for *_, grid in spans])
-        positions, _ = owner.get_rope_index(
-            torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, image_grid_thw=grids
-        )
+        kinds = torch.zeros(1, end + 1, dtype=torch.int32)
+        grids: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+        for start, length, grid, first, seconds in spans:
+            kinds[:, start : start + length] = IMAGE if seconds is None else VIDEO
+            grids[seconds is not None] += [] if first else [grid]
+        times = [seconds for *_, first, seconds in spans if seconds is not None and not first]
+        more: dict[str, Any] = {"image_grid_thw": torch.tensor(grids[False])} if grids[False] else {}
+        if times:
+            more |= {"video_grid_thw": torch.tensor(grids[True]), "second_per_grid_ts": torch.tensor(times)}
+        positions, _ = owner.get_rope_index(torch.zeros_like(kinds).long(), mm_token_type_ids=kinds, **more)
         return positions[:, 0]
 
     # ---- beside the model's own forward
 
     def list_plain_inputs(self, tokens: Tensor, spans: Sequence[ImageSpan]) -> dict[str, Any]:
         """The arguments of the model's own forward for one sequence i64[n], as its processor would make them."""
-        images = [self.pixels.get(span) for span in spans if not span.first]
         kinds = torch.zeros_like(tokens)
         for span in spans:
-            kinds[span.start : span.stop] = 1
+            kinds[span.start : span.stop] = VIDEO if span.is_video else IMAGE
         inputs: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
-        if images:
-            axis = _find_axis(images[0])
-            names = self._arguments.intersection(images[0])
-            inputs |= {n: torch.cat([own[n] for own in images], axis).to(tokens.device) for n in names}
+        whole = [span for span in spans if not span.first]
+        for own, renamed in (
+            ([self.pixels.get(span) for span in whole if not span.is_video], {}),
+            ([self.pixels.get(span) for span in whole if span.is_video], OF_VIDEOS),
+        ):
+            for name in own[0] if own else ():
+                if (argument := renamed.get(name, name)) in self._arguments:
+                    joined = torch.cat([pixels[name] for pixels in own], _find_axis(own[0]))
+                    inputs[argument] = joined.to(tokens.device)
+        if "second_per_grid_ts" in self._arguments and (times := [s.seconds for s in whole if s.is_video]):
+            inputs["second_per_grid_ts"] = torch.tensor(times, device=tokens.device)
         names = [name for name in ("mm_token_type_ids", "token_type_ids") if name in self._arguments]
         return inputs | {name: kinds[None] for name in names}
 
@@ -261,6 +285,38 @@ class ImageEmbedder:
         if name != BLANK:
             self.pixels.keep(name, pixels)
         return self.processor.measure(size).text, pixels
+
+
+def place_features(row: Tensor, places: Tensor, layers: Features) -> Tensor:
+    """Replace embeddings of ``row`` [P, H] by features. Those of an empty image add nothing, but have a gradient."""
+    if len(places):
+        return row.index_copy(0, places, layers[0].to(row.dtype))
+    for layer in layers:
+        row = row + layer.sum().to(row.dtype) * 0
+    return row
+
+
+def pack_with_images(images: ImageEmbedder | None, batch: Batch, *, share_prefix: bool) -> Layout:
+    """The layout of ``batch`` for a model that sees by ``images``; None: one that reads text alone."""
+    if images is None:
+        return pack(batch, share_prefix=share_prefix)
+    spans = batch.get("images") or [()] * len(batch)
+    axes = [images.find_positions(n, own) for n, own in zip(batch.lengths.tolist(), spans, strict=True)]
+    known = [own for own in axes if own is not None]
+    return pack(
+        batch,
+        share_prefix=share_prefix,
+        axes=torch.cat(known, 1) if known else None,
+        two_way_images=images.has_two_way_images,
+    )
+
+
+def _cut_span(span: ImageSpan, start: int, stop: int) -> ImageSpan | None:
+    """The part of a span between two places of its row; None if there is none."""
+    first, last = max(span.start, start), min(span.stop, stop)
+    if first >= last:
+        return None
+    return replace(span, start=first, length=last - first, first=span.first + first - span.start)
 
 
 def _find_axis(pixels: Pixels) -> int:

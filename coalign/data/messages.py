@@ -28,8 +28,9 @@ ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation":
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 ReasoningPolicy = Literal["keep", "drop", "last"]
+SEEN = ("image", "video")  # types of parts that models which see read
+MEDIA = (*SEEN, "audio")
 # Keys of messages that hold reasoning: vLLM's and Qwen's, gpt-oss', OpenAI's and others'.
-MEDIA = ("image", "video", "audio")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _THOUGHTS = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
 
@@ -88,7 +89,7 @@ def has_content(messages: Iterable[Message]) -> bool:
 
 def has_images(message: Message) -> bool:
     content = message["content"]
-    return isinstance(content, list) and any(part.get("type") == "image" for part in content)
+    return isinstance(content, list) and any(part.get("type") in SEEN for part in content)
 
 
 def get_text(message: Message) -> str:
@@ -100,7 +101,7 @@ def replace_text(message: Message, text: str) -> str | list[dict[str, Any]]:
     """The content of a message with another text: behind its images, if it has any."""
     if not has_images(message):
         return text
-    return [*(part for part in message["content"] if part.get("type") == "image"), {"type": "text", "text": text}]
+    return [*(part for part in message["content"] if part.get("type") in SEEN), {"type": "text", "text": text}]
 
 
 def format_prompt(messages: list[Message]) -> str:
@@ -138,8 +139,10 @@ def _message(value: Any, place: str, images: bool = False) -> Message:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str | None):
             raise BadRow(f"{place}: a part of content is an object, maybe with a text, not {str(part)[:80]}")
         kind = str(part.get("type"))
-        if kind.removeprefix("input_").removesuffix("_url") in MEDIA and not (images and kind == "image"):
-            remedy = "images are read if data.images is set" if "image" in kind else "Coalign reads text and images"
+        medium = kind.removeprefix("input_").removesuffix("_url")
+        if medium in MEDIA and not (images and kind in SEEN):
+            seen = f"{medium}s are read if data.images is set"
+            remedy = seen if medium in SEEN else "Coalign reads text, images and videos"
             raise BadRow(f"{place}: a part of content is of type '{kind}'; {remedy}")
     if not isinstance(calls, list | None):
         raise BadRow(f"{place}: tool_calls is {type(calls).__name__}; expected a list")
@@ -257,7 +260,7 @@ class ContentGuard:
             items = [self.protect(item) for item in value]
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items
         if isinstance(value, dict):
-            if value.get("type") == "image":  # a path, which no template writes
+            if value.get("type") in SEEN:  # a path, which no template writes
                 return value
             value = self._join_spelled(value)
             items = {self.protect(key): self.protect(item) for key, item in value.items()}

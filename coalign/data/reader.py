@@ -164,7 +164,7 @@ class RowReader:
     def _parse(self, value: Any, key: str, row: dict[str, Any]) -> list[Message]:
         """Parse messages that begin with the row's first; its images are put where they belong."""
         messages = parse_messages(value, key, images=self.images is not None)
-        return messages if self.images is None else place_images(messages, row["images"])
+        return messages if self.images is None else place_images(messages, row["images"], row["videos"])
 
     def _prompt(self, row: dict[str, Any]) -> list[Message]:
         prompt = self.value(row, self.prompt_key)
@@ -173,7 +173,7 @@ class RowReader:
         if not prompt.strip():
             raise BadRow(f"'{self.prompt_key}' is empty", "empty")
         messages: list[Message] = [{"role": "user", "content": prompt}]
-        return messages if self.images is None else place_images(messages, row["images"])
+        return messages if self.images is None else place_images(messages, row["images"], row["videos"])
 
     def _format(self, messages: list[Message], row: dict[str, Any]) -> list[Message]:
         """Apply `data.prompt_format` to the last user message, and put `data.system` first if there is no system."""

@@ -126,7 +126,7 @@ class PlainText:
         if self.placeholders is None or not isinstance(content, list):
             return self.guard.read(get_text(message), special=True)
         parts = [
-            self.placeholders.processor.placeholder if is_image(part) else self.guard.protect(part.get("text") or "")
+            self.placeholders.write(part) if is_image(part) else self.guard.protect(part.get("text") or "")
             for part in content
         ]
         text, _ = self.placeholders.expand("".join(parts), self.placeholders.find([message]))

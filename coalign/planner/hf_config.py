@@ -398,4 +398,4 @@ def _read_tower(fields: ConfigFields, language_hidden: int) -> TowerSize | None:
     else:
         projectors = hidden * language_hidden
     parameters = layers * (4 * hidden**2 + matrices * hidden * inner) + hidden * (pixels + positions) + projectors
-    return TowerSize(parameters, hidden, layers)
+    return TowerSize(parameters, hidden, layers, pixels, merged // hidden)

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
-from coalign.config.schema import LoraConfig, ModelConfig, RunConfig
+from coalign.config.schema import LoraConfig, ModelConfig, RunConfig, VisionConfig
 from coalign.hub import find_directory
 from coalign.planner.layouts.partition import (
     ModelPartition,
@@ -25,7 +25,7 @@ from coalign.planner.layouts.partition import (
     divide_model,
     find_partition,
 )
-from coalign.planner.model_size import LayerSize, ModelSize
+from coalign.planner.model_size import LayerSize, ModelSize, TowerSize
 
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes a number of a moving average (ema)
@@ -114,8 +114,10 @@ def estimate_memory(
             continue
         activations = _estimate_activations(model, role, size, stage, partition, partition.pipeline - index)
         buffers = _estimate_buffers(model, role, stage, partition)
-        estimates.append(_leave_device(model, replace(estimate, activations=activations, buffers=buffers)))
-    return estimates
+        estimates.append(replace(estimate, activations=activations, buffers=buffers))
+    if config.data.images is not None and size.towers:
+        estimates[0] = _add_towers(estimates[0], model, role, size, partition)
+    return [_leave_device(model, estimate) for estimate in estimates]
 
 
 def _describe_state(
@@ -176,6 +178,42 @@ def _count_parameters(size: ModelSize, is_scalar: bool) -> int:
     towers = sum(tower.parameters for tower in size.towers)
     head = 0 if size.is_tied else size.head
     return size.parameters - towers - (head - size.hidden if is_scalar else 0)
+
+
+def _add_towers(
+    own: MemoryEstimate, model: ModelConfig, role: ModelRole, size: ModelSize, partition: ModelPartition
+) -> MemoryEstimate:
+    """Add the towers of a model that sees, which each tensor rank computes whole, and pixels."""
+    vision = model.vision or VisionConfig()
+    learns = role == "trainer" and not model.frozen and model.lora is None and vision.tower == "train"
+    count = sum(tower.parameters for tower in size.towers)
+    shapes = {f"towers.{i}.weight": (each.hidden, each.parameters // each.hidden) for i, each in enumerate(size.towers)}
+    frozen = model.model_copy(update={"frozen": True, "lora": None})
+    state = _describe_state(model if learns else frozen, role, size, shapes, count)
+    parts = zip(("weights", "gradients", "optimizer"), state, strict=True)
+    weights, gradients, optimizer = (round(number / partition.shards(part)) for part, number in parts)
+    return replace(
+        own,
+        parameters=own.parameters + count,
+        weights=own.weights + weights,
+        gradients=own.gradients + gradients,
+        optimizer=own.optimizer + optimizer,
+        activations=own.activations + sum(_estimate_tower(model, tower, learns) for tower in size.towers),
+        host=own.host + vision.cache_mib * 2**20,
+    )
+
+
+def _estimate_tower(model: ModelConfig, tower: TowerSize, learns: bool) -> int:
+    """Return the bytes of activations and pixels of a pass with as many patches as the limits of a micro-batch let."""
+    computed = BYTES[model.compute_dtype or model.dtype]
+    tokens = model.max_tokens_per_micro if tower.merged > 1 else None  # else a token may stand for many patches
+    limits = (model.max_patches_per_micro, tokens and tokens * tower.merged)
+    patches = min((limit for limit in limits if limit is not None), default=0)
+    kept = tower.count_kept(None)  # of one layer at a time
+    if learns:
+        recomputation = model.activation_checkpointing
+        kept = tower.layers * tower.count_kept(recomputation) + (kept if recomputation else 0)
+    return int(patches * (kept + tower.patch) * computed)
 
 
 # ---- activations, buffers and caches ---------------------------------------------------------------------------------

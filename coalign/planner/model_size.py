@@ -72,11 +72,24 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class TowerSize:
-    """An encoder of images or sound in front of a language model: its parameters and the width of its layers."""
+    """An encoder of images or sound in front of a language model.
+
+    ``parameters`` include its projector. ``patch``: numbers of an image's patch. ``merged``: patches that become one
+    token, at least.
+    """
 
     parameters: int
     hidden: int
     layers: int
+    patch: int = 0
+    merged: int = 1
+
+    def count_kept(self, recomputation: str | None) -> float:
+        """Return the numbers that a layer keeps per patch for the backward pass (coalign.planner.memory.count_kept)."""
+        if recomputation == "full":
+            return self.hidden
+        results = self.parameters / self.layers / self.hidden
+        return results + (2 if recomputation == "selective" else 12) * self.hidden
 
 
 @dataclass(frozen=True)

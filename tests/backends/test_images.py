@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from coalign.backends.base import Objective
@@ -198,7 +199,43 @@ def test_the_tower_sees_each_image_of_a_step_once(tmp_path):
     assert sum(seen) == trainer.model.images.pixels.made == 8
 
 
+def test_adapters_reach_the_tower_and_merge_into_it(tmp_path):
+    pytest.importorskip("peft")
+    path = vision_model_dir(tmp_path / "model")
+    batch = answer(load_prompts(tmp_path, path))
+    lora = {"rank": 2, "target": ["*.q_proj", "*visual.blocks.*"]}
+    trainer = build_trainer(path, lora=lora, optimizer={"lr": 1e-2})
+    before = build_trainer(path).forward_step(batch)["ref_logprobs"]
+    torch.testing.assert_close(trainer.forward_step(batch)["ref_logprobs"], before, rtol=0, atol=1e-6)
+    trainer.train_step(batch)
+    trained = {name for name, gradient in trainer.gradients.items() if gradient.any()}
+    assert all("lora_" in name for name in trained) and {True, False} == {"visual" in name for name in trained}
+    after = trainer.forward_step(batch)["ref_logprobs"]
+    assert (after - before).abs().max() > 1e-2
+    trainer.save_hf(tmp_path / "merged")
+    merged = build_trainer(tmp_path / "merged").forward_step(batch)["ref_logprobs"]
+    torch.testing.assert_close(merged, after, rtol=0, atol=1e-5)
+    torch.testing.assert_close(trainer.forward_step(batch, base=True)["ref_logprobs"], before, rtol=0, atol=1e-6)
+
+
 def test_a_run_refuses_what_check_refuses(tmp_path):
     model = vision_model_dir(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"models\.trainer\.compile: not with images yet"):
-        build_trainer(model, compile=True)
+    with pytest.raises(NotImplementedError, match="computes padded rows, and images need packed ones"):
+        build_trainer(model, rows="padded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_no_placeholder_in_20_000_samples(engine, tmp_path):
+    """Of a model that would say little else."""
+    path = vision_model_dir(tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    placeholders = list_placeholders(AutoModelForImageTextToText.from_pretrained(path))
+    weights["lm_head.weight"][placeholders] *= 100.0
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    policy = build_policy(engine, path, sampling={"max_new_tokens": 1})
+    batch = policy.generate(load_prompts(tmp_path, path), samples=6_667)
+    said = batch["tokens"][batch["loss_mask"]]
+    assert len(said) == 20_001 and len(said.unique()) > 50
+    assert not torch.isin(said, torch.tensor(placeholders)).any()
+    assert torch.isfinite(batch["rollout_logprobs"]).all()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from coalign.backends.base import TrainableModule
@@ -152,8 +153,8 @@ def share(rows: Batch, module: TrainableModule) -> Batch:
 
 
 def _first_step(module: TrainableModule, part: Batch, gradients: dict[str, torch.Tensor]) -> Stats:
-    noted = {"fsdp": _noting_fsdp, "megatron": _noting_megatron}[module.config.module](module, gradients)
-    with noted:
+    noting = {"fsdp": _noting_fsdp, "megatron": _noting_megatron}.get(module.config.module)
+    with noting(module, gradients) if noting else nullcontext():
         return module.train_step(part)
 
 
@@ -162,7 +163,8 @@ def _noting_fsdp(module: Any, gradients: dict[str, torch.Tensor]) -> AbstractCon
 
     def noting() -> float:
         for name, p in module.model.model.named_parameters():
-            gradients[name] = p.grad.full_tensor().clone()  # what one rank has whole is not copied before it is clipped
+            if p.grad is not None:  # what one rank has whole is not copied before it is clipped
+                gradients[name] = (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
         return step()
 
     return patch.object(module, "optimizer_step", noting)

@@ -183,6 +183,7 @@ def test_half_of_a_surrogate_pair_is_a_bad_row():
 @pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
 def test_a_part_that_is_no_text_is_refused(kind):
     message = {"role": "user", "content": [{"type": kind, kind: "a.png"}, {"type": "text", "text": "What is it?"}]}
-    remedy = "images are read if data.images is set" if "image" in kind else "Coalign reads text and images"
+    medium = kind.removeprefix("input_").removesuffix("_url")
+    remedy = "Coalign reads text, images" if medium == "audio" else f"{medium}s are read if data.images is set"
     with pytest.raises(BadRow, match=rf"a part of content is of type '{kind}'; {remedy}"):
         parse_messages([message], "messages")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.runs import metrics, other_model, run, settings
+from tests.vision import let_see
 
 STEPS = 6
 COMPARED = ("loss/value", "loss/grad_norm", "loss/margin")
@@ -45,9 +46,13 @@ WATCHED = {
     "rlaif": ("loss/grad_norm", "reward/std", "reward/judge/verdict"),
     "on_policy_distillation": ("loss/grad_norm", "teacher_kl"),
     "on_policy_distillation_gkd": ("loss/value", "loss/grad_norm", "loss/kd"),
+    "sft_images": ("loss/value", "loss/grad_norm"),
+    "dpo_images": COMPARED,
+    "grpo_images": ("loss/grad_norm", "loss/kl_ref", "reward/mean", "tokens/response"),
 }
 
-VARIANTS = ("grpo_kl", "dpo_lora", "gspo_token", "ppo_tricks", "on_policy_distillation_gkd")
+IMAGES = ("sft_images", "dpo_images", "grpo_images")
+VARIANTS = ("grpo_kl", "dpo_lora", "gspo_token", "ppo_tricks", "on_policy_distillation_gkd", *IMAGES)
 FAMILY = (
     *("dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "gpg", "topr"),
     *("rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"),
@@ -64,6 +69,11 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
     if variant == "kl":
         config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05, "aggregation": "sequence_mean_token_mean"}
         config["models"]["trainer"]["updates_per_batch"] = 2
+    if variant == "images":
+        let_see(config, directory)
+        config["models"]["trainer"]["optimizer"] |= {"eps": 1e-3}
+        if algorithm == "grpo":
+            config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
     if algorithm in FAMILY:
         config["models"]["policy"]["sampling"] |= {"stop": ENDS}
         config["models"]["trainer"]["updates_per_batch"] = 2

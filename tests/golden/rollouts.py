@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coalign.backends.engines.module import RolloutModule
-from coalign.backends.engines.native.attention import NAME
 from coalign.backends.engines.sampling import stream_key, truncate, uniforms
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
@@ -143,10 +142,16 @@ def _compare(module: RolloutModule, kept: Batch, drawn: Batch, sampling: Samplin
 @torch.inference_mode()
 def _margin(module: RolloutModule, row: dict[str, Tensor], place: int, sampling: SamplingConfig) -> float:
     """How much of probability lay between the draw of ``row``'s token at ``place`` and another token."""
-    model = module.engine.model.module
+    engine, tokens = module.engine.model, row["tokens"][:place].long()
+    inputs: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
+    if engine.images is not None:
+        inputs = engine.images.list_plain_inputs(tokens, row.get("images", ()))
+    model = engine.module
+    parts = {"": model.config} | {key: getattr(model.config, key) for key in model.config.sub_configs}
+    before = {key: part._attn_implementation for key, part in parts.items()}
     model.set_attn_implementation("eager")
-    logits = model(input_ids=row["tokens"][None, :place].long(), use_cache=False).logits[0, -1].double()
-    model.set_attn_implementation(NAME)
+    logits = engine.forbid(model(**inputs).logits[:, -1].double())[0]
+    model.set_attn_implementation(before)
     if sampling.temperature == 0:
         first, second = logits.softmax(-1).topk(2).values.tolist()
         return first - second

@@ -16,7 +16,7 @@ RUNS = [
     pytest.param(
         backend, name, id=f"{backend}-{name}", marks=[mark] if name == "grpo" else [mark, pytest.mark.backends]
     )
-    for name in ("grpo", "grpo_kl", "ppo", "dpo", "sft")
+    for name in ("grpo", "grpo_kl", "ppo", "dpo", "sft", "sft_images", "grpo_images")
     for backend, (_, mark) in BACKENDS.items()
 ]
 

@@ -12,9 +12,10 @@ from tests.golden.rollouts import Rollouts, replayed
 from tests.runs import stopping_after
 
 LONG = {"pretrain": 2}  # steps of 65,536 tokens: how many of them the fast suite makes
+RARE = ("dpo_images", "grpo_images")  # of what the fast suite has in others
 SLOW = [pytest.mark.slow, pytest.mark.processors]
 CASES = [
-    *(pytest.param(name, STEPS, id=name, marks=SLOW if name in LONG else ()) for name in WATCHED),
+    *(pytest.param(name, STEPS, id=name, marks=SLOW if name in (*LONG, *RARE) else ()) for name in WATCHED),
     *(pytest.param(name, steps, id=f"{name}-begins") for name, steps in LONG.items()),
 ]
 

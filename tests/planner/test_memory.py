@@ -1,5 +1,6 @@
 """Estimates of memory against what models of the same settings really hold."""
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from coalign.launch.memory_table import find_shapes
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
 from coalign.planner.layouts.adapter import list_run_loads, pack_models
-from coalign.planner.memory import MemoryEstimate, estimate_largest_phase, estimate_memory
+from coalign.planner.memory import MemoryEstimate, estimate_largest_phase, estimate_memory, read_shapes
 from coalign.planner.model_size import LayerSize, ModelSize
 from coalign.roles import Context
 from tests.planner.models import describe_grpo, write_config
 from tests.tiny import tiny_model_dir
+from tests.vision import vision_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +205,27 @@ def test_each_device_of_a_placement_is_listed_with_its_stage(tmp_path):
     loads = list_run_loads(run, pack_models(run), ClusterSpec.parse("1x8:H100"))
     assert sorted((load.first, load.count, load.stages["trainer"]) for load in loads) == [(0, 4, 0), (4, 4, 1)]
     assert all(load.peak <= load.together for load in loads)
+
+
+def test_a_model_that_sees_has_its_tower_and_what_the_tower_keeps(tmp_path):
+    model = vision_model_dir(tmp_path / "model")
+    size, keys = read_directory(model), {"load": str(model), "max_tokens_per_micro": 100}
+
+    def compute(role: str = "trainer", images: dict | None = {}, **config) -> MemoryEstimate:  # noqa: B006
+        run = RunConfig(algorithm="sft", data={"images": images})
+        [found] = estimate_memory(ModelConfig(**keys | config), role, run, size)
+        return found
+
+    text, whole, frozen = compute(images=None), compute(), compute(vision={"tower": "freeze"})
+    held = sum(prod(shape) for name, shape in read_shapes(model).items() if name.startswith("visual."))
+    assert whole.parameters - text.parameters == pytest.approx(held, rel=0.1)  # norms and biases are left out
+    for part, copies in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
+        assert getattr(whole, part) - getattr(text, part) == 4 * copies * (whole.parameters - text.parameters)
+    assert frozen.weights == whole.weights and frozen.optimizer == text.optimizer
+    patches = 4 * 100  # of 100 tokens, if all of them are of images
+    pixels = 4 * patches * 3 * 2 * 4 * 4
+    assert whole.activations - text.activations > pixels + frozen.activations - text.activations - pixels > pixels
+    limited = compute(max_patches_per_micro=40)
+    assert limited.activations - text.activations == pytest.approx((whole.activations - text.activations) / 10, abs=1)
+    assert whole.host == 512 * 2**20 and compute(vision={"cache_mib": 1}).host == 2**20
+    assert compute("scorer").weights == whole.weights and compute("scorer").gradients == 0

@@ -208,7 +208,7 @@ class TransformersModel(MetaModel):
             for row, own in enumerate(spans):
                 positions = cast(Tensor, images.find_positions(length - absent[row], own))
                 axes[:, row, absent[row] :] = positions
-                rows.shift[row] = length - absent[row] - 1 - int(positions.max())
+                rows.shift[row] = images.find_shift(length - absent[row], own)
             inputs["position_ids"] = axes.to(self.device)
         with install_embeddings(find_body(self.module), found):
             return self.extend(rows, tokens, **inputs)

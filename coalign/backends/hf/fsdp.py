@@ -38,7 +38,15 @@ from coalign.backends.hf.layers import (
     recompute_layers,
     use_onednn,
 )
-from coalign.backends.hf.parallel import RankMeshes, check_cuts, cut_model, decoder_layers, move_buffers, shard_model
+from coalign.backends.hf.parallel import (
+    RankMeshes,
+    check_cuts,
+    cut_model,
+    decoder_layers,
+    move_buffers,
+    shard_model,
+    tower_layers,
+)
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout
 from coalign.backends.optim import WeightAverage
@@ -376,7 +384,7 @@ class HuggingFaceModule(TrainableModule):
             processor,
             keep=vision.cache_mib * 2**20,
             learns=learns,
-            is_sharded=self.is_sharded and not self.config.frozen,
+            is_sharded=self.is_sharded and self.one_group(self.config),
         )
         if isinstance(model, LanguageModel):
             model.forbid(list_placeholders(model.model))
@@ -414,14 +422,8 @@ def check_vision(model: PackedModel, config: ModelConfig, name: str) -> None:
             f"models.{name}: {type(model.model).__name__} computes {model.rows} rows, and images need packed ones"
         )
     find_owner(model.model)
-    for key in ("tensor_parallel", "context_parallel", "expert_parallel"):
-        if getattr(config, key) > 1:
-            raise ValueError(
-                f"models.{name}.{key} is {getattr(config, key)}: rows with images are not cut yet; set it to 1"
-            )
-    for key in ("compile", "fp8"):
-        if getattr(config, key):
-            raise ValueError(f"models.{name}.{key}: not with images yet (data.images); leave it out")
+    if config.fp8:
+        raise ValueError(f"models.{name}.fp8: not with images yet (data.images); leave it out")
 
 
 def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
@@ -444,8 +446,16 @@ def widest_output(model: PreTrainedModel) -> int:
     return max(widths, default=cast(nn.Embedding, model.get_input_embeddings()).embedding_dim)
 
 
-# A row that every model can read, to compare a cut model with the whole one.
-PROBE = Batch(torch.tensor([16]), {"tokens": torch.arange(16, dtype=torch.int32)})
+def make_probe(model: PackedModel) -> Batch:
+    """Make a row that ``model`` can read, with two pictures if it sees, to compare a cut model with the whole one."""
+    if model.images is None:
+        return Batch(torch.tensor([16]), {"tokens": torch.arange(16, dtype=torch.int32)})
+    tokens, spans = model.images.make_probe()
+    mask = torch.ones(len(tokens), dtype=torch.bool)
+    for start, stop in ((0, 1), *((span.start, span.stop) for span in spans)):
+        mask[start:stop] = False
+    columns = {"tokens": torch.tensor(tokens, dtype=torch.int32), "loss_mask": mask}
+    return Batch(torch.tensor([len(tokens)]), columns, {"images": [tuple(spans)]})
 
 
 class FSDPModule(HuggingFaceModule):
@@ -512,16 +522,17 @@ class FSDPModule(HuggingFaceModule):
             self.data = ranks.rows.get_group("data")
             self._load_sharded(ranks, self.rows)
         layers = decoder_layers(self.model.model)
+        towers = tower_layers(self.model.model)
         if self.config.compile:
             compile_layers(layers)
         elif self._can_use_onednn() and kernels.is_onednn_faster():
-            use_onednn(layers)
+            use_onednn([*layers, *towers])
         if not self.config.frozen:
             exact = self.config.reduction == "exact"
             self.optimizer = optim.build_optimizer(
                 self.model.parameters(),
                 self.config.optimizer,
-                layers=layers,
+                layers=[*layers, *towers],
                 exact=exact,
                 scales=self._scale_learning_rates(),
             )
@@ -612,12 +623,12 @@ class FSDPModule(HuggingFaceModule):
 
     def _load_sharded(self, ranks: RankMeshes, rows: RowSharding) -> None:
         """Rank 0 reads the weights and sends every rank its shards; no other rank ever holds the whole model."""
-        state, buffers, known = {}, {}, torch.zeros(1 if self.config.head == "reward" else len(PROBE["tokens"]) - 1)
+        state, buffers, known = {}, {}, None
         if self.context.rank == 0:
             full = self._read(torch.device("cpu"))
             state, buffers = full.state_dict(), dict(full.named_buffers())
             with torch.no_grad():
-                known = full.eval()(full.pack(PROBE))[HEADS[self.config.head][0]].float()
+                known = full.eval()(full.pack(make_probe(full)))[HEADS[self.config.head][0]].float()
         skeleton = self.build_skeleton(self.config, self.context.model)
         model = self._wrap(skeleton.model, skeleton.rows)
         model.heads = rows.heads
@@ -634,14 +645,16 @@ class FSDPModule(HuggingFaceModule):
                 buffer.copy_(buffers[name])
             dist.broadcast(buffer, 0)
         self.model = model
-        self._check_cut(known.to(self.device))
+        self._check_cut(known)
 
-    def _check_cut(self, known: Tensor) -> None:
-        """NotImplementedError unless the outputs for PROBE are those ``known`` from one process: a plan of cuts that
-        does not fit its model would go unnoticed."""
-        dist.broadcast(known, 0)
-        [own] = self.run([PROBE])
-        difference = float((own[HEADS[self.config.head][0]].float() - known).abs().max())
+    def _check_cut(self, known: Tensor | None) -> None:
+        """NotImplementedError unless outputs for a probe are those ``known`` to rank 0 from one process: a plan of cuts
+        that does not fit its model would go unnoticed."""
+        [outputs] = self.run([make_probe(self.model)])
+        own = outputs[HEADS[self.config.head][0]].float()
+        expected = torch.empty_like(own) if known is None else known.to(own)
+        dist.broadcast(expected, 0)
+        difference = float((own - expected).abs().max())
         if not difference < (0.01 if (self.config.compute_dtype or self.config.dtype) == "float32" else 0.5):
             raise NotImplementedError(
                 f"model '{self.context.model}': {type(self.model.model).__name__}, cut over {self.context.world_size} "

@@ -30,7 +30,7 @@ from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
 from coalign.backends.pretrained import describe_encoder, read_context_length, read_rope_limit
 from coalign.backends.routers import Routers
-from coalign.backends.vision import FORBIDDEN, ImageEmbedder
+from coalign.backends.vision import FORBIDDEN, ImageEmbedder, pack_with_images
 from coalign.backends.vision_language import find_body
 from coalign.data.batch import Batch
 from coalign.types import UNKNOWN_EXPERT, ImageSpan
@@ -68,7 +68,7 @@ class PackedModel(nn.Module):
         [body] = self._body
         inputs = {"input_ids": layout.tokens[None], "position_ids": layout.positions[None]}
         if self.images is not None:
-            inputs = self.images.embed(layout.tokens, layout.images)
+            inputs = self.images.embed(layout.tokens, layout.images, layout.offset)
             inputs["position_ids"] = layout.positions[None] if layout.axes is None else layout.axes[:, None]
         with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
             return body(
@@ -131,18 +131,7 @@ class PackedModel(nn.Module):
 
     def pack(self, batch: Batch, *, share_prefix: bool = True) -> Layout:
         """The layout of ``batch`` as this model computes it."""
-        share_prefix = share_prefix and self.rows == "packed"
-        if self.images is None:
-            return pack(batch, share_prefix=share_prefix)
-        spans = batch.get("images") or [()] * len(batch)
-        axes = [self.images.find_positions(n, own) for n, own in zip(batch.lengths.tolist(), spans, strict=True)]
-        known = [own for own in axes if own is not None]
-        return pack(
-            batch,
-            share_prefix=share_prefix,
-            axes=torch.cat(known, 1) if known else None,
-            two_way_images=self.images.has_two_way_images,
-        )
+        return pack_with_images(self.images, batch, share_prefix=share_prefix and self.rows == "packed")
 
     def _pack_image_probe(self, images: ImageEmbedder) -> tuple[Layout, list[list[int]], list[ImageSpan]]:
         """The layout of two answers to a prompt with pictures, which they share; their tokens, prompt included; and

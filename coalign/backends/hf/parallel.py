@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from transformers import PreTrainedModel, __version__
+from transformers import CONFIG_MAPPING, PreTrainedModel, __version__
 
 from coalign.backends.hf.heads import PackedModel
 from coalign.backends.lora import adapts_experts
 from coalign.backends.process_group import AllGather, Group, ReduceScatter
+from coalign.backends.vision_language import find_body
 from coalign.config.schema import ModelConfig
 from coalign.devices import is_accelerator
 
@@ -77,10 +78,25 @@ def find_style(name: str, plan: dict[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
+# Language models that have no plan in transformers 5.19, and a family whose layers are the same.
+SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
+
+
+def read_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Return the model's plan of tensor parallelism, by patterns of full names."""
+    relative = SAME_LAYERS.get(model.config.get_text_config().model_type)
+    if model.tp_plan or relative is None:
+        return model.tp_plan
+    body = find_body(model)
+    prefix = next(name for name, module in model.named_modules() if module is body)
+    plan = CONFIG_MAPPING[relative].base_model_tp_plan or {}
+    return {f"{prefix}.{name}": style for name, style in plan.items()}
+
+
 def find_experts(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that hold the stacked experts of a layer, according to the model's plans."""
-    modules = model.named_modules()
-    return [m for n, m in modules if find_style(n, model.ep_plan) == DISPATCH or find_style(n, model.tp_plan) == SLICED]
+    modules, plan = model.named_modules(), read_plan(model)
+    return [m for n, m in modules if find_style(n, model.ep_plan) == DISPATCH or find_style(n, plan) == SLICED]
 
 
 def find_unfit_experts(model: PreTrainedModel, ways: int) -> str | None:
@@ -110,8 +126,8 @@ WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
     """Why the plan of a model cannot be applied; None if it can."""
     blocks = [block for found in _cut_blocks(model, layers) for block in found]
-    names = {module: name for name, module in model.named_modules()}
-    styles = {names[module]: find_style(names[module], model.tp_plan) for block in blocks for module in block.modules()}
+    names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
+    styles = {names[module]: find_style(names[module], plan) for block in blocks for module in block.modules()}
     for name, style in styles.items():
         if style not in {OUTPUTS, INPUTS, None} | WHOLE:
             return f"the model's plan cuts '{name}' as `{style}`, which Coalign does not know"
@@ -121,11 +137,11 @@ def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> st
 def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Cut the weights and the computation of ``layers`` (on the meta device) over ``mesh``, which has one dimension.
     Raises ValueError for weights that do not divide."""
-    names = {module: name for name, module in model.named_modules()}
+    names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
     for layer, blocks in zip(layers, _cut_blocks(model, layers), strict=True):
         for block in blocks:
             for module in block.modules():
-                if (style := find_style(names[module], model.tp_plan)) in (OUTPUTS, INPUTS):
+                if (style := find_style(names[module], plan)) in (OUTPUTS, INPUTS):
                     _cut(module, style, mesh)
             _exchange_row(block, mesh.get_group())
         for module in layer.modules():
@@ -134,12 +150,12 @@ def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], m
 
 def _cut_blocks(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """The blocks of each layer that the plan cuts. One with experts computes each rank's part of the row instead."""
-    names = {module: name for name, module in model.named_modules()}
+    names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
     experts = set(find_experts(model))
 
     def is_cut(block: nn.Module) -> bool:
         inner = set(block.modules())
-        return experts.isdisjoint(inner) and any(find_style(names[module], model.tp_plan) for module in inner)
+        return experts.isdisjoint(inner) and any(find_style(names[module], plan) for module in inner)
 
     return [[block for block in layer.children() if is_cut(block)] for layer in layers]
 
@@ -270,7 +286,8 @@ def shard_model(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtyp
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.whole.device_type)) if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     experts = find_experts(model.model) if ranks.experts is not ranks.whole else []
-    groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
+    groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers)]
+    groups += [(tower_layers(model.model), ranks.whole), ([model], ranks.whole)]
     for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
         sharded = fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)
@@ -284,6 +301,18 @@ def move_buffers(device: torch.device, module: nn.Module) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the language model."""
+    inside = {*find_body(model).modules()}
+    return [layer for layer in _find_layers(model) if layer in inside]
+
+
+def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model that sees that are none of its language model. No rank computes a part of them."""
+    inside = {*find_body(model).modules()}
+    return [layer for layer in _find_layers(model) if layer not in inside]
+
+
+def _find_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules of the classes in `_no_split_modules`. (Sharding replaces their class by a subclass.)"""
     blocks = set(model._no_split_modules or ())
     return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]

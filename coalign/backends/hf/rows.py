@@ -78,12 +78,15 @@ class RowSharding:
         more = size * self.parts - len(layout.tokens)
         before = self.context.rank * self.tensor.size
         start = (before + self.tensor.rank) * size
+        context = slice(before * size, (before + self.tensor.size) * size)
         own, rows = ((at >= start) & (at < start + size) for at in (layout.predictors, layout.last))
         part = replace(
             layout,
             tokens=F.pad(layout.tokens, (0, more))[start : start + size],
             # Attention gathers the parts of the tensor-parallel ranks, so rotary embeddings need positions for all.
-            positions=F.pad(layout.positions, (0, more))[before * size : (before + self.tensor.size) * size],
+            positions=F.pad(layout.positions, (0, more))[context],
+            offset=start,
+            axes=None if layout.axes is None else F.pad(layout.axes, (0, more))[:, context],
             blocks=layout.blocks + ((Block(len(layout.tokens), (more,)),) if more else ()),
             predictors=layout.predictors[own] - start,
             targets=layout.targets[own],

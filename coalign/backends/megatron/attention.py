@@ -70,7 +70,8 @@ def compute_slopes(heads: int) -> Tensor:
 
 
 def compute_rotary_angles(model: MegatronConfig, positions: Tensor, blocks: Sequence[Block]) -> Tensor | None:
-    """Compute rotary angles f32[P, 1, 1, D] of positions i64[P]; D of a head's numbers are rotated.
+    """Compute rotary angles f32[P, 1, 1, D] of positions i64[P], or i64[3, P] on three axes; D of a head's numbers are
+    rotated.
 
     ``blocks``: of the whole row. Returns None for a model without rotary embeddings. ValueError for a sequence above
     the length at which dynamic scaling begins: it changes the angles of the whole row.
@@ -80,7 +81,9 @@ def compute_rotary_angles(model: MegatronConfig, positions: Tensor, blocks: Sequ
     longest = max((block.prefix[1] - block.prefix[0] if block.prefix else 0) + max(block.lengths) for block in blocks)
     if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
         check_rope_length("dynamic", model.max_position_embeddings, longest)
-    turns = torch.outer(positions.float(), compute_rotary_frequencies(model).to(positions.device))
+    turns = positions.float()[..., None] * compute_rotary_frequencies(model).to(positions.device)
+    if positions.dim() > 1:  # Qwen2-VL (2409.12191): each axis turns some of the pairs
+        turns = torch.stack([turns[axis, :, pair] for pair, axis in enumerate(model.mrope_axes)], -1)
     both = turns.repeat_interleave(2, 1) if model.rotary_interleaved else torch.cat([turns, turns], 1)
     return both[:, None, None]
 

@@ -38,6 +38,7 @@ from coalign.backends.megatron.partition import (
     read_sizes,
 )
 from coalign.backends.megatron.training import MegatronPipeline
+from coalign.backends.megatron.vision import PipelineVision
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.hub import find_directory
@@ -200,18 +201,23 @@ def build_pipeline(
     dtype = getattr(torch, config.compute_dtype or config.dtype)
     more = _compute_fields(config) | (EIGHT_BITS if config.fp8 else {})
     settings = create_transformer_config(model, read_sizes(config), dtype=dtype, te=te, **more)
-    chunks = []
+    chunks, vision = [], None
+    if config.vision is not None:
+        vision = PipelineVision(config, context, first=parallel_state.is_pipeline_first_stage())
     for chunk in range(len(weights.layout.stages[0])):
         virtual = chunk if len(weights.layout.stages[0]) > 1 else None
         ends = {
             "first": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
             "last": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
         }
-        module = _build_chunk(config, model, settings, vocabulary=weights.padded, chunk=virtual, te=te, **ends)
+        more = {"vocabulary": weights.padded, "chunk": virtual, "te": te, "vision": vision, **ends}
+        module = _build_chunk(config, model, settings, **more)
         move_module(module, device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
         chunks.append(module.requires_grad_(not config.frozen and carrier is None))
+        if vision is not None:
+            vision.freeze()
         if carrier is not None and config.head != "lm" and ends["last"]:  # trained beside the adapters, as they are
             module.output_layer.float().requires_grad_(not config.frozen)
     adapted = [] if carrier is None else lora.attach(chunks, weights, carrier, context.rank, frozen=config.frozen)

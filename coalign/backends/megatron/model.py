@@ -41,6 +41,8 @@ from coalign.backends.megatron.attention import (
     compute_rotary_angles,
 )
 from coalign.backends.megatron.partition import check_recomputed
+from coalign.backends.megatron.vision import PipelineVision
+from coalign.backends.vision import place_features
 from coalign.weights.families import MegatronConfig
 
 
@@ -217,6 +219,7 @@ class PackedGPT(GPTModel):
         last: bool = True,
         chunk: int | None = None,
         te: bool = False,
+        vision: PipelineVision | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -229,9 +232,15 @@ class PackedGPT(GPTModel):
             position_embedding_type="learned_absolute"
             if model.position_embedding_type == "learned_absolute"
             else "none",
+            scatter_embedding_sequence_parallel=vision is None,  # features are placed in the whole row
             vp_stage=chunk,
         )
-        self.described, self.read = model, read
+        self.described, self.read, self.seen = model, read, vision
+        if first and vision is not None:
+            self.vision = vision.tower
+            for number in range(model.deepstack_layers):
+                self.decoder.layers[number].register_forward_hook(partial(self._add_features, number))
+        self._added: list[Tensor] = []  # of the row that is computed: [P, 1, H] for each of the first layers
         if first and model.embedding_layernorm:
             self.embedding.layernorm = PackedNorm(config, config.hidden_size, config.layernorm_epsilon)
 
@@ -242,7 +251,8 @@ class PackedGPT(GPTModel):
 
         ``layout``: of this rank's part of the row (coalign.backends.hf.rows.RowShard).
         """
-        angles = compute_rotary_angles(self.described, layout.positions, layout.blocks)
+        positions = layout.positions if layout.axes is None else layout.axes
+        angles = compute_rotary_angles(self.described, positions, layout.blocks)
         embedded = self._embed(layout) if self.pre_process else None
         if embedded is not None and torch.is_grad_enabled():  # that of a frozen embedding has no gradient by itself
             embedded.requires_grad_()
@@ -257,10 +267,28 @@ class PackedGPT(GPTModel):
 
     def _embed(self, layout: Layout) -> Tensor:
         """Return [P, 1, H], or this rank's part of it under sequence parallelism."""
+        seen = self.seen and self.seen.embedder.find_features(layout.tokens, layout.images, layout.offset)
         hidden = self.embedding(layout.tokens[None], layout.positions[None])
+        if seen is not None:
+            places, (*layers,) = seen
+            hidden = self._scatter(place_features(hidden[:, 0], places, layers)[:, None])
+            blank = hidden.new_zeros(len(layout.tokens), hidden.shape[-1])
+            deeper = layers[1:] if len(places) else []
+            self._added = [self._scatter(place_features(blank, places, [layer])[:, None]) for layer in deeper]
         if self.described.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.described.embedding_scale, dtype=hidden.dtype)
         return cast(nn.Module, self.embedding.layernorm)(hidden) if self.described.embedding_layernorm else hidden
+
+    def _scatter(self, row: Tensor) -> Tensor:
+        """This rank's part of a row [P, 1, H] under sequence parallelism; else all of it."""
+        if not self.config.sequence_parallel:
+            return row
+        return tensor_parallel.scatter_to_sequence_parallel_region(row, group=self.pg_collection.tp)
+
+    def _add_features(self, number: int, _: nn.Module, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """Add features of images to what a layer makes (deepstack, 2406.04334)."""
+        hidden, *others = output
+        return (hidden + self._added[number] if self._added else hidden, *others)
 
     def _outputs(self, hidden: Tensor, layout: Layout, needs: Sequence[str]) -> dict[str, Tensor]:
         config, group = self.config, self.pg_collection.tp
@@ -276,8 +304,9 @@ class PackedGPT(GPTModel):
         if self.described.normalised_head:
             weight = F.normalize(weight)
         shard = VocabularyShard(group, first, real) if group.size() > 1 else None
+        bias = self.seen and self.seen.make_bias(weight, first)
         assert self.read is not None
-        return self.read(hidden[:, 0][layout.predictors], weight, layout, needs, share=shard)
+        return self.read(hidden[:, 0][layout.predictors], weight, layout, needs, share=shard, bias=bias)
 
 
 class ScalarGPT(PackedGPT):

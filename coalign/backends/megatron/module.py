@@ -31,10 +31,13 @@ from coalign.backends.megatron.partition import (
     partition_weights,
     read_sizes,
 )
+from coalign.backends.megatron.vision import find_problems
 from coalign.backends.process_group import all_reduce_values
 from coalign.backends.routers import RouterCoefficients
-from coalign.config.schema import ModelConfig
+from coalign.backends.vision_language import copy_processor
+from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.batch import Batch
+from coalign.data.images.processor import ImageProcessor
 from coalign.files import read_model_config
 from coalign.roles import Context
 from coalign.types import Stats
@@ -50,6 +53,7 @@ class MegatronModule(TrainableModule):
 
     parallel = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
     adapters = True
+    reads_images = True
     pipeline: MegatronPipeline
     weights: WeightPartition
     optimizer: PipelineOptimizer | None = None
@@ -57,7 +61,7 @@ class MegatronModule(TrainableModule):
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         super().check_settings(config, name, device)
-        for key, reason in _find_problems(config, device):
+        for key, reason in (*find_problems(config), *_find_problems(config, device)):
             raise ValueError(f"models.{name}.{key}{reason}")
         if config.fp8:
             layers.check_float8_device_type(device, f"models.{name}.fp8")
@@ -68,6 +72,8 @@ class MegatronModule(TrainableModule):
             model = partition_weights(config, config.processes).layout.config
         except ValueError as problem:
             raise ValueError(f"models.{name}: {problem}") from problem
+        if config.vision is not None:
+            ImageProcessor(pretrained.get_directory(config), pretrained.read_tokenizer(config), ImagesConfig())
         sizes = read_sizes(config)
         if model.num_moe_experts and not config.frozen and sizes.expert == 1 and sizes.expert_tensor != sizes.tensor:
             raise ValueError(
@@ -291,6 +297,7 @@ class MegatronModule(TrainableModule):
             }
             (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
             pretrained.save_config(self.config, dir)
+            copy_processor(pretrained.get_directory(self.config), Path(dir))
         dist.barrier()
 
     def save_adapter(self, dir: str | Path) -> None:

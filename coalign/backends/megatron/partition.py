@@ -23,7 +23,7 @@ from coalign.config.schema import ModelConfig
 from coalign.files import read_model_config
 from coalign.weights import families
 from coalign.weights.families import Family, Parameter
-from coalign.weights.families.family import HuggingFaceTensor
+from coalign.weights.families.family import HuggingFaceTensor, keep_whole
 from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.megatron_model import MegatronConfig
 from coalign.weights.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
@@ -76,10 +76,7 @@ class WeightPartition:
         config = self.layout.config
         found = self.family.parameters(config, vocab_divisor=self.vocabulary, in_memory=in_memory)
         if self.scalar:
-            name, shape = "output_layer.weight", (1, config.hidden_size)
-            box: Box = tuple((0, size) for size in shape)
-            sources, pieces = {SCORE: HuggingFaceTensor(SCORE, shape)}, (ShardBox(SCORE, box, box),)
-            found[name] = Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
+            found["output_layer.weight"] = keep_whole("output_layer.weight", SCORE, (1, config.hidden_size))
         return found
 
     def sources(self, *, in_memory: bool) -> dict[str, HuggingFaceTensor]:
@@ -361,7 +358,13 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     hf = read_model_config(get_directory(config))
     # The architecture names the head of the file; the configuration decides the head of this model.
     family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
+    _check_vision(config, family)
     model, sizes, own = family.config(hf), read_sizes(config), config.megatron
+    if model.deepstack_layers and config.activation_checkpointing == "full" and not config.frozen:
+        raise ValueError(
+            f"activation_checkpointing is full: the first {model.deepstack_layers} layers of {config.load} add "
+            "features of images, which are not computed again; use `selective`, or `module: fsdp`"
+        )
     found = {
         "swiglu": model.gated_linear_unit and model.activation_func == "silu",
         "position_embedding_type": model.position_embedding_type,
@@ -379,5 +382,22 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     split = split_layers(
         model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
     )
+    if (here := len(split[0][0])) < model.deepstack_layers:
+        raise ValueError(
+            f"pipeline_parallel {sizes.pipeline} gives the first stage {here} layers: the first "
+            f"{model.deepstack_layers} add features of images (deepstack) and have to be there; use fewer stages, or "
+            "megatron.first_stage_layers"
+        )
     layout = MegatronLayout(model, sizes.mesh(count), split, "te" if te else "local")
     return WeightPartition(family, layout, choose_vocabulary_multiple(model, sizes.tensor), scalar=config.head != "lm")
+
+
+def _check_vision(config: ModelConfig, family: Family) -> None:
+    """Raise ValueError for a model that would lose its tower, and for one without a tower in a run with images."""
+    if family.tower is None and config.vision is not None:
+        raise ValueError(f"models of the family {family.name} read no images under `megatron` (data.images)")
+    if family.tower is not None and config.vision is None:
+        raise ValueError(
+            f"{config.load} is a vision-language model, which `megatron` trains with images alone: set data.images, or "
+            "use `module: fsdp`"
+        )

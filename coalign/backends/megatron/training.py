@@ -52,10 +52,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from coalign.algorithms.routing import count_choices
 from coalign.backends.base import Measure, Outputs
 from coalign.backends.hf.rows import RowSharding
-from coalign.backends.layout import Layout, pack
+from coalign.backends.layout import Layout
 from coalign.backends.megatron.lora import sum_partial_gradients
 from coalign.backends.megatron.model import PackedGPT
 from coalign.backends.routers import ExpertChoice, RouterCoefficients, RouterTotals
+from coalign.backends.vision import pack_with_images
 from coalign.data.batch import Batch
 from coalign.weights.metadata import DistributedCheckpointPlanner, DistributedCheckpointReader
 
@@ -188,7 +189,12 @@ class MegatronPipeline:
             model.train(loss is not None)
         stages = self.group.size()
         rest = -len(micros) % stages if len(self.models) > 1 else 0
-        shards = [self.rows.cut(pack(micro, share_prefix=share_prefix)) for micro in (*micros, *[idle] * rest)]
+        seen = self.models[0].seen
+        layouts = (
+            pack_with_images(seen and seen.embedder, micro, share_prefix=share_prefix)
+            for micro in (*micros, *[idle] * rest)
+        )
+        shards = [self.rows.cut(layout) for layout in layouts]
         results: list[Outputs] = []
 
         def step(

@@ -105,7 +105,8 @@ def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], token
         def view(name: str) -> Tensor:
             return next(tensor for _, tensor in reshard(specs, [views[name]], moves, side.fetch))
 
-        for name, tensor in cut(view, weights.shards(0, in_memory=False)):
+        # Texts alone are compared: a vision tower is left out.
+        for name, tensor in cut(view, [shard for shard in weights.shards(0, in_memory=False) if shard.name in own]):
             own.pop(name).copy_(tensor)
         assert not own, f"nothing was read for {sorted(own)}"
         batch = Batch(torch.tensor([len(tokens)]), {"tokens": tokens.int()}, {})

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from coalign.config.errors import Conflict, suggest
 from coalign.config.schema.base import Continuable, Drawn, InputPath, OneOrMore, ResultNeutral, Section
@@ -59,6 +59,8 @@ class ImagesConfig(Section):
     """Larger images are scaled down to this many pixels, before the model's own processor sees them."""
     max_file_pixels: PositiveInt = 50_000_000
     """A file that says it has more is refused before it is decoded."""
+    video_fps: PositiveFloat = 2.0
+    """How many frames a second videos have whose files do not say so: lists and folders of frames."""
 
 
 class DataConfig(Section):

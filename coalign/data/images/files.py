@@ -11,7 +11,8 @@ import binascii
 import hashlib
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,20 @@ NEEDS_PILLOW = "images are read with Pillow, which is not installed: pip install
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that holds one image: its path, the sha256 of its bytes, and its width and height in pixels."""
+    """A file that holds one image: its path, the sha256 of its bytes, and its width and height in pixels.
+
+    ``frames`` of a video, and how many a second (``rate``), if the file says so; 0 frames for an image.
+    """
 
     path: str
     sha256: str
     size: tuple[int, int]
+    frames: int = 0
+    rate: float | None = None
+
+    @property
+    def is_video(self) -> bool:
+        return self.frames > 0
 
 
 class ImageFiles:
@@ -115,8 +125,42 @@ def open_image(content: bytes, path: str, most_pixels: int) -> Image:
 
     A file that says it has more than ``most_pixels`` is refused before anything is decoded.
     """
+    with _opened(content, path, most_pixels) as image:
+        if (frames := getattr(image, "n_frames", 1)) > 1:
+            raise BadRow(f"the image {path} is animated ({frames} frames); expected a single picture", REASON)
+        return _read_picture(image)
+
+
+def open_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[Image], float | None]:
+    """Decode all frames of an animated picture, as `open_image` decodes one; how many a second, if it says so.
+
+    The limit ``most_pixels`` is that of all frames together.
+    """
+    with _opened(content, path, most_pixels) as image:
+        count = getattr(image, "n_frames", 1)
+        if (pixels := image.width * image.height * count) > most_pixels:
+            limit = f"{pixels:,} pixels; data.images.max_file_pixels is {most_pixels:,}"
+            raise BadRow(f"the {count} frames of {path} have {limit}", REASON)
+        frames, milliseconds = [], 0.0
+        for number in range(count):
+            image.seek(number)
+            frames.append(_read_picture(image))
+            milliseconds += image.info.get("duration") or 0.0
+        return frames, 1000 * count / milliseconds if milliseconds else None
+
+
+def _read_picture(image: Image) -> Image:
+    from PIL import ImageOps
+
+    image.load()
+    return ImageOps.exif_transpose(_to_rgb(image))
+
+
+@contextmanager
+def _opened(content: bytes, path: str, most_pixels: int) -> Iterator[Image]:
+    """Open an image, of which nothing is decoded yet. What its decoding raises becomes a BadRow (image)."""
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise ImportError(NEEDS_PILLOW) from error
     try:
@@ -127,10 +171,7 @@ def open_image(content: bytes, path: str, most_pixels: int) -> Image:
             if width * height > most_pixels:
                 limit = f"{width} x {height} pixels; data.images.max_file_pixels is {most_pixels:,}"
                 raise BadRow(f"the image {path} says that it has {limit}", REASON)
-            if (frames := getattr(image, "n_frames", 1)) > 1:
-                raise BadRow(f"the image {path} is animated ({frames} frames); expected a single picture", REASON)
-            image.load()
-            return ImageOps.exif_transpose(_to_rgb(image))
+            yield image
     except UnidentifiedImageError as error:
         raise BadRow(f"{path} is no image that Pillow can read", REASON) from error
     except Image.DecompressionBombError as error:

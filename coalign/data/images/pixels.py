@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coalign.data.images.files import open_image
 from coalign.data.images.processor import ImageProcessor
+from coalign.data.images.videos import read_frames
 from coalign.types import ImageSpan
 
 Pixels = Mapping[str, Tensor]
@@ -56,13 +57,20 @@ class PixelCache:
             ) from error
         if hashlib.sha256(content).hexdigest() != span.image:
             raise ValueError(f"the image {span.path} has changed since the data were read")
-        image = open_image(content, span.path, self.processor.settings.max_file_pixels)
-        if (shape := self.processor.measure(image.size)).grid != span.grid:
+        most = self.processor.settings.max_file_pixels
+        if span.is_video:
+            frames, _ = read_frames(content, span.path, most)
+            pixels = self.processor.prepare_video(frames)
+            grid = tuple(pixels["image_grid_thw"][0].tolist())
+        else:
+            image = open_image(content, span.path, most)
+            pixels, grid = self.processor.prepare(image), self.processor.measure(image.size).grid
+        if grid != span.grid:
             raise ValueError(
-                f"the image {span.path} has {shape.grid} patches by the processor in {self.processor.directory}, and "
+                f"the image {span.path} has {grid} patches by the processor in {self.processor.directory}, and "
                 f"{span.grid} by that of the data: all models that see need the same processor"
             )
-        return self.processor.prepare(image)
+        return pixels
 
 
 def _count_bytes(pixels: Pixels) -> int:

@@ -4,57 +4,78 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from coalign.data.images.files import REASON, ImageFile, ImageFiles
+from coalign.data.images.frames import VIDEO_DEFAULTS
 from coalign.data.images.processor import ImageProcessor
+from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow
 from coalign.types import ImageSpan
 
 Message = dict[str, Any]
-MARKER = re.compile(r"<image(?:[ _](\d+))?>")  # LLaVA, Geometry3K: <image>; MMMU: <image 1>
+KINDS = ("image", "video")  # what stands in messages beside text, as types of their parts
+# LLaVA, Geometry3K: <image>; MMMU: <image 1>
+MARKERS = {kind: re.compile(rf"<{kind}(?:[ _](\d+))?>") for kind in KINDS}
 
 
 def is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
+    """Whether a part of content is an image or a video."""
+    return isinstance(part, dict) and part.get("type") in KINDS
 
 
 def list_images(messages: Iterable[Message]) -> list[str]:
-    """List the paths of the images in messages, in order."""
+    """List the paths of the images in messages, in order; not those of videos."""
+    return [part["image"] for part in list_image_parts(messages) if part["type"] == "image"]
+
+
+def list_image_parts(messages: Iterable[Message]) -> list[Message]:
+    """List the parts of messages that are images or videos, in order."""
     contents = (message.get("content") for message in messages)
-    return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
+    return [part for content in contents if isinstance(content, list) for part in content if is_image(part)]
 
 
-def read_part(part: Mapping[str, Any]) -> Any | None:
-    """Return the image of a part of content in any of the usual forms; None for a part of another kind.
+def read_part(part: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the kind and the value of a part of content in any of the usual forms; None for a text.
 
-    {type: image, image: …}, {type: image, url or path: …}, {type: image_url, image_url: {url}}, {type: input_image, …}.
+    {type: image, image: …}, {type: image, url or path: …}, {type: image_url, image_url: {url}}, {type: input_image, …};
+    likewise for videos.
     """
-    kind = str(part.get("type"))
-    if kind not in ("image", "image_url", "input_image"):
-        return None
-    return next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), "")
+    for kind in KINDS:
+        if str(part.get("type")) in (kind, f"{kind}_url", f"input_{kind}"):
+            names = (kind, f"{kind}_url", "url", "path")
+            return kind, next((part[key] for key in names if part.get(key) is not None), "")
+    return None
 
 
-def place_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Message]:
+def place_images(messages: Sequence[Message], images: Sequence[str], videos: Sequence[str] = ()) -> list[Message]:
     """Put the images of a row where its texts say `<image>`, or, if none does, before the first question.
 
-    `<image 2>` is the second image. BadRow (image) unless each image of the row has a place, and each place an image.
-    Neighbouring texts of a message become one.
+    `<image 2>` is the second image; videos likewise. BadRow (image) unless each image of the row has a place, and each
+    place an image. Neighbouring texts of a message become one.
     """
+    return _place(_place(messages, "image", images), "video", videos)
+
+
+def _place(messages: Sequence[Message], kind: str, paths: Sequence[str]) -> list[Message]:
+    def is_open(part: Message) -> bool:
+        """Whether a part is the place of an image that the row has elsewhere: {type: image} alone."""
+        return part.get("type") == kind and not part[kind]
+
+    marker = MARKERS[kind]
     everywhere = [part for message in messages for part in _list_parts(message)]
-    marks = sum(len(MARKER.findall(_get_text(part))) + _is_open(part) for part in everywhere)
-    own = {part["image"] for part in everywhere if is_image(part) and part["image"]}
+    marks = sum(len(marker.findall(_get_text(part))) + is_open(part) for part in everywhere)
+    own = {part[kind] for part in everywhere if part.get("type") == kind and part[kind]}
     if not marks and (not paths or own == set(paths)):
         return [_write(message, _list_parts(message)) for message in messages]
     if own and paths:
-        raise BadRow(f"the row has {len(paths)} images of its own, and others in its messages", REASON)
+        raise BadRow(f"the row has {len(paths)} {kind}s of its own, and others in its messages", REASON)
     if not marks:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
-            raise BadRow(f"the row has {len(paths)} images and no message of the user", REASON)
-        images = [{"type": "image", "image": path} for path in paths]
+            raise BadRow(f"the row has {len(paths)} {kind}s and no message of the user", REASON)
+        images = [{"type": kind, kind: path} for path in paths]
         return [
             _write(message, [*images, *_list_parts(message)] if i == first else _list_parts(message))
             for i, message in enumerate(messages)
@@ -65,36 +86,31 @@ def place_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Mess
     def take(number: str | None) -> Message:
         index = len(used) if number is None else int(number) - 1
         if not 0 <= index < len(waiting):
-            raise BadRow(f"the texts name image {index + 1}, and the row has {len(paths)}", REASON)
+            raise BadRow(f"the texts name {kind} {index + 1}, and the row has {len(paths)}", REASON)
         used.add(index)
-        return {"type": "image", "image": waiting[index]}
+        return {"type": kind, kind: waiting[index]}
 
     placed = []
     for message in messages:
         parts: list[Message] = []
         for part in _list_parts(message):
             if is_image(part):
-                parts.append(take(None) if _is_open(part) else part)
+                parts.append(take(None) if is_open(part) else part)
                 continue
             text, end = _get_text(part), 0
-            for found in MARKER.finditer(text):
+            for found in marker.finditer(text):
                 parts += [{"type": "text", "text": text[end : found.start()]}, take(found[1])]
                 end = found.end()
             parts.append({"type": "text", "text": text[end:]})
         placed.append(_write(message, parts))
     if len(used) < len(paths):
-        raise BadRow(f"the row has {len(paths)} images, and its texts have places for {len(used)}", REASON)
+        raise BadRow(f"the row has {len(paths)} {kind}s, and its texts have places for {len(used)}", REASON)
     return placed
 
 
 def _list_parts(message: Message) -> list[Message]:
     content = message["content"]
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def _is_open(part: Message) -> bool:
-    """Whether a part is the place of an image that the row has elsewhere: {type: image} alone."""
-    return is_image(part) and not part["image"]
 
 
 def _get_text(part: Message) -> str:
@@ -147,14 +163,36 @@ def describe_placeholders(spans: Iterable[ImageSpan]) -> str:
 
 
 class Placeholders:
-    """Expands the placeholder of each image in a text to as many as the model has features, and finds them again."""
+    """Expands the placeholder of each image in a text to as many as the model has features, and finds them again.
+
+    Of videos, too, in the models that read them.
+    """
 
     def __init__(self, processor: ImageProcessor, files: ImageFiles) -> None:
         self.processor, self.files = processor, files
+        self.videos = VideoFiles(files)
+        marks = [processor.placeholder, *([processor.video_placeholder] if processor.frames else [])]
+        self._mark = re.compile("|".join(map(re.escape, marks)))
+
+    def write(self, part: Message) -> str:
+        """Return what stands for a part, before it is expanded. BadRow (image) for a video that no model here reads."""
+        return self._get_mark(part["type"] == "video")
+
+    def _get_mark(self, is_video: bool) -> str:
+        if is_video and self.processor.frames is None:
+            raise BadRow(
+                f"the row has a video, and the model in {self.processor.directory} reads images alone; videos are read "
+                f"by {', '.join(VIDEO_DEFAULTS)}",
+                REASON,
+            )
+        return self.processor.video_placeholder if is_video else self.processor.placeholder
 
     def find(self, messages: Iterable[Message]) -> list[ImageFile]:
-        """The files of the images in messages, in order. BadRow (image) for one that cannot be used."""
-        return [self.files.find(path) for path in list_images(messages)]
+        """The files of the images and videos in messages, in order. BadRow (image) for one that cannot be used."""
+        return [
+            self.files.find(part["image"]) if part["type"] == "image" else self.videos.find(part["video"])
+            for part in list_image_parts(messages)
+        ]
 
     def expand(self, text: str, images: Sequence[ImageFile]) -> tuple[str, list[tuple[int, int]]]:
         """Replace the n-th placeholder by what stands for the n-th image.
@@ -162,21 +200,19 @@ class Placeholders:
         Returns the text, and (place, growth) of each replacement: how much longer the text is behind that place of the
         old one. BadRow (image) if there are more placeholders than images, or fewer.
         """
-        pieces = text.split(self.processor.placeholder)
-        if len(pieces) != len(images) + 1:
+        found, expected = [*self._mark.finditer(text)], [self._get_mark(image.is_video) for image in images]
+        if [mark[0] for mark in found] != expected:
+            names = " or ".join(dict.fromkeys([*expected, *(mark[0] for mark in found)]))
             raise BadRow(
-                f"the chat template writes {len(pieces) - 1} placeholders ({self.processor.placeholder}) for "
-                f"{len(images)} images",
-                REASON,
+                f"the chat template writes {len(found)} placeholders ({names}) for {len(images)} images", REASON
             )
-        length, moved, place = len(self.processor.placeholder), [], 0
-        expanded = pieces[:1]
-        for (before, after), image in zip(pairwise(pieces), images, strict=True):
-            stands = self.processor.measure(image.size).text
-            place += len(before) + length
-            moved.append((place, len(stands) - length))
-            expanded += [stands, after]
-        return "".join(expanded), moved
+        expanded, moved, end = [], [], 0
+        for mark, image in zip(found, images, strict=True):
+            stands = self.processor.measure_file(image).text
+            moved.append((mark.end(), len(stands) - len(mark[0])))
+            expanded += [text[end : mark.start()], stands]
+            end = mark.end()
+        return "".join([*expanded, text[end:]]), moved
 
     def locate(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[ImageSpan, ...]:
         """Find the spans of ``images`` in the tokens of an expanded text. BadRow (image) unless all are there.
@@ -184,11 +220,11 @@ class Placeholders:
         No content can write a placeholder (ContentGuard), so what has its id is one.
         """
         runs: list[tuple[int, int]] = []
-        for placed, run in groupby(enumerate(tokens), key=lambda pair: pair[1] == self.processor.token):
+        for placed, run in groupby(enumerate(tokens), key=lambda pair: pair[1] in self.processor.tokens):
             if placed:
                 places = [place for place, _ in run]
                 runs.append((places[0], len(places)))
-        shapes = [self.processor.measure(image.size) for image in images]
+        shapes = [self.processor.measure_file(image) for image in images]
         if (found := sum(length for _, length in runs)) != (needed := sum(shape.features for shape in shapes)):
             raise BadRow(f"{found} placeholders in the tokens, and {needed} features of {len(images)} images", REASON)
         spans = []
@@ -197,7 +233,7 @@ class Placeholders:
             first = 0
             while first < shape.features:
                 length = min(left, shape.features - first)
-                spans.append(ImageSpan(image.sha256, image.path, start, length, shape.grid, first))
+                spans.append(ImageSpan(image.sha256, image.path, start, length, shape.grid, first, shape.seconds))
                 first, start, left = first + length, start + length, left - length
                 if not left and runs:
                     start, left = runs.pop(0)

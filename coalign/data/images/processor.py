@@ -1,7 +1,7 @@
 """A model's own processor of images: pixels for the model, and the placeholders that stand for them in a text.
 
 The classes are transformers'. They are used without their tokenizer and without what reads videos, which would need
-torchvision; images are resized by Pillow, in every process alike.
+torchvision (`frames.py` is in its place); images are resized by Pillow, in every process alike.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from coalign.config.schema import ImagesConfig
-from coalign.data.images.files import NEEDS_PILLOW
+from coalign.data.images.files import NEEDS_PILLOW, REASON, ImageFile
+from coalign.data.images.frames import VIDEO_DEFAULTS, FrameProcessor
+from coalign.data.sources import BadRow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,19 +32,21 @@ class ImageShape:
     """What follows from the size of an image alone.
 
     ``text``: what stands for it in a prompt, placeholders included. ``features``: their number. ``grid``: the patches
-    that the tower reads (frames or tiles, rows, columns).
+    that the tower reads (frames or tiles, rows, columns). ``seconds`` between two steps of a video's grid.
     """
 
     text: str
     features: int
     grid: tuple[int, int, int]
+    seconds: float | None = None
 
 
 class ImageProcessor:
     """The processor in ``directory``, a model's, for texts of ``tokenizer``.
 
     ``placeholder``: what a chat template writes in an image's place. ``token``: the id that stands for a feature.
-    Raises ValueError for a model without a processor of images, ImportError for a package that it needs.
+    ``frames``: what reads videos; None for a model of images alone. Raises ValueError for a model without a processor
+    of images, ImportError for a package that it needs.
     """
 
     def __init__(self, directory: str | Path, tokenizer: PreTrainedTokenizerBase, settings: ImagesConfig) -> None:
@@ -62,6 +66,40 @@ class ImageProcessor:
             self._processor.valid_processor_kwargs, tokenizer_init_kwargs={}, return_tensors="pt"
         )["images_kwargs"]
         self._shapes: dict[tuple[int, int], ImageShape] = {}
+        self.tokens, self.frames, self.video_placeholder = {token}, None, ""
+        if self.config.model_type in VIDEO_DEFAULTS:
+            self.frames = self._processor.video_processor = FrameProcessor(self.directory, self.config.model_type)
+            self.video_placeholder = self._processor.video_token
+            self.tokens.add(self.config.video_token_id)
+            self.identity += json.dumps([*self.frames.identity, settings.video_fps])
+
+    def measure_file(self, file: ImageFile) -> ImageShape:
+        """Return the placeholders and the patches of an image or a video. BadRow (image) for one of unusable sizes."""
+        if not file.is_video:
+            return self.measure(file.size)
+        assert self.frames is not None
+        try:
+            grid = self.frames.measure(self._fit(file.size), file.frames)
+        except ValueError as error:
+            raise BadRow(f"the video {file.path} cannot be read: {error}", REASON) from error
+        rate = file.rate or self.settings.video_fps
+        text = self._write_video(grid, file.frames, rate)
+        tokens = cast(list[int], self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        count = tokens.count(self.config.video_token_id)
+        return ImageShape(text, count, grid, self.frames.temporal_patch_size / rate)
+
+    def _write_video(self, grid: tuple[int, int, int], frames: int, rate: float) -> str:
+        """The text of the model's own processor for a video, which may name times between its placeholders."""
+        from transformers.video_utils import VideoMetadata
+
+        times = VideoMetadata(total_num_frames=frames, fps=rate, frames_indices=[*range(frames)])
+        inputs = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [times]}
+        return self._processor.replace_video_token(inputs, 0)
+
+    def prepare_video(self, frames: Sequence[Image]) -> dict[str, Tensor]:
+        """Return what the model's tower reads of the RGB frames of a video, by the names that it has for images."""
+        assert self.frames is not None
+        return self.frames.prepare([self._scale(frame) for frame in frames])
 
     def measure(self, size: tuple[int, int]) -> ImageShape:
         """Return the placeholders and the patches of an image of this (width, height)."""
@@ -77,12 +115,14 @@ class ImageProcessor:
 
     def prepare(self, image: Image) -> dict[str, Tensor]:
         """Return what the model's tower reads of an RGB image: `pixel_values` and what belongs to them."""
-        if (size := self._fit(image.size)) != image.size:
-            from PIL import Image as module
-
-            image = image.resize(size, module.Resampling.BICUBIC)
-        inputs, _ = self._process(image)
+        inputs, _ = self._process(self._scale(image))
         return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+    def _scale(self, image: Image) -> Image:
+        from PIL import Image as module
+
+        size = self._fit(image.size)
+        return image if size == image.size else image.resize(size, module.Resampling.BICUBIC)
 
     def _process(self, image: Image) -> tuple[Mapping[str, Any], str]:
         images = self._processor.prepare_inputs_layout(images=[image], text=self.placeholder)[0]

@@ -1,4 +1,4 @@
-"""The images of a row: in its columns or in parts of messages, as paths, URLs, bytes or objects of `datasets`."""
+"""The images and videos of a row: in its columns or in parts of messages, as paths, URLs, bytes or objects."""
 
 from __future__ import annotations
 
@@ -7,26 +7,38 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coalign.data.images.files import REASON, ImageFiles, write_data_url
-from coalign.data.images.placeholders import MARKER, is_image, read_part
+from coalign.data.images.placeholders import MARKERS, is_image, read_part
+from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow
 
 COLUMNS = ("images", "image")  # of most sets; MMMU has image_1, image_2, …
+VIDEO_COLUMNS = ("videos", "video")  # of several videos, and of one
 _NUMBERED = re.compile(r"image_(\d+)")
 _TEXTS = ("messages", "conversations", "prompt", "problem", "question", "instruction")  # where `<image>` may stand
 
 
 class RowImages:
-    """Replaces every image in a row by the path of its file."""
+    """Replaces every image and every video in a row by the path of its file."""
 
     def __init__(self, files: ImageFiles) -> None:
-        self.files = files
+        self.files, self.videos = files, VideoFiles(files)
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row with paths for images, those of its columns also as a list under `images`.
+        """Return the row with paths for images and videos, those of its columns also as lists, `images` and `videos`.
 
         BadRow (image) for what is no image of any known form.
         """
         row = {key: self.read_messages(value) for key, value in row.items()}
+        return self._read_videos(self._read_images(row))
+
+    def _read_videos(self, row: dict[str, Any]) -> dict[str, Any]:
+        several, one = (row.get(column) for column in VIDEO_COLUMNS)
+        if several is None:
+            several = [] if one is None else [one]
+        found = [self.videos.store(each) for each in (several if isinstance(several, list) else [several])]
+        return row | {"videos": found} | ({} if one is None else {"video": found[0]})
+
+    def _read_images(self, row: dict[str, Any]) -> dict[str, Any]:
         numbered = sorted((int(found[1]), key) for key in row if (found := _NUMBERED.fullmatch(key)))
         column = next((key for key in COLUMNS if row.get(key) is not None), None)
         if column is not None:
@@ -45,31 +57,40 @@ class RowImages:
         return value | {"content": [self._read_part(part) for part in value["content"]]}
 
     def _read_part(self, part: Any) -> Any:
-        if not isinstance(part, dict) or (image := read_part(part)) is None:
+        if not isinstance(part, dict) or (found := read_part(part)) is None:
             return part
-        return {"type": "image", "image": self.files.store(image) if image else ""}
+        kind, value = found
+        files = self.files if kind == "image" else self.videos
+        return {"type": kind, kind: files.store(value) if value else ""}
 
 
 def send_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as OpenAI's API takes them, with the content of each image. OSError for a file that is gone."""
+    """Return messages as OpenAI's API takes them, with the content of each image.
+
+    OSError for a file that is gone, ValueError for a video.
+    """
     return [dict(message) | {"content": _send_parts(message.get("content"))} for message in messages]
 
 
 def _send_parts(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "image_url", "image_url": {"url": write_data_url(part["image"])}} if is_image(part) else part
-        for part in content
-    ]
+    return [_send_part(part) for part in content] if isinstance(content, list) else content
+
+
+def _send_part(part: Any) -> Any:
+    if not is_image(part):
+        return part
+    if part["type"] == "video":
+        raise ValueError("a judge behind OpenAI's API is sent images, and no videos")
+    return {"type": "image_url", "image_url": {"url": write_data_url(part["image"])}}
 
 
 def refuse_images(row: Mapping[str, Any]) -> None:
     """Raise BadRow for a row of images and texts that say where they belong: without them it would teach nonsense."""
-    column = next((key for key in COLUMNS if row.get(key)), None)
-    if column is not None and any(key in row and MARKER.search(str(row[key])) for key in _TEXTS):
-        raise BadRow(
-            f"the row has images (under '{column}') and its text says `<image>`, but this run reads text alone: set "
-            "data.images: {}, for models that see",
-            REASON,
-        )
+    for kind, columns in (("image", COLUMNS), ("video", VIDEO_COLUMNS)):
+        column = next((key for key in columns if row.get(key)), None)
+        if column is not None and any(key in row and MARKERS[kind].search(str(row[key])) for key in _TEXTS):
+            raise BadRow(
+                f"the row has {kind}s (under '{column}') and its text says `<{kind}>`, but this run reads text alone: "
+                "set data.images: {}, for models that see",
+                REASON,
+            )

@@ -16,6 +16,7 @@ from torch import Tensor
 from coalign.files import describe_problem
 from coalign.weights.layouts.megatron_model import (
     LAYER,
+    TOWER,
     MegatronConfig,
     MegatronParameter,
     RopeScaling,
@@ -363,6 +364,8 @@ class Family:
     layer: Mapping[str, TensorRule | str]
     prefix: str  # with {layer}
     memory: Mapping[str, TensorRule | str] = field(default_factory=dict)
+    memory_prefix: str | None = None  # of layers in memory, if it is another
+    tower: tuple[str, str] | None = None  # what names of the vision tower begin with, in files and in memory
     base: str = "model."  # of names in files that hold the model without its head
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     when: Callable[[Mapping[str, Any]], bool] = lambda hf: True  # where several families share an architecture
@@ -397,9 +400,12 @@ class Family:
         ``in_memory``: they are made of a transformers model's tensors, not a file's (version 5 stacks experts).
         """
         padded = -(-config.vocab_size // vocab_divisor) * vocab_divisor
-        memory = self.memory if in_memory else {}
         bare = list_parameters(config, padded)
-        return {parameter.name: self._parameter(config, parameter, memory) for parameter in bare}
+        found = {parameter.name: self._parameter(config, parameter, in_memory) for parameter in bare}
+        if self.tower is not None:
+            prefix = self.tower[in_memory]
+            found |= {TOWER + name: keep_whole(TOWER + name, prefix + name, shape) for name, shape in config.tower}
+        return found
 
     def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, HuggingFaceTensor]:
         """Return all Hugging Face tensors by name."""
@@ -408,11 +414,10 @@ class Family:
             found |= parameter.sources
         return found
 
-    def _parameter(
-        self, config: MegatronConfig, bare: MegatronParameter, memory: Mapping[str, TensorRule | str]
-    ) -> Parameter:
-        table, prefix = (self.tensors, "") if bare.layer is None else (self.layer, self.prefix)
-        table = {**table, **memory}
+    def _parameter(self, config: MegatronConfig, bare: MegatronParameter, in_memory: bool) -> Parameter:
+        layer_prefix = self.memory_prefix if in_memory and self.memory_prefix else self.prefix
+        table, prefix = (self.tensors, "") if bare.layer is None else (self.layer, layer_prefix)
+        table = {**table, **(self.memory if in_memory else {})}
         relative = bare.template.removeprefix(LAYER)
         rule, suffix = table.get(relative), ""
         if rule is None:
@@ -455,6 +460,13 @@ class Family:
         """Return the layer of a Hugging Face tensor, read from its name; None outside of layers."""
         found = re.match(re.escape(self.prefix).replace(r"\{layer\}", r"(\d+)"), name)
         return None if found is None else int(found[1])
+
+
+def keep_whole(name: str, source: str, shape: Shape) -> Parameter:
+    """Return a parameter that is not cut, made of one tensor."""
+    box: Box = tuple((0, size) for size in shape)
+    sources, pieces = {source: HuggingFaceTensor(source, shape)}, (ShardBox(source, box, box),)
+    return Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
 
 
 def _locate_pieces(parts: list[SourceRows], expert: int | None) -> tuple[ShardBox, ...]:

@@ -24,6 +24,7 @@ from coalign.weights.families.family import (
     QueryKeyValueTensors,
     RequiredValues,
     Rope,
+    Setting,
     SlidingWindow,
     StackedExperts,
     TensorRule,
@@ -217,6 +218,77 @@ QWEN3_MOE = replace(
     memory=STACKED,
 )
 
+# ---- Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose tower stays transformers' (coalign.backends.megatron.vision)
+
+
+def _read_text(setting: Setting) -> Setting:
+    """The setting, read from `text_config`, or from config.json itself, where older ones have everything."""
+    return lambda hf: setting({**hf, **(hf.get("text_config") or {})})
+
+
+def _read_ties(hf: Hf) -> dict[str, Any]:
+    """Whether the head is tied: what the whole model says holds, not what its language model's section says."""
+    return UNTIED({**(hf.get("text_config") or {}), **hf})
+
+
+def _read_tower(hf: Hf) -> dict[str, Any]:
+    """The parameters of the vision tower, which config.json alone does not say: those of transformers' class."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**hf))
+    tower = model.get_submodule("model.visual")
+    return {"tower": tuple((name, tuple(parameter.shape)) for name, parameter in tower.named_parameters())}
+
+
+def _read_mrope(hf: Hf) -> dict[str, Any]:
+    """Rotary embeddings of three axes: by which each pair of numbers turns, in sections, or in turns (Qwen3-VL)."""
+    found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not (sections := found.get("mrope_section")):
+        raise ValueError("config.json: 'mrope_section' is missing")
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if found.get("mrope_interleaved"):
+        axes = [axis if pair < 3 * sections[axis := pair % 3] else 0 for pair in range(len(axes))]
+    base = found.get("rope_theta", hf.get("rope_theta", 1000000.0))
+    return {"mrope_axes": tuple(axes), "rotary_base": base, "rope_scaling": None}
+
+
+QWEN_VL = replace(
+    QWEN2,
+    name="qwen2_vl",
+    architectures=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    model_types=("qwen2_vl", "qwen2_5_vl"),
+    settings=(
+        *map(_read_text, (*SIZES, LENGTH, FFN, Activation(), GROUPS, RMS, HEAD, _read_mrope)),
+        _read_ties,
+        _read_text(RequiredValues(use_sliding_window=False)),
+        FixedFields(add_qkv_bias=True),
+        _read_tower,
+    ),
+    memory=name_others("model.language_model.embed_tokens", "model.language_model.norm"),
+    memory_prefix="model.language_model.layers.{layer}.",
+    tower=("visual.", "model.visual."),
+)
+QWEN3_VL = replace(
+    QWEN3,
+    name="qwen3_vl",
+    architectures=("Qwen3VLForConditionalGeneration",),
+    model_types=("qwen3_vl",),
+    settings=(
+        *map(_read_text, (*SIZES, LENGTH, FFN, Activation(), GROUPS, RMS, _read_mrope)),
+        _read_ties,
+        _read_text(RequiredValues(attention_bias=False)),
+        _read_text(ConfigField("kv_channels", "head_dim", 128)),
+        FixedFields(qk_layernorm=True),
+        _read_tower,
+        lambda hf: {"deepstack_layers": len(hf["vision_config"].get("deepstack_visual_indexes") or ())},
+    ),
+    tensors=name_others("model.language_model.embed_tokens", "model.language_model.norm"),
+    prefix="model.language_model.layers.{layer}.",
+    tower=("model.visual.", "model.visual."),
+)
+
 # The first Qwen, which only its own code loads. Beyond `seq_length` that code also rescales queries (log n) and the
 # rotary base: a model here ends there.
 QWEN = Family(
@@ -402,5 +474,5 @@ DEEPSEEK_V3 = replace(
     memory=STACKED,
 )
 
-QWEN_FAMILIES = (QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+QWEN_FAMILIES = (QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN_VL, QWEN3_VL)
 LLAMA_FAMILIES = (LLAMA, MISTRAL, MIXTRAL, GEMMA, *QWEN_FAMILIES, BAICHUAN, CHATGLM, GLM4, DEEPSEEK_V2, DEEPSEEK_V3)

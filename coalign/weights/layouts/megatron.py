@@ -10,6 +10,7 @@ from coalign.weights.layouts.megatron_model import (
     DUPLICATED,
     LAYER,
     TIED_HEAD,
+    TOWER,
     LayerSpec,
     MegatronConfig,
     name_in_model,
@@ -106,7 +107,7 @@ class MegatronLayout:
         A tied embedding is on the last chunk, too, under the output layer's name.
         """
         if parameter.layer is None:
-            return (0, 0) if parameter.template.startswith("embedding.") else self._last
+            return (0, 0) if parameter.template.startswith(("embedding.", TOWER)) else self._last
         return next(
             (stage, chunk)
             for stage, chunks in enumerate(self.stages)

@@ -96,11 +96,15 @@ class MegatronConfig:
     alibi_scaled: bool = False  # slopes are added before the division by √head (Falcon), else after it
     moe_router_group_best: int = 2  # how many of its best experts a group is judged by (DeepSeek V2: 1)
     normalised_head: bool = False  # rows of the output layer have length 1 when it is used (Baichuan 2)
+    mrope_axes: tuple[int, ...] = ()  # by which of three positions each pair of numbers turns (Qwen2-VL); (): one
+    deepstack_layers: int = 0  # the first layers, behind which features of images are added (Qwen3-VL)
+    tower: tuple[tuple[str, Shape], ...] = ()  # names and shapes of a vision tower's parameters, which nobody cuts
 
 
 # How tensor parallelism cuts: not; dimension 0; dimension 1; both halves of dimension 0 ([gate | up]); the vocabulary.
 TensorParallelCut = Literal["replicated", "column", "row", "gated", "vocabulary"]
 LAYER = "decoder.layers.{layer}."
+TOWER = "vision."  # of parameters that the first stage has beside the language model's
 EXPERT = "mlp.experts.local_experts.{expert}."
 
 

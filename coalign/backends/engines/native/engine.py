@@ -245,7 +245,7 @@ class NativeSession(GenerationSession):
         if request.images and model.images is not None:
             queued.axes = model.images.find_positions(len(request.prompt), request.images)
             if queued.axes is not None:
-                queued.shift = len(request.prompt) - 1 - int(queued.axes.max())
+                queued.shift = model.images.find_shift(len(request.prompt), request.images)
         self.arrived.append(queued)
         return queued
 

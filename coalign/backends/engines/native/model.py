@@ -252,7 +252,7 @@ def place_prompt(images: ImageEmbedder, length: int, spans: Sequence[ImageSpan],
     if (axes := images.find_positions(length, spans)) is None:
         return places, 0
     padded = F.pad(axes, (0, len(places) - length)).to(places.device)
-    return padded, length - 1 - int(axes.max())
+    return padded, images.find_shift(length, spans)
 
 
 @torch.inference_mode()

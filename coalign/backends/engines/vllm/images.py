@@ -49,6 +49,8 @@ class ImageInputs:
 
         Raises what `PixelCache.get` raises.
         """
+        if any(span.is_video for span in spans):
+            raise ValueError("vLLM samples with images, not with videos; `module: native` and `transformers` do both")
         images = split_images(spans)
         return mm_input(
             prompt_token_ids=tokens,

@@ -1,0 +1,118 @@
+"""Videos as frames: a list of images, a folder of images, or an animated picture. No video is decoded.
+
+What a row calls a video becomes one file: the animated picture, or a list of its frames with their hashes, which is
+written once to Coalign's cache. So a video is a path and a hash, as an image is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coalign.data.images.files import REASON, ImageFile, ImageFiles, open_frames, open_image
+from coalign.data.sources import BadRow
+from coalign.files import find_cache, write_atomically
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LIST = ".frames"  # suffix of a list of frames
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+RECORDINGS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts")
+
+
+class VideoFiles:
+    """Finds the file of each video that rows name or hold."""
+
+    def __init__(self, images: ImageFiles) -> None:
+        self.images = images
+        self._known: dict[
+            str, tuple[tuple[int, int], ImageFile]
+        ] = {}  # path -> (time and bytes of the file, what it is)
+
+    def store(self, value: Any) -> str:
+        """Return the path of a video in a row: a list of frames, a folder, or an animated picture (path, URL or bytes).
+
+        BadRow (image) for anything else.
+        """
+        if isinstance(value, list):
+            return self._store_list([self.images.store(frame) for frame in value])
+        if isinstance(value, Mapping):
+            inner = next((value[key] for key in ("frames", "bytes", "path", "url") if value.get(key) is not None), None)
+            if inner is None:
+                raise BadRow(
+                    f"a video is an object with {', '.join(value) or 'nothing'}, and no frames or path", REASON
+                )
+            return self.store(inner)
+        if isinstance(value, str) and Path(value).suffix.lower() in RECORDINGS:
+            raise BadRow(
+                f"the video {value} has to be decoded, which Coalign does not: write its frames to a folder (ffmpeg -i "
+                f"{Path(value).name} -vf fps=2 frames/%05d.png) and name the folder",
+                REASON,
+            )
+        if isinstance(value, str) and "://" not in value[:16] and (folder := self.images.root / value).is_dir():
+            return self._store_list([str(path.absolute()) for path in _list_pictures(folder)])
+        return self.images.store(value)
+
+    def find(self, path: str) -> ImageFile:
+        """Return the video at ``path``, which `store` returned. BadRow (image) for one that cannot be used."""
+        try:
+            state = Path(path).stat()
+            key = (state.st_mtime_ns, state.st_size)
+            if (known := self._known.get(path)) is None or known[0] != key:
+                known = self._known[path] = key, self._read(path)
+        except OSError as error:
+            raise BadRow(f"the video {path} cannot be read: {error.strerror or error}", REASON) from error
+        return known[1]
+
+    def _read(self, path: str) -> ImageFile:
+        content = Path(path).read_bytes()
+        frames, rate = read_frames(content, path, self.images.most_pixels)
+        sizes = {frame.size for frame in frames}
+        if len(frames) < 2 or len(sizes) > 1:
+            what = f"frames of {len(sizes)} sizes" if len(sizes) > 1 else f"{len(frames)} frame"
+            raise BadRow(f"the video {path} has {what}; expected a list or folder of frames, all of one size", REASON)
+        return ImageFile(path, hashlib.sha256(content).hexdigest(), sizes.pop(), len(frames), rate)
+
+    def _store_list(self, paths: list[str]) -> str:
+        if not paths:
+            raise BadRow("a video has no frames", REASON)
+        content = json.dumps([[path, self.images.find(path).sha256] for path in paths]).encode()
+        file = find_cache() / "images" / (hashlib.sha256(content).hexdigest() + LIST)
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with write_atomically(file) as aside:
+                aside.write_bytes(content)
+        return str(file)
+
+
+def read_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[Image], float | None]:
+    """Decode the frames of a video file with this content, as RGB; the rate if the file says one.
+
+    BadRow (image), with the path, for a frame that is gone, has changed, or is damaged.
+    """
+    if not path.endswith(LIST):
+        return open_frames(content, path, most_pixels)
+    frames = []
+    for frame, digest in json.loads(content):
+        try:
+            own = Path(frame).read_bytes()
+        except OSError as error:
+            raise BadRow(f"the frame {frame} cannot be read: {error.strerror or error}", REASON) from error
+        if hashlib.sha256(own).hexdigest() != digest:
+            raise BadRow(f"the frame {frame} has changed since the data were read", REASON)
+        frames.append(open_image(own, frame, most_pixels))
+    return frames, None
+
+
+def _list_pictures(folder: Path) -> list[Path]:
+    """The pictures in a folder, 2 before 10."""
+
+    def key(path: Path) -> list[Any]:
+        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+
+    return sorted((path for path in folder.iterdir() if path.suffix.lower() in PICTURES), key=key)
