@@ -58,7 +58,8 @@ def write_translation(translation: ForeignTranslation, file: str) -> str:
     lines += _list_under("To know:", translation.notes)
     lines += _list_under("Not needed here:", [_describe(*entry) for entry in translation.list_unneeded()])
     nested = _nest(translation.run)
-    sections = "".join(emit(escape_references({key: nested[key]})) for key in _ORDER if key in nested)
+    ordered = sorted(nested, key=lambda key: _ORDER.index(key) if key in _ORDER else len(_ORDER))
+    sections = "".join(emit(escape_references({key: nested[key]})) for key in ordered)
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + sections
 
 
