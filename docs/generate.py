@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
-import click
 import typer.main
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 import coalign
 from coalign.cli import app
@@ -77,7 +76,7 @@ def _describe_section(
     inner: list[tuple[str, type[Section]]] = []
     for name, field in section.model_fields.items():
         below = find_section((*key, name), root) or _find_values(field)
-        kind = "section" if below else describe_type(Annotated[field.annotation, *field.metadata])
+        kind = "section" if below else describe_type(field.annotation, field.metadata)
         yield f"| `{name}` | {_cell(kind)} | {_cell(_describe_default(field))} | {_cell(_clean(field.description))} |"
         if below is not None and below not in seen and not any(below is other for _, other in inner):
             inner.append((name, below))
@@ -95,12 +94,16 @@ def _find_values(field: FieldInfo) -> type[Section] | None:
     return values if isinstance(values, type) and issubclass(values, Section) else None
 
 
-def describe_type(kind: Any) -> str:
-    """Say in words what values an annotation takes."""
+def describe_type(kind: Any, marks: Sequence[Any] = ()) -> str:
+    """Say in words what values an annotation takes; ``marks`` are what `Annotated` adds to it."""
+    if marks:
+        bounds = [
+            f"{sign}{getattr(mark, name):g}" for mark in marks for name, sign in _BOUNDS.items() if hasattr(mark, name)
+        ]
+        return " ".join([describe_type(kind), *bounds])
     if get_origin(kind) is Annotated:
-        inner, *marks = get_args(kind)
-        bounds = [f"{sign}{getattr(mark, name):g}" for mark in _flatten(marks) for name, sign in _BOUNDS.items() if hasattr(mark, name)]
-        return " ".join([describe_type(inner), *bounds])
+        inner, *more = get_args(kind)
+        return describe_type(inner, [mark for part in more for mark in getattr(part, "metadata", [part])])
     if get_origin(kind) in (Union, types.UnionType):
         parts = [describe_type(part) for part in get_args(kind) if part is not type(None)]
         return ", or ".join([*parts, *(["null"] if type(None) in get_args(kind) else [])])
@@ -113,13 +116,6 @@ def describe_type(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Section):
         return "section"
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _flatten(marks: list[Any]) -> Iterator[Any]:
-    """Yield single marks; pydantic keeps bounds of a Field as a group."""
-    for mark in marks:
-        yield from mark if isinstance(mark, annotated_types.GroupedMetadata) else _flatten(getattr(mark, "metadata", [])) or [mark]
-        yield mark
 
 
 def _describe_default(field: FieldInfo) -> str:
@@ -137,25 +133,31 @@ def _describe_commands() -> Iterator[str]:
     yield from ["# Commands", "", "What `coalign COMMAND --help` says, on one page.", ""]
     yield from ["`--traceback`, with any command, shows the whole traceback of an error.", ""]
     group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
+    assert isinstance(group, TyperGroup)
     for name, command in list_commands(group):
         yield from [f"## coalign {name}", "", _clean(command.help), ""]
-        context = click.Context(command, info_name=f"coalign {name}")
-        yield from ["```text", re.sub(r"\s+", " ", command.get_usage(context)).removeprefix("Usage: "), "```", ""]
+        words = [
+            parameter.name.upper() if parameter.required else f"[{parameter.name.upper()}]"
+            for parameter in command.params
+            if isinstance(parameter, TyperArgument)
+        ]
+        yield from ["```text", " ".join(["coalign", name, "[OPTIONS]", *words]), "```", ""]
         yield from ["| argument or option | default | meaning |", "|---|---|---|"]
         for parameter in command.params:
             if parameter.name == "help":
                 continue
-            names = parameter.name.upper() if isinstance(parameter, click.Argument) else ", ".join(parameter.opts)
-            default = "" if parameter.default in (None, False) or callable(parameter.default) else f"`{parameter.default}`"
+            names = parameter.name.upper() if isinstance(parameter, TyperArgument) else ", ".join(parameter.opts)
+            default = (
+                "" if parameter.default in (None, False) or callable(parameter.default) else f"`{parameter.default}`"
+            )
             yield f"| `{names}` | {_cell(default)} | {_cell(_clean(getattr(parameter, 'help', '')))} |"
         yield ""
 
 
-def list_commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+def list_commands(group: TyperGroup, prefix: str = "") -> Iterator[tuple[str, TyperCommand]]:
     """Yield every command with its name, those of groups (`launch slurm`) included."""
     for name, command in group.commands.items():
-        if isinstance(command, click.Group):
+        if isinstance(command, TyperGroup):
             yield from list_commands(command, f"{prefix}{name} ")
         else:
             yield prefix + name, command
@@ -168,7 +170,14 @@ def _describe_recipes() -> Iterator[str]:
         yield from [f"## {name}", "", _clean(inspect.getdoc(template.recipe)), ""]
         yield from [f"- rows: {KINDS[template.recipe.source].keys} ({template.recipe.source})"]
         yield from [f"- models: {', '.join(f'`{model}`' for model in template.roles)}", ""]
-        yield from ["Its defaults, beside those of all settings:", "", "```yaml", emit(template.defaults).rstrip(), "```", ""]
+        yield from [
+            "Its defaults, beside those of all settings:",
+            "",
+            "```yaml",
+            emit(template.defaults).rstrip(),
+            "```",
+            "",
+        ]
 
 
 def _describe_functions() -> Iterator[str]:
@@ -216,7 +225,16 @@ def _describe_python() -> Iterator[str]:
         value = getattr(coalign, name)
         if isinstance(value, str):
             continue
-        yield from [f"## {name}", "", "```python", f"{name}{_find_signature(value)}", "```", "", _quote(inspect.getdoc(value)), ""]
+        yield from [
+            f"## {name}",
+            "",
+            "```python",
+            f"{name}{_find_signature(value)}",
+            "```",
+            "",
+            _quote(inspect.getdoc(value)),
+            "",
+        ]
         for method, inner in vars(value).items() if inspect.isclass(value) else ():
             if inspect.isfunction(inner) and not method.startswith("_") and inner.__doc__:
                 yield from [f"### {name}.{method}", "", "```python", f"{method}{inspect.signature(inner)}", "```", ""]

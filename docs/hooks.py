@@ -37,7 +37,14 @@ SECTIONS = {  # titles of mkdocs.yml in the Chinese navigation
 }
 _FENCE = re.compile(r"^( *)(```+)([^\n`]*)\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
-_LANGUAGES_OF_FILES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".json": "json", ".jsonl": "json", ".toml": "toml"}
+_LANGUAGES_OF_FILES = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".sh": "bash",
+    ".json": "json",
+    ".jsonl": "json",
+    ".toml": "toml",
+}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -98,14 +105,20 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
     twins = {"en": files, "zh": CHINESE + files}
     known = {inner.file.src_uri: inner.url for inner in nav.pages}
     config.extra["alternate"] = [
-        {"name": name, "lang": code, "link": known.get(twins[code], known.get(twins[code][: -len(files)] + "README.md", ""))}
+        {
+            "name": name,
+            "lang": code,
+            "link": known.get(twins[code], known.get(twins[code][: -len(files)] + "README.md", "")),
+        }
         for code, name in LANGUAGES.items()
     ]
     chinese = [item for item in nav.items if isinstance(item, Section) and item.title == LANGUAGES["zh"]]
     english = [item for item in nav.items if item not in chinese]
     items = chinese[0].children if chinese and language == "zh" else english
     context["nav"] = Navigation(items, [inner for inner in nav.pages if _is_chinese(inner) is (language == "zh")])
-    context["nav"].homepage = next((inner for inner in context["nav"].pages if inner.file.name == "index"), nav.homepage)
+    context["nav"].homepage = next(
+        (inner for inner in context["nav"].pages if inner.file.name == "index"), nav.homepage
+    )
     return context
 
 

@@ -518,3 +518,5 @@ TRL = ForeignKeys(
     },
     defaults={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0},
 )
+
+FRAMEWORKS = (VERL, OPENRLHF, OPENRLHF_OFFLINE, TRL)

@@ -35,7 +35,9 @@ def test_a_translation_has_the_same_form(page):
     for theirs, ours in zip(chinese.blocks, english.blocks, strict=True):
         assert strip_comments(theirs) == strip_comments(ours), str(theirs)
     assert sorted(map(_to_english, chinese.list_targets())) == sorted(english.list_targets())
-    assert sorted(link for link in chinese.links if "://" in link) == sorted(link for link in english.links if "://" in link)
+    assert sorted(link for link in chinese.links if "://" in link) == sorted(
+        link for link in english.links if "://" in link
+    )
 
 
 def _to_english(path: str) -> str:

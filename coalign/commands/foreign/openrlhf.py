@@ -113,7 +113,9 @@ def _set_common(translation: ForeignTranslation) -> None:
     decay = translation.get("ema_beta", 0.992)
     if translation.get("enable_ema", False):
         translation.set(f"{TRAINER}.ema.decay", float(decay))
-    trackers = [name for name, key in {"wandb": "use_wandb", "tensorboard": "use_tensorboard"}.items() if translation.get(key)]
+    trackers = [
+        name for name, key in {"wandb": "use_wandb", "tensorboard": "use_tensorboard"}.items() if translation.get(key)
+    ]
     translation.set("runtime.trackers", trackers or None)
     set_trackers(translation, "wandb_project", "wandb_run_name")
 
@@ -129,7 +131,9 @@ def _set_data(translation: ForeignTranslation, data: str, probabilities: str, sp
             if which is not None:
                 translation.refuse(part, f"without {key} there are no such rows")
             continue
-        sources: list[dict[str, Any]] = [{"path": name_data(name, which or "train"), **keys} for name in list_values(names)]
+        sources: list[dict[str, Any]] = [
+            {"path": name_data(name, which or "train"), **keys} for name in list_values(names)
+        ]
         if ours == "data.train":
             for source, share in zip(sources, shares, strict=False):
                 source |= {"weight": share} if len(sources) > 1 else {}
@@ -182,7 +186,9 @@ def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
     if in_loss:
         translation.set("loss.kl_estimator", estimator)
     elif coef:
-        translation.refuse("init_kl_coef", f"`{algorithm}` charges the divergence in the loss, and use_kl_loss is not set")
+        translation.refuse(
+            "init_kl_coef", f"`{algorithm}` charges the divergence in the loss, and use_kl_loss is not set"
+        )
 
 
 def _set_rewards(translation: ForeignTranslation) -> None:

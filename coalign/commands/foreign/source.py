@@ -53,8 +53,8 @@ def _read_yaml(text: str, path: Path) -> ForeignSource:
     if "model_name_or_path" in resolved:
         return ForeignSource("trl", None, {str(name): value for name, value in resolved.items()})
     raise ValueError(
-        f"{path}: neither verl's (`actor_rollout_ref`) nor TRL's (`model_name_or_path`); OpenRLHF has no YAML, give the "
-        "script with its command line"
+        f"{path}: neither verl's (`actor_rollout_ref`) nor TRL's (`model_name_or_path`); OpenRLHF has no "
+        "YAML, give the script with its command line"
     )
 
 
@@ -72,7 +72,7 @@ def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def read_command(text: str, source: str) -> ForeignSource:
     """Read the command line in a script; variables that the script itself sets are replaced by their values."""
-    variables: dict[str, str] = {}
+    variables = {"HOME": str(Path.home())}
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         line = line.strip()
         if assigned := _ASSIGNMENT.fullmatch(line):
