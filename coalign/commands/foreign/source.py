@@ -16,6 +16,7 @@ from coalign.config.yaml_reader import parse, parse_scalar
 
 _PROGRAM = re.compile(r"(?:-m\s+)?(verl\.trainer\.main_ppo|openrlhf\.cli\.(\w+)|trl\s+(\w+)|(\w+)\.py)(?=\s|$)")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?(\w+)=(.*)")
+_ANSI_QUOTED = re.compile(r"\$'((?:[^'\\]|\\.)*)'")  # $'User: {}\n'
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 
 
@@ -76,20 +77,23 @@ def read_command(text: str, source: str) -> ForeignSource:
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         line = line.strip()
         if assigned := _ASSIGNMENT.fullmatch(line):
-            words = shlex.split(_expand(assigned[2], variables), comments=True)
+            words = _split(assigned[2], variables)
             variables[assigned[1]] = " ".join(words)
         elif not line.startswith("#") and (found := _PROGRAM.search(line)):
-            words = shlex.split(_expand(line[found.end() :], variables), comments=True)
-            return _read_words(found, line[: found.start()], words, source)
+            return _read_words(found, line[: found.start()], _split(line[found.end() :], variables), source)
     raise ValueError(
         f"{source}: no command of verl (`-m verl.trainer.main_ppo`), OpenRLHF (`-m openrlhf.cli.train_…`) or TRL "
         "(`trl grpo`, `grpo.py`)"
     )
 
 
-def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace variables that are known; the others stay as they are written."""
-    return _VARIABLE.sub(lambda m: variables.get(m[1] or m[3], m[2] if m[2] is not None else m[0]), text)
+def _split(text: str, variables: Mapping[str, str]) -> list[str]:
+    """Split shell into words. Variables that are known have their values; the others stay as they are written."""
+    text = _ANSI_QUOTED.sub(
+        lambda m: shlex.quote(m[1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'")), text
+    )
+    known = _VARIABLE.sub(lambda m: variables.get(m[1] or m[3], m[2] if m[2] is not None else m[0]), text)
+    return shlex.split(known, comments=True)
 
 
 def _read_words(found: re.Match[str], before: str, words: list[str], source: str) -> ForeignSource:
@@ -123,7 +127,13 @@ def _read_flags(words: list[str]) -> dict[str, Any]:
         if word.startswith("--"):
             key, separated, value = word.removeprefix("--").partition("=")
             key = key.replace("-", "_")
-            values[key] = [parse_scalar(value)] if separated else []
+            values[key] = [_read_value(value)] if separated else []
         elif key is not None and word not in (";", "&&", "|", "&"):
-            values[key].append(parse_scalar(word))
+            values[key].append(_read_value(word))
     return {name: (found[0] if len(found) == 1 else found) if found else True for name, found in values.items()}
+
+
+def _read_value(word: str) -> Any:
+    """Return the number, truth value or text of a flag; a template such as `User: {}` stays a text."""
+    value = parse_scalar(word)
+    return word if isinstance(value, dict | list) else value
