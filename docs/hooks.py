@@ -2,6 +2,7 @@
 
 - The reference (docs/generate.py) is made from the package when the site is built, so it cannot be out of date.
 - Files outside of docs/ that a page links to become pages below source/, so that no link leaves the site.
+- What the theme would load from another server is the site's own docs/frame_worker.js.
 - A Chinese page has the Chinese navigation, which follows from the English one, and a link to its English twin.
 """
 
@@ -18,6 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation, Section
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 from docs.generate import build_reference
 
@@ -35,6 +37,7 @@ SECTIONS = {  # titles of mkdocs.yml in the Chinese navigation
     "Runs": "运行",
     "How it is built": "设计",
 }
+_SHIM = "https://unpkg.com/iframe-worker/shim"  # written by the plugin `offline`
 _FENCE = re.compile(r"^( *)(```+)([^\n`]*)\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _LANGUAGES_OF_FILES = {
@@ -120,6 +123,16 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
         (inner for inner in context["nav"].pages if inner.file.name == "index"), nav.homepage
     )
     return context
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Let a page that is opened from a disk search without a network."""
+    return output.replace(_SHIM, get_relative_url("frame_worker.js", page.url))
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """Let the page of errors search, too."""
+    return output.replace(_SHIM, "frame_worker.js")
 
 
 def _is_chinese(page: Page) -> bool:
