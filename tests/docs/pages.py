@@ -16,6 +16,7 @@ from tests.runs import ROOT
 
 _FENCE = re.compile(r"( *)(```+)([^`]*)$")
 _MARK = re.compile(r"<!-- (not run|run by): (.+) -->")
+_HERE = re.compile(r"(.*<<'(\w+)'.*\n)((?:.*\n)*?)\2\n")
 _HEADING = re.compile(r"(#+) +(.*)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 CHINESE = "docs/zh/"
@@ -93,12 +94,20 @@ def read_page(path: str) -> DocsPage:
 def list_blocks(*languages: str, unmarked: bool = True) -> list[CodeBlock]:
     """Return the blocks of these languages on all English pages, with ``unmarked`` those without a mark alone."""
     blocks = [block for path in list_pages() for block in read_page(path).blocks]
+    blocks += [inner for block in blocks if block.language == "bash" for inner in read_here_documents(block)]
     return [block for block in blocks if block.language in languages and not (unmarked and block.mark)]
+
+
+def read_here_documents(block: CodeBlock) -> Iterator[CodeBlock]:
+    """Yield the files that a block of shell writes (`cat > run.yaml <<'YAML'`) as blocks of that language."""
+    for match in _HERE.finditer(block.text):
+        line = block.line + 1 + block.text.count("\n", 0, match.start())
+        yield CodeBlock(block.page, line, match[2].lower(), match[3], block.mark, block.reason)
 
 
 def read_commands(text: str) -> Iterator[list[str]]:
     """Yield the words of every command in a block of shell: lines are joined, comments dropped, pipes are cut."""
-    for line in re.sub(r"\\\n", " ", text).splitlines():
+    for line in re.sub(r"\\\n", " ", _HERE.sub(r"\1", text)).splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="|;&")
         lexer.whitespace_split, lexer.commenters = True, "#"
         words: list[str] = []

@@ -210,7 +210,11 @@ def _check_own(words: list[str]) -> Iterator[str]:
         return
     overrides = list(context.params.get("overrides") or [])
     if name in TAKE_SETTINGS and name not in ("pipeline", "sweep") and overrides:
-        yield from check_run({}, overrides)
+        example = ROOT / str(context.params.get("config"))
+        if example.is_file():
+            yield from _list_problems(lambda: load(example, overrides, defaults=_find_defaults, planned=True))
+        else:
+            yield from check_run({}, overrides)
 
 
 def test_rows_on_the_pages_are_json():

@@ -18,15 +18,16 @@ NOT_RUN = ("source ", "make ")  # the environment is there already; what make do
 
 
 def list_runnable(page: str) -> list[str]:
-    """The command lines of a page's blocks of shell that have no mark; a here-document belongs to its command."""
+    """Return the commands of a page's blocks of shell that have no mark."""
     blocks = [block for block in read_page(page).blocks if block.language == "bash" and not block.mark]
     return [line for block in blocks for line in split_lines(block) if not line.startswith(NOT_RUN)]
 
 
 def split_lines(block: CodeBlock) -> list[str]:
+    """Return the commands of a block; one that writes a file has all of its lines."""
     text = re.sub(r"\\\n", " ", block.text)
     found = [match[0] for match in re.finditer(r"^.*<<'(\w+)'.*\n(?:.*\n)*?\1\n|^.*\n", text, re.MULTILINE)]
-    return [line.strip("\n") for line in found if line.strip() and not line.startswith("#")]
+    return [command.strip("\n") for command in found if command.strip() and not command.startswith("#")]
 
 
 PAGES = [page for page in list_pages() if list_runnable(page)]
