@@ -1,4 +1,4 @@
-"""Commands on a YAML file (train, check, pipeline, eval, inspect-data) and on a run (explain, diagnose); new files."""
+"""Commands on a YAML file (train, check, pipeline, eval, inspect-data) and on a run (explain, diagnose); init."""
 
 from __future__ import annotations
 
