@@ -39,6 +39,7 @@ SECTIONS = {  # titles of mkdocs.yml in the Chinese navigation
 }
 _SHIM = "https://unpkg.com/iframe-worker/shim"  # written by the plugin `offline`
 _FENCE = re.compile(r"^( *)(```+)([^\n`]*)\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
+_PICTURES = (".png", ".jpg", ".svg")
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _LANGUAGES_OF_FILES = {
     ".py": "python",
@@ -77,7 +78,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     while waiting:
         page = waiting.pop()
         for path in list_links(read_page(page), page):
-            if path not in seen and not path.startswith("docs/") and (ROOT / path).exists():
+            if path not in seen and not path.startswith("docs/") and not path.endswith(_PICTURES):
                 seen.add(path)
                 waiting.append(path)
                 files.append(File.generated(config, find_page(path), content=rewrite(read_page(path), path)))

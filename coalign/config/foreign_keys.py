@@ -179,6 +179,8 @@ VERL = ForeignKeys(
         f"{_ROLLOUT}.log_prob_use_dynamic_bsz": _MICRO,
         f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": _MICRO,
         f"{_ROLLOUT}.free_cache_engine": _MEMORY,
+        f"{_ROLLOUT}.prompt_length": "data.max_prompt_tokens is for all models",
+        f"{_ROLLOUT}.response_length": "models.policy.sampling.max_new_tokens is for all models",
         f"{_ROLLOUT}.mode": "the engine is always asynchronous inside",
         f"{_ROLLOUT}.load_format": "weights come by the weight sync",
         f"{_MODEL}.use_remove_padding": _PACKED,
