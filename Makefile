@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 # Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help lock demo test test-backends test-board test-device test-chaos test-processors test-all lint format bench clean
+.PHONY: help lock demo test test-backends test-board test-device test-chaos test-processors test-all lint format bench docs clean
 help:
 	@echo "make demo      install, then GRPO on SmolLM2-135M-Instruct: the accuracy climbs in minutes on a CPU"
 	@echo "make test      install, then the test suite (about nine minutes on two cores)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-processors  the numeric tests as other processors compute them, four times"
 	@echo "make test-all  all of the slow tests too"
 	@echo "make lint      ruff and pyright"
+	@echo "make docs      the documentation as a site, in build/site; a warning or a broken link fails"
 	@echo "make lock      write pylock.toml: the hash of every file that this kind of machine installs, checked from then on"
 	@echo "make bench     install TRL, then time Coalign against it and compare losses"
 
@@ -93,6 +94,13 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/offline_vs_trl.py
 	$(BIN)/python benchmarks/parity_trl.py
 	$(BIN)/python benchmarks/lora_memory.py
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -70,6 +70,7 @@ COMMANDS = {
     "diagnose": train.diagnose,
     "inspect-data": train.inspect_data,
     "init": train.init,
+    "import-config": train.import_config,
     "recipes": train.recipes,
     "extend-vocab": models.extend_vocab,
     "merge": models.merge,

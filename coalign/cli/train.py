@@ -296,7 +296,28 @@ def init(
     """Write a YAML to begin a run with: what is needed, marked by angle brackets, and what most people set."""
     from coalign.launch.template import RunTemplate
 
-    text = RunTemplate(recipe).write(full=full)
+    _write_new(RunTemplate(recipe).write(full=full), file)
+
+
+def import_config(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A YAML file of verl or TRL, or a script with the command line of verl, OpenRLHF or TRL."),
+    ],
+    file: Annotated[Path | None, typer.Argument(help="A new file to write; without it the YAML is printed.")] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option(help="TRL's trainer, where the file does not say it: sft, dpo, kto, reward, grpo or rloo."),
+    ] = None,
+):
+    """Write a run's YAML from the configuration of verl, OpenRLHF or TRL. It lists what was not translated."""
+    from coalign.commands.foreign.import_config import import_config as translate
+
+    _write_new(translate(source, trainer), file)
+
+
+def _write_new(text: str, file: Path | None) -> None:
+    """Write a file that is not there yet, or the screen."""
     if file is None:
         return typer.echo(text, nl=False)
     try:

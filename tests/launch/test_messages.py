@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from coalign import load_config
 from coalign.cli import app, main
 from coalign.config.errors import ConfigError, parse_key
-from coalign.config.foreign import TRL, VERL
+from coalign.config.foreign_keys import FRAMEWORKS
 from coalign.config.introspect import list_keys
 from coalign.launch.check import check
 from coalign.launch.data_check import ROWS
@@ -67,7 +67,11 @@ FOREIGN = [
         {"model": {"path": "x"}, "rollout": {"n": 4}},
         r"actor_rollout_ref\.model\.path is models\.policy\.load, actor_rollout_ref\.rollout\.n is runtime\.samples_",
     ),
-    ("algorithm", {"adv_estimator": "grpo"}, r"algorithm: is verl's; here algorithm\.adv_estimator is advantage\.fn"),
+    (
+        "algorithm",
+        {"adv_estimator": "grpo"},
+        r"algorithm: is verl's; here algorithm\.adv_estimator is algorithm and advantage\.fn",
+    ),
 ]
 
 
@@ -200,10 +204,11 @@ def test_a_wrong_name_or_key_is_named_with_what_is_right(home, key, value, messa
 
 
 def test_keys_of_other_libraries_are_translated_to_keys_that_exist():
-    keys = {key for ours in (*TRL.values(), *VERL.values()) for key in re.findall(r"\w+(?:\.\w+)+", ours)}
+    names = [ours for keys in FRAMEWORKS for ours in (*keys.same.values(), *keys.combined.values())]
+    keys = {key for ours in names for key in re.findall(r"\w+(?:\[\])?(?:\.\w+)+", ours)}
     for text in keys - {"my.module"}:
         *section, last = parse_key(text)
-        arguments = section[0] in ("loss", "advantage", "kl", "reward")  # of functions, which the schema leaves open
+        arguments = section[0] in ("loss", "advantage", "kl", "reward", "filter") or section[-1] in ("loss", "vllm")
         model = section == ["models"]  # by any name
         assert arguments or model or last in list_keys(tuple(section)), text
 

@@ -1,0 +1,218 @@
+"""What became of each key of another framework's configuration, and the run's settings that came of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from coalign.config.foreign_keys import POLICY, TRAINER, ForeignKeys
+from coalign.hub import is_hub_name
+from coalign.hub_data import FILE
+
+_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+_SCHEDULES |= {name: name for name in ("constant", "linear", "cosine")}
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+
+
+class ForeignTranslation:
+    """The settings of a run, made from those of another framework; every key that was not read is listed at the end.
+
+    ``run`` maps our dotted keys to values. ``values`` are theirs, over the framework's defaults.
+    """
+
+    def __init__(self, keys: ForeignKeys, values: Mapping[str, Any], *, main: str) -> None:
+        """``main`` is the model that a name without a model belongs to, such as `policy`."""
+        self.keys, self.main = keys, main
+        self.given = {name: value for name, value in values.items() if value is not None}
+        self.run: dict[str, Any] = {}
+        self.refused: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value of theirs, or their default, or ``default``; the key counts as read."""
+        self._read.add(key)
+        return self.given.get(key, self.keys.defaults.get(key, default))
+
+    def has(self, *names: str) -> bool:
+        """Whether the file itself sets one of these keys."""
+        return any(key in self.given for key in names)
+
+    def set(self, ours: str, value: Any) -> None:
+        """Set a key of the run; None sets nothing."""
+        if value is not None:
+            self.run[ours] = value
+
+    def refuse(self, key: str, reason: str) -> None:
+        """List a key as not translated, for a reason, if the file has it."""
+        self._read.add(key)
+        if key in self.given:
+            self.refused[key] = reason
+
+    def copy_same(self) -> None:
+        """Set every key that has one counterpart, with its value converted."""
+        for key, ours in self.keys.same.items():
+            value = self.get(key)
+            if value is None:
+                continue
+            try:
+                for name in ours.replace("NAME", self.main).split():
+                    self.set(name, convert_value(name, value))
+            except ValueError as error:
+                self.refuse(key, str(error))
+
+    def convert_warmup(self, key: str) -> None:
+        """Set the warm-up from a share of the run, if the file says how many steps that has."""
+        share, steps = float(self.get(key, 0.0)), self.run.get("runtime.steps")
+        if share and steps:
+            self.set(f"{TRAINER}.optimizer.warmup", round(share * steps))
+        elif share:
+            self.refuse(key, f"{share:g} of the run; set models.trainer.optimizer.warmup in steps")
+
+    def list_unneeded(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield keys of the file that have no counterpart because none is needed: key, value, reason."""
+        for key, value in self.given.items():
+            if key in self.keys.unneeded and key not in self._read:
+                yield key, value, self.keys.unneeded[key]
+
+    def list_untranslated(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield keys of the file that nothing here takes: key, value, and the reason, if one is known."""
+        for key, value in self.given.items():
+            if key in self.refused:
+                yield key, value, self.refused[key]
+            elif key not in self._read and key not in self.keys.unneeded:
+                yield key, value, ""
+
+
+def convert_value(ours: str, value: Any) -> Any:
+    """Convert a value of theirs to that of our key. None: it sets nothing here. ValueError: it has no counterpart."""
+    for pattern, convert in _CONVERSIONS.items():
+        if re.fullmatch(pattern, ours):
+            return convert(value)
+    return value
+
+
+def name_data(text: Any, split: str | None = None, config: str | None = None) -> str:
+    """Return the name here of a data file or of a dataset of the hub."""
+    name = str(text).removeprefix("file://")
+    if not is_hub_name(name) or FILE.search(name):
+        return name
+    return ":".join([name, *([config] if config else []), *([split] if split else [])])
+
+
+def list_values(value: Any) -> list[Any]:
+    """Return a list: of a list its items, of a text what commas separate, of any other value itself."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+
+
+def count_updates(translation: ForeignTranslation, batch: float, update: float, key: str) -> int:
+    """Return how many optimizer steps a batch makes, rounded, with a note where theirs leave a rest."""
+    updates = max(1, round(batch / update))
+    if updates * update != batch:
+        translation.notes.append(
+            f"models.trainer.updates_per_batch is {updates}: a batch of {batch:g} is cut into equal parts, and {key} "
+            f"is {update:g}"
+        )
+    return updates
+
+
+def _convert_schedule(value: str) -> str:
+    if value not in _SCHEDULES:
+        raise ValueError(f"schedules are {', '.join(sorted(set(_SCHEDULES.values())))} and wsd")
+    return _SCHEDULES[value]
+
+
+def _convert_trackers(value: Any) -> list[str]:
+    names = [name for name in list_values(value) if name not in ("console", "none")]
+    if unknown := [name for name in names if name not in _TRACKERS]:
+        raise ValueError(f"no tracker {', '.join(map(str, unknown))}; there are {', '.join(_TRACKERS)}")
+    return names
+
+
+def _convert_module(value: str) -> str:
+    modules = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+    if value not in modules:
+        raise ValueError("trainers are fsdp, deepspeed and megatron")
+    return modules[value]
+
+
+def _convert_engine(value: str) -> str:
+    engines = {"vllm": "vllm", "hf": "transformers"}
+    if value not in engines:
+        raise ValueError("engines are native, vllm and transformers; the run takes native")
+    return engines[value]
+
+
+def _convert_dtype(value: Any) -> str | None:
+    return "bfloat16" if value in (True, "bf16", "bfloat16") else None
+
+
+def _convert_resume(value: str) -> str:
+    modes = {"auto": "auto", "disable": "never"}
+    if value not in modes:
+        raise ValueError("runtime.resume is auto, never, or a checkpoint of Coalign's")
+    return modes[value]
+
+
+def _set_positive(value: Any) -> Any:
+    """Their -1 or 0 for "not set"."""
+    return value if value > 0 else None
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    r"models\.trainer\.optimizer\.schedule": _convert_schedule,
+    r"models\.trainer\.optimizer\.betas": lambda value: [float(beta) for beta in list_values(value)],
+    r"models\.trainer\.optimizer\.warmup": _set_positive,
+    r"models\.trainer\.activation_checkpointing": lambda value: "full" if value else None,
+    r"models\.trainer\.compute_dtype": _convert_dtype,
+    r"models\.trainer\.module": _convert_module,
+    r"models\.policy\.module": _convert_engine,
+    r".*\.top_k": lambda value: max(0, value),
+    r"runtime\.(save_every|eval_every|keep|steps)": _set_positive,
+    r"runtime\.epochs": lambda value: max(1, round(value)),
+    r"runtime\.trackers": _convert_trackers,
+    r"runtime\.resume": _convert_resume,
+    r"data\.(train|eval)": lambda value: [name_data(name) for name in list_values(value)],
+}
+
+
+def set_adapter(translation: ForeignTranslation, rank: str, alpha: str, dropout: str, target: str) -> None:
+    """Set `models.trainer.lora` from the keys of theirs with these names, if there is a rank."""
+    if not translation.get(rank):
+        for key in (alpha, dropout, target):
+            translation.get(key)  # of no adapter
+        return
+    section = f"{TRAINER}.lora"
+    translation.set(f"{section}.rank", translation.get(rank))
+    translation.set(f"{section}.alpha", float(translation.get(alpha, 16)))
+    if dropped := translation.get(dropout):
+        translation.set(f"{section}.dropout", float(dropped))
+    target_value = translation.get(target)
+    if target_value and target_value != "all-linear":
+        translation.set(
+            f"{section}.target", [name if "*" in name else f"*.{name}" for name in list_values(target_value)]
+        )
+
+
+def set_trackers(translation: ForeignTranslation, project: str, run: str) -> None:
+    """Give the trackers of the run the project and the name of theirs."""
+    names = {"project": translation.get(project), "run": translation.get(run)}
+    names = {name: str(value) for name, value in names.items() if value is not None}
+    trackers = translation.run.get("runtime.trackers")
+    if names and trackers:
+        translation.run["runtime.trackers"] = [
+            {"name": name, **names} if name != "tensorboard" else name for name in trackers
+        ]
+
+
+def set_policy_parallel(translation: ForeignTranslation) -> None:
+    """Keep the trainer from inheriting how the policy is cut over devices, and options of vLLM from other engines."""
+    for kind in ("tensor_parallel", "pipeline_parallel"):
+        if translation.run.get(f"{POLICY}.{kind}", 1) != 1:
+            translation.run.setdefault(f"{TRAINER}.{kind}", 1)
+    if translation.run.get(f"{POLICY}.module") != "vllm":
+        for key in [key for key in translation.run if key.startswith(f"{POLICY}.vllm.")]:
+            del translation.run[key]

@@ -1,0 +1,11 @@
+deepspeed --module openrlhf.cli.train_dpo \
+   --save_path runs/openrlhf_dpo \
+   --save_steps -1 --logging_steps 1 --eval_steps -1 \
+   --train_batch_size 16 --micro_train_batch_size 1 \
+   --pretrain MODEL_DIR \
+   --bf16 --max_epochs 1 --max_len 256 \
+   --zero_stage 2 --learning_rate 5e-7 --beta 0.1 --label_smoothing 0.1 \
+   --dataset DATA_DIR/pairs.jsonl --dataset_probs 1.0 \
+   --apply_chat_template --chosen_key chosen --rejected_key rejected \
+   --attn_implementation flash_attention_2 --gradient_checkpointing \
+   --lora_rank 16 --lora_alpha 32 --target_modules q_proj v_proj

@@ -1,0 +1,23 @@
+# PPO with OpenRLHF 0.9 and a reward model, submitted to Ray.
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json='{"working_dir": "/openrlhf"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --ref_num_nodes 1 --ref_num_gpus_per_node 8 \
+   --actor_num_nodes 1 --actor_num_gpus_per_node 8 \
+   --critic_num_nodes 1 --critic_num_gpus_per_node 8 \
+   --colocate_all_models \
+   --vllm_gpu_memory_utilization 0.5 \
+   --pretrain MODEL_DIR \
+   --reward_pretrain REWARD_DIR \
+   --save_path runs/openrlhf_ppo \
+   --micro_train_batch_size 8 --train_batch_size 32 \
+   --micro_rollout_batch_size 16 --rollout_batch_size 64 \
+   --n_samples_per_prompt 1 --max_epochs 1 --num_episodes 2 \
+   --prompt_max_len 128 --generate_max_len 32 \
+   --bf16 \
+   --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 \
+   --init_kl_coef 0.01 \
+   --prompt_data DATA_DIR/openrlhf.jsonl --input_key question --label_key answer \
+   --apply_chat_template \
+   --normalize_reward --gradient_checkpointing --packing_samples \
+   --zero_stage 3 --ptx_coef 0.05 --use_tensorboard ./logs

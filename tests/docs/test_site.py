@@ -1,0 +1,64 @@
+"""The site of the documentation: the reference is complete, and it builds without a warning or a broken link."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import coalign
+from coalign.cli import COMMANDS
+from coalign.config.functions import list_classes, list_functions, shorten_name
+from coalign.config.schema import ModelConfig, RunConfig
+from docs.generate import build_reference, describe_type
+from tests.docs.pages import list_pages
+from tests.runs import ROOT
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return build_reference()
+
+
+def test_the_reference_has_every_setting_command_recipe_and_function(reference):
+    settings = reference["reference/configuration.md"]
+    for section in (RunConfig, ModelConfig):
+        assert all(f"| `{name}` |" in settings for name in section.model_fields)
+    assert "## `models.NAME`\n" in settings and "### `models.NAME.optimizer`\n" in settings
+    assert all(f"## coalign {name}\n" in reference["reference/commands.md"] for name in COMMANDS)
+    assert "## coalign launch slurm\n" in reference["reference/commands.md"]
+    assert all(f"## {name}\n" in reference["reference/recipes.md"] for name in list_classes("coalign.recipes"))
+    functions = reference["reference/functions.md"]
+    for home in ("coalign.algorithms.losses", "coalign.algorithms.advantages", "coalign.rewards"):
+        assert all(f"### {shorten_name(name)}\n" in functions for name in list_functions(home)), home
+    public = [name for name in coalign.__all__ if name != "__version__"]
+    assert all(f"## {name}\n" in reference["reference/python.md"] for name in public)
+
+
+def test_types_are_described_in_words():
+    fields = RunConfig.model_fields["runtime"].default.__class__.model_fields
+    assert describe_type(fields["keep"].annotation, fields["keep"].metadata) == "whole number > 0"
+    assert describe_type(fields["steps"].annotation) == "whole number > 0, or null"
+    assert describe_type(fields["best_mode"].annotation) == "`max`, `min`"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) | {"README.md"}
+    pages = {page.removeprefix("docs/") for page in list_pages() if page.startswith("docs/")}
+    assert pages == {name for name in listed if not name.startswith("reference/")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_site_builds_and_needs_no_network(tmp_path):
+    pytest.importorskip("material", reason="pip install 'coalign[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    for page in tmp_path.rglob("*.html"):
+        assert not re.search(r'<(script|img|iframe)[^>]* src="https?:|<link[^>]* href="https?:', page.read_text()), page
+    assert (tmp_path / "search" / "search_index.js").is_file() and (tmp_path / "frame_worker.js").is_file()
