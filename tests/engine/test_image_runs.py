@@ -13,7 +13,6 @@ from transformers import AutoModelForImageTextToText
 
 from coalign import load_config
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, VisionConfig
 from coalign.launch.plan import prepare
 from tests.backends.test_images import answer, build_trainer, load_prompts
