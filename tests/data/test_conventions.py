@@ -109,7 +109,7 @@ def test_other_names_are_proposed(kind, row, message):
 
 def test_rows_of_mixed_forms_are_named():
     rows = [{"prompt": "1?", "answer": "2"}] * 2 + [{"input": "1?", "target": "2"}]
-    with pytest.raises(ValueError, match=r"a\.jsonl:3: no key 'prompt'.* 2 rows of a\.jsonl have it.*data\.on_missing"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:3: no key 'prompt'.* 2 rows of a\.jsonl have it.*data\.bad_rows"):
         batch("conversations", *rows)
     assert len(batch("conversations", *rows, bad_rows="drop")) == 2
 

@@ -270,6 +270,8 @@ class Save(Hook):
 
     def end(self, engine: Engine) -> None:
         engine.phase("save")
+        if engine.stop is not None and engine.healthy and engine.step > self._first:
+            self.save_now(engine)  # a signal may come when this step has had its turn
         self._complete(engine, wait=True)
         self._finish_copies()
         engine.phase("hooks")

@@ -7,6 +7,7 @@ import pytest
 
 from coalign.backends.base import TrainableModule
 from coalign.engine.hooks import checkpoint_folder
+from coalign.engine.hooks.checkpoint import Save
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.files import report_written
 from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, verify_checkpoint
@@ -301,3 +302,17 @@ def test_a_disk_that_is_full_while_a_worker_writes_does_not_end_the_run(tmp_path
     )
     assert sum(line.get("checkpoint/failed", 0) for line in metrics(config)) <= 1
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_2", "step_6"]
+
+
+def test_a_stop_that_comes_after_a_steps_turn_to_be_saved_still_saves_it(tmp_path, monkeypatch):
+    config = settings(tmp_path, "sft", steps=3, eval_at_start=False)
+    after_step = Save.after_step
+
+    def interrupt(self, engine, stats, batch):
+        after_step(self, engine, stats, batch)
+        engine.stop = "SIGINT"  # between two steps
+
+    monkeypatch.setattr(Save, "after_step", interrupt)
+    run(config)
+    verify_checkpoint(tmp_path / "run" / "checkpoints" / "step_1")
+    assert len(metrics(config)) == 1
