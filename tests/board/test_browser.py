@@ -72,7 +72,9 @@ def test_no_page_keeps_people_out(board, open_page, width, colours):
     watched.check(board)
 
 
-def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page):
+def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page, runs):
+    call = {"label": "prompts", "model": None, "method": "prompts", "reads": {}, "makes": ["tokens"]}
+    (runs / "other run" / "flow.json").write_text(json.dumps({"algorithm": "grpo", "calls": [call]}))
     watched = open_page()
     page = watched.page
     watched.show(f"{board.url}/#/")
@@ -99,7 +101,7 @@ def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page):
     page.keyboard.press("j")
     page.keyboard.press("o")
     page.locator(".page-overview").wait_for()
-    for expected in ("log", "configuration"):
+    for expected in ("rollouts", "timeline", "placement", "checkpoints", "goodput", "flow", "log", "configuration"):
         page.keyboard.press("]")
         page.locator(f".page-{expected}").wait_for()
     page.keyboard.press("?")
