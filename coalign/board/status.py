@@ -13,7 +13,7 @@ from coalign.board.catalog import find_within
 from coalign.board.curves import round_value
 from coalign.report.step_line import format_fields, format_goodput, format_idle, format_seconds
 from coalign.run_files.lock import is_going, read_owner
-from coalign.run_files.records import parse_record, select_numbers
+from coalign.run_files.records import parse_record, read_end, select_numbers
 
 _BYTES = 1 << 16  # of the ends of files
 _STEP = re.compile(rb"^[^\n]*? step +(\d+)/(\d+)(?: |$)", re.MULTILINE)
@@ -71,8 +71,8 @@ def _judge(ends: Mapping[str, Any], going: bool) -> tuple[str, str | None]:
 
 
 def _read_ends(folder: Path) -> dict[str, Any]:
-    log = _read_end(folder, "log.txt", _BYTES)
-    metrics = _read_end(folder, "metrics.jsonl", _BYTES)
+    log = _read_end(folder, "log.txt")
+    metrics = _read_end(folder, "metrics.jsonl")
     records = [record for line in metrics.split(b"\n") if (record := parse_record(line))]
     numbers: dict[str, float | None] = {}
     for record in records:
@@ -140,16 +140,12 @@ def _find_stall(folder: Path) -> str | None:
     return None if reason.startswith("asked for") else reason[:300]
 
 
-def _read_end(folder: Path, name: str, size: int) -> bytes:
-    """Return the last bytes of a file of the run, whole lines; empty if it is missing or leads out of the folder."""
+def _read_end(folder: Path, name: str) -> bytes:
+    """Return the end of a file of the run; empty if it cannot be read or leads out of the folder."""
     try:
-        with open(find_within(folder, folder / name), "rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            file.seek(max(0, length - size))
-            data = file.read(size)
+        return read_end(find_within(folder, folder / name), _BYTES)
     except (OSError, ValueError):
         return b""
-    return data[data.find(b"\n") + 1 :] if length > size else data
 
 
 def _read_start(folder: Path, name: str) -> bytes:

@@ -83,6 +83,21 @@ def follow_growth(path: Path, position: FilePosition) -> Iterator[FileGrowth]:
         growth = read_growth(path, growth.position)
 
 
+def read_end(path: Path, most: int) -> bytes:
+    """Return the last ``most`` bytes of a file, from the beginning of a line on; empty if it is missing.
+
+    Raises OSError if it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - most))
+            data = file.read(most)
+    except FileNotFoundError:
+        return b""
+    return data[data.find(b"\n") + 1 :] if size > most else data
+
+
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """Return the object of a line of metrics.jsonl or samples.jsonl; None if it is damaged, or has no `step`."""
     try:

@@ -13,26 +13,29 @@ A file has the rows that samples.jsonl has of that step, in the same order. Any 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from coalign.files import describe_problem, write_atomically
 
+if TYPE_CHECKING:  # numpy is imported late: the board reads these files without its 11 MB of memory
+    import numpy as np
+
 FOLDER = "rollouts"
 FORMAT = "1"
-# Columns with a value for each token -> what stands where there is none.
-MISSING = {
-    "logprob": np.float32(np.nan),
-    "trainer_logprob": np.float32(np.nan),
-    "reference_logprob": np.float32(np.nan),
-    "advantage": np.float32(np.nan),
-    "loss_mask": np.uint8(0),
-    "weight_version": np.int32(-1),
+# Columns with a value for each token -> their type, and what stands where there is none.
+MISSING: dict[str, tuple[str, float]] = {
+    "logprob": ("float32", math.nan),
+    "trainer_logprob": ("float32", math.nan),
+    "reference_logprob": ("float32", math.nan),
+    "advantage": ("float32", math.nan),
+    "loss_mask": ("uint8", 0),
+    "weight_version": ("int32", -1),
 }
 
 
@@ -51,6 +54,8 @@ class LoggedRollouts:
 
     def extend(self, other: LoggedRollouts) -> LoggedRollouts:
         """Return these rows and those of ``other``; a column that one of them lacks has no values there."""
+        import numpy as np
+
         names = [name for name in MISSING if name in self.columns or name in other.columns]
         columns = {name: np.concatenate([self._get(name), other._get(name)]) for name in names}
         return replace(
@@ -63,7 +68,10 @@ class LoggedRollouts:
         )
 
     def _get(self, name: str) -> np.ndarray:
-        return self.columns.get(name, np.full(len(self.tokens), MISSING[name]))
+        import numpy as np
+
+        kind, value = MISSING[name]
+        return self.columns.get(name, np.full(len(self.tokens), value, kind))
 
 
 def find_rollouts(run: Path, step: int) -> Path:
@@ -79,6 +87,8 @@ def list_rollout_steps(run: Path) -> list[int]:
 
 def write_rollouts(path: Path, step: int, rollouts: LoggedRollouts) -> None:
     """Replace the file of a step. Raises OSError."""
+    from safetensors.numpy import save_file
+
     own = {"tokens": rollouts.tokens, "row_ends": rollouts.row_ends, "prompt_length": rollouts.prompt_length}
     pieces = {str(token): text for token, text in rollouts.pieces.items()}
     metadata = {"pieces": json.dumps(pieces, ensure_ascii=False), "step": str(step), "format": FORMAT}

@@ -14,19 +14,13 @@ from safetensors import SafetensorError, deserialize
 
 from coalign.board.catalog import find_within
 from coalign.files import describe_problem
+from coalign.run_files.rollouts import FORMAT, find_rollouts
 
-_FORMAT = "1"  # of coalign.run_files.rollouts
 _TYPES = {"I32": "i", "I64": "q", "F32": "f", "U8": "B"}
 _OF_ROWS = ("tokens", "row_ends", "prompt_length")
 # Bounds of coalign.algorithms.divergence, which needs torch.
 _LARGEST_K3_EXPONENT = 10.0
 _LARGEST_LOG_RATIO = 20.0
-
-
-def list_recorded_steps(folder: Path) -> set[int]:
-    """Return the steps whose tokens are recorded."""
-    names = (path.stem.removeprefix("step_") for path in (folder / "rollouts").glob("step_*.safetensors"))
-    return {int(name) for name in names if name.isdigit()}
 
 
 def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
@@ -39,7 +33,7 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
     - `ratio`: probability of the trainer's policy over the sampler's;
     - `kl`: the estimate k3 of the divergence from the reference (coalign.algorithms.divergence).
     """
-    path = find_within(folder, folder / "rollouts" / f"step_{step}.safetensors")
+    path = find_within(folder, find_rollouts(folder, step))
     if not path.is_file():
         return None
     try:
@@ -72,8 +66,8 @@ def _read_tensors(path: Path) -> tuple[dict[str, array[Any]], dict[str, str]]:
             tensors[name].byteswap()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # which `deserialize` does not return
     metadata = header["__metadata__"]
-    if metadata["format"] != _FORMAT:
-        raise ValueError(f"its format is {metadata['format']!r}; expected {_FORMAT!r}")
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"its format is {metadata['format']!r}; expected {FORMAT!r}")
     return tensors, json.loads(metadata["pieces"])
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from coalign.board.catalog import find_within
 from coalign.board.readers import read_choice, read_count
 from coalign.board.readers.images import find_media_type
-from coalign.board.readers.rollouts import list_recorded_steps, read_row
+from coalign.board.readers.rollouts import read_row
 from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, read_record
+from coalign.run_files.rollouts import list_rollout_steps
 
 _MOST_RUNS = 16  # whose index is kept in memory
 _MOST = 200  # steps or samples of one answer
@@ -50,7 +51,7 @@ class SampleReader:
         steps: dict[tuple[int, str], list[SampleSummary]] = {}
         for sample in self.list_summaries(folder):
             steps.setdefault((sample.step, sample.phase), []).append(sample)
-        page, recorded = [], list_recorded_steps(folder)
+        page, recorded = [], set(list_rollout_steps(folder))
         for step, phase in sorted(steps, reverse=True)[offset : offset + limit]:
             samples = sorted(steps[step, phase], key=_get_group)
             groups = [list(group) for _, group in groupby(samples, key=_get_group)]

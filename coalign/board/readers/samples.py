@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coalign.board.catalog import find_within
 from coalign.board.readers import read_count
-from coalign.run_files.records import parse_record
+from coalign.run_files.records import parse_record, read_end
 
 _BYTES = 1 << 18  # of the end of samples.jsonl
 _MOST = 50
@@ -21,24 +20,11 @@ def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, An
     """Return the `last` samples (default 4), the newest first, their texts cut after 2,000 characters."""
     count = min(read_count(params, "last", 4), _MOST)
     records = []
-    for line in reversed(read_last_lines(find_within(folder, folder / "samples.jsonl"), _BYTES)):
+    complete = read_end(find_within(folder, folder / "samples.jsonl"), _BYTES).split(b"\n")[:-1]
+    for line in reversed(complete):
         if len(records) == count:
             break
         if record := parse_record(line):
             shown = {key: record.get(key) for key in _KEYS}
             records.append({k: v[:_LONGEST] if isinstance(v, str) else v for k, v in shown.items()})
     return {"samples": records}
-
-
-def read_last_lines(path: Path, most: int) -> list[bytes]:
-    """Return the complete lines in the last ``most`` bytes of a file; none if it is missing."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - most))
-            data = file.read(most)
-    except FileNotFoundError:
-        return []
-    if size > most:
-        data = data[data.find(b"\n") + 1 :]
-    return data[: data.rfind(b"\n") + 1].splitlines() if b"\r" not in data else data.split(b"\n")[:-1]
