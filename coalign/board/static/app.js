@@ -193,6 +193,7 @@ function changeTheme() {
   const next = { auto: "dark", dark: "light", light: "auto" }[getTheme()];
   if (next === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = next;
+  window.applyTheme(); // of theme.js
   keepSetting("theme", next);
   show(); // charts take their colours when they are drawn
 }

@@ -1,4 +1,4 @@
-// The settings that all pages with curves share: along what they are drawn, and how smooth.
+// What pages with curves share: along what they are drawn, how smooth, which of them, and which of their steps.
 import { bindKey, h, keepSetting, readSetting } from "./board.js";
 import { t } from "./i18n.js";
 
@@ -55,4 +55,19 @@ export function makeAxisControls(root, state, draw) {
   bindKey(root, "S", "overview.less_smooth", () => move(-1));
   read();
   return settings;
+}
+
+/** Return the field `search` for names of metrics, and the button `unzoom`, which shows all steps again. */
+export function makeChoiceControls(root, state, arrange, zoom) {
+  const search = h("input", {
+    type: "search",
+    "aria-label": t("overview.search"),
+    placeholder: t("overview.search"),
+    value: state.get("search", ""),
+    oninput: () => (state.set({ search: search.value || null }), arrange()),
+  });
+  const unzoom = h("button", { type: "button", onclick: () => zoom() }, t("overview.all_steps"));
+  bindKey(root, "/", "overview.search", () => search.focus());
+  bindKey(root, "z", "overview.unzoom", () => zoom());
+  return { search, unzoom };
 }

@@ -1,6 +1,6 @@
 // Curves of several runs, runs that differ in the seed alone as one, and the settings that are different.
-import { append, bindKey, fill, h, makeAddress, request, Run } from "../board.js";
-import { makeAxisControls } from "../axis.js";
+import { append, fill, h, makeAddress, request, Run } from "../board.js";
+import { makeAxisControls, makeChoiceControls } from "../axis.js";
 import { ChartGroups, makeLegend } from "../charts.js";
 import { CurveStore, groupMetrics, joinCurves } from "../curves.js";
 import { makeDifferences } from "../differences.js";
@@ -28,14 +28,7 @@ export async function render(root, _run, state) {
       h("option", { value: name, selected: name === state.get("seeds", "one") }, t(`compare.${name}`)),
     ),
   );
-  const search = h("input", {
-    type: "search",
-    "aria-label": t("overview.search"),
-    placeholder: t("overview.search"),
-    value: state.get("search", ""),
-    oninput: () => (state.set({ search: search.value || null }), arrange()),
-  });
-  const unzoom = h("button", { type: "button", onclick: () => zoom() }, t("overview.all_steps"));
+  const { search, unzoom } = makeChoiceControls(root, state, arrange, zoom);
   const progress = h("span", { class: "quiet", role: "status" });
   const legend = h("div");
   const seedsLabel = hasSeeds ? h("label", {}, t("compare.seeds"), seeds) : null;
@@ -45,8 +38,6 @@ export async function render(root, _run, state) {
     groups.element,
     makeDifferences(ids, different),
   ]);
-  bindKey(root, "/", "overview.search", () => search.focus());
-  bindKey(root, "z", "overview.unzoom", () => zoom());
 
   function makeStores() {
     const range =

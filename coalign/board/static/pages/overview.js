@@ -1,6 +1,6 @@
 // The curves of a run, in groups, and its newest samples.
-import { append, bindKey, fill, formatNumber, h } from "../board.js";
-import { makeAxisControls } from "../axis.js";
+import { append, fill, formatNumber, h } from "../board.js";
+import { makeAxisControls, makeChoiceControls } from "../axis.js";
 import { ChartGroups } from "../charts.js";
 import { CurveStore, groupMetrics } from "../curves.js";
 import { t } from "../i18n.js";
@@ -13,14 +13,7 @@ export async function render(root, run, state) {
   const groups = new ChartGroups((names) => load(names), zoom);
   const settings = makeAxisControls(root, state, draw);
   const progress = h("span", { class: "quiet", role: "status" });
-  const unzoom = h("button", { type: "button", onclick: () => zoom() }, t("overview.all_steps"));
-  const search = h("input", {
-    type: "search",
-    "aria-label": t("overview.search"),
-    placeholder: t("overview.search"),
-    value: state.get("search", ""),
-    oninput: () => (state.set({ search: search.value || null }), arrange()),
-  });
+  const { search, unzoom } = makeChoiceControls(root, state, arrange, zoom);
   const samples = h("section", { "aria-labelledby": "samples" });
   const hint = h("p", { class: "quiet" }, t("overview.hint"));
   append(root, [
@@ -29,8 +22,6 @@ export async function render(root, run, state) {
     hint,
   ]);
   append(root, [groups.element, samples]);
-  bindKey(root, "/", "overview.search", () => search.focus());
-  bindKey(root, "z", "overview.unzoom", () => zoom());
 
   /** Fetch metrics, and again while the server still reads a long file. */
   async function load(names) {
