@@ -140,8 +140,13 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         figure, axes = _draw_bands("Where the time went", "share of the run so far", shares)
         axes.set_ylim(top=1)
         written.append(_save_bands(figure, axes, folder / "goodput.png"))
-    traces = sorted((Path(run_dir) / "timeline").glob("step_*.json"), key=lambda file: file.stat().st_mtime)
-    return written + [plot_timeline(trace, folder / "timeline.png") for trace in traces[-1:]]
+    trace = find_newest_timeline(Path(run_dir))
+    return written if trace is None else [*written, plot_timeline(trace, folder / "timeline.png")]
+
+
+def find_newest_timeline(run: Path) -> Path | None:
+    """Return the newest timeline of a run folder (`runtime.timeline_every`); None without one."""
+    return max((run / "timeline").glob("step_*.json"), key=lambda file: file.stat().st_mtime, default=None)
 
 
 def choose_curves(plot: CurvePlot, curves: Mapping[str, Curve]) -> dict[str, Curve]:

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from coalign.planner.prediction import StepPrediction
+from coalign.report.plots import find_newest_timeline, plot_timeline
 
 METHODS = {  # what the engine's timeline calls the phases of a prediction
     "generate": "generate",
@@ -25,7 +26,7 @@ def draw_trace(prediction: StepPrediction, folder: Path, target: Path) -> str:
     """
     if target.suffix not in (".json", ".png"):
         raise ValueError(f"--trace: {target} should end in .json (for Perfetto) or .png")
-    measured = find_timeline(folder)
+    measured = find_newest_timeline(folder)
     events = build_predicted_events(prediction)
     if measured is not None:
         events += _rename(json.loads(measured.read_text(encoding="utf-8"))["traceEvents"], len(events))
@@ -34,20 +35,12 @@ def draw_trace(prediction: StepPrediction, folder: Path, target: Path) -> str:
         with target.open("x", encoding="utf-8") as file:
             json.dump(trace, file)
     else:
-        from coalign.report.plots import plot_timeline  # imports matplotlib
-
         with TemporaryDirectory() as aside:
             file = Path(aside) / "a_predicted_step.json"
             file.write_text(json.dumps(trace), encoding="utf-8")
             plot_timeline(file, target)
     beside = f", beside the measured one in {measured}" if measured else f" (no timeline of a run is in {folder})"
     return f"written: {target}, the predicted step{beside}"
-
-
-def find_timeline(folder: Path) -> Path | None:
-    """Return the newest timeline of a run folder (`runtime.timeline_every`); None without one."""
-    files = sorted((folder / "timeline").glob("step_*.json"), key=lambda file: file.stat().st_mtime)
-    return files[-1] if files else None
 
 
 def build_predicted_events(prediction: StepPrediction) -> list[dict[str, Any]]:
