@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import tracemalloc
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from coalign.backends.engines.request import begin_samples
-from coalign.backends.vision import find_owner
-from coalign.config.schema import DataConfig, ImagesConfig
 from coalign.data.batch import Batch
-from coalign.data.loader import build_loader
 from coalign.types import ImageSpan
-from tests.backends.test_images import build_policy
-from tests.vision import picture, vision_model_dir
+from tests.backends.test_images import build_policy, count_images, load_pictures
+from tests.vision import vision_model_dir
 
 
 def test_an_engine_makes_and_computes_the_image_of_a_prompt_once(tmp_path):
     """64 samples of 8 prompts, more than an engine computes at once."""
     path = vision_model_dir(tmp_path / "model")
-    rows = [{"prompt": "<image>?", "images": [str(picture(tmp_path / f"{i}.png", seed=i))]} for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = DataConfig(train=[{"path": str(tmp_path / "rows.jsonl")}], images=ImagesConfig(), shuffle=False)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    prompts = build_loader(data, tokenizer, kind="prompts", split="train", batch_size=8, seed=0).next()
+    prompts = load_pictures(tmp_path, path)
     policy = build_policy("native", path, native={"max_sequences": 12}, sampling={"max_new_tokens": 3})
     policy.ensure_weights()  # whose probes have pictures of their own
-    images, seen = policy.engine.model.images, []
-    owner = find_owner(policy.engine.model.module)
-    make = owner.get_image_features
-    owner.get_image_features = lambda pixel_values, image_grid_thw, **more: (
-        seen.append(len(image_grid_thw)) or make(pixel_values, image_grid_thw, **more)
-    )
+    images, seen = policy.engine.model.images, count_images(policy.engine.model.module)
     batch = policy.generate(prompts, samples=8)
     assert len(batch) == 64 and images.pixels.made == sum(seen) == 8
 

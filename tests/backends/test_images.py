@@ -67,6 +67,25 @@ def load_prompts(path: Path, model: Path) -> Batch:
     return build_loader(data, tokenizer, kind="prompts", split="train", batch_size=len(ROWS), seed=0).next()
 
 
+def load_pictures(folder: Path, model: Path) -> Batch:
+    """Eight prompts with a picture each."""
+    rows = [{"prompt": "<image>?", "images": [str(picture(folder / f"{i}.png", seed=i))]} for i in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(train=[{"path": str(folder / "rows.jsonl")}], images=ImagesConfig(), shuffle=False)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return build_loader(data, tokenizer, kind="prompts", split="train", batch_size=8, seed=0).next()
+
+
+def count_images(model: torch.nn.Module) -> list[int]:
+    """Return a list to which each pass of a model's tower adds how many images it computes."""
+    owner, seen = find_owner(model), []
+    make = owner.get_image_features
+    owner.get_image_features = lambda pixel_values, image_grid_thw, **more: (
+        seen.append(len(image_grid_thw)) or make(pixel_values, image_grid_thw, **more)
+    )
+    return seen
+
+
 def answer(prompts: Batch, samples: int = 3) -> Batch:
     """Random answers to each prompt, as a roll-out makes them."""
     draw = torch.Generator().manual_seed(3)
@@ -183,18 +202,10 @@ def test_a_placeholder_is_never_sampled_and_never_probable(tmp_path):
 def test_the_tower_sees_each_image_of_a_step_once(tmp_path):
     """64 samples of 8 prompts with a picture each."""
     path = vision_model_dir(tmp_path / "model")
-    rows = [{"prompt": "<image>?", "images": [str(picture(tmp_path / f"{i}.png", seed=i))]} for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = DataConfig(train=[{"path": str(tmp_path / "rows.jsonl")}], images=ImagesConfig(), shuffle=False)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    prompts = build_loader(data, tokenizer, kind="prompts", split="train", batch_size=8, seed=0).next()
+    prompts = load_pictures(tmp_path, path)
     batch, trainer = answer(prompts, samples=8), build_trainer(path, max_tokens_per_micro=10**4)
     assert len(batch) == 64 and len(pickle.dumps(batch["images"])) < 64 * 1024
-    owner, seen = find_owner(trainer.model.model), []
-    make = owner.get_image_features
-    owner.get_image_features = lambda pixel_values, image_grid_thw, **more: (
-        seen.append(len(image_grid_thw)) or make(pixel_values, image_grid_thw, **more)
-    )
+    seen = count_images(trainer.model.model)
     trainer.train_step(batch)
     assert sum(seen) == trainer.model.images.pixels.made == 8
 

@@ -144,10 +144,7 @@ def _set_data(translation: ForeignTranslation, data: str, probabilities: str, sp
 
 def _set_advantage(translation: ForeignTranslation, algorithm: str) -> None:
     gamma, lam = float(translation.get("gamma")), float(translation.get("lambd"))
-    if algorithm in ("ppo", "reinforce_pp"):
-        translation.set("advantage.gamma", gamma)
-    if algorithm == "ppo":
-        translation.set("advantage.lam", lam)
+    translation.set_discounts(algorithm, gamma, lam)
     if translation.get("no_advantage_std_norm", False) and algorithm in ("grpo", "gspo"):
         translation.set("advantage.scale", "none")
 

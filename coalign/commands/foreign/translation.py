@@ -44,6 +44,13 @@ class ForeignTranslation:
         if value is not None:
             self.run[ours] = value
 
+    def set_discounts(self, algorithm: str, gamma: float, lam: float) -> None:
+        """Set the discounts that the advantage of a recipe has."""
+        if algorithm in ("ppo", "reinforce_pp"):
+            self.set("advantage.gamma", gamma)
+        if algorithm == "ppo":
+            self.set("advantage.lam", lam)
+
     def refuse(self, key: str, reason: str) -> None:
         """List a key as not translated, for a reason, if the file has it."""
         self._read.add(key)

@@ -73,10 +73,7 @@ def _choose_algorithm(translation: ForeignTranslation) -> str:
 
 def _set_advantage(translation: ForeignTranslation, algorithm: str) -> None:
     gamma, lam = float(translation.get("algorithm.gamma")), float(translation.get("algorithm.lam"))
-    if algorithm in ("ppo", "reinforce_pp"):
-        translation.set("advantage.gamma", gamma)
-    if algorithm == "ppo":
-        translation.set("advantage.lam", lam)
+    translation.set_discounts(algorithm, gamma, lam)
     if not translation.get("algorithm.norm_adv_by_std_in_grpo", True):
         translation.set("advantage.scale", "none")
 
