@@ -35,6 +35,7 @@ SECTIONS = {  # titles of mkdocs.yml in the Chinese navigation
     "Algorithms": "算法",
     "Machines": "机器",
     "Runs": "运行",
+    "Reference": "参考",
     "How it is built": "设计",
 }
 _SHIM = "https://unpkg.com/iframe-worker/shim"  # written by the plugin `offline`

@@ -51,6 +51,12 @@ def test_every_page_is_in_the_navigation():
     assert pages == {name for name in listed if not name.startswith("reference/")}
 
 
+def test_every_section_of_the_navigation_has_a_chinese_title():
+    titles = re.findall(r"^  - ([\w ]+):$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    source = (ROOT / "docs" / "hooks.py").read_text()  # read, not imported: the test environment has no MkDocs
+    assert "Reference" in titles and all(f'    "{title}": "' in source for title in titles)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_site_builds_and_needs_no_network(tmp_path):
