@@ -52,7 +52,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_every_section_of_the_navigation_has_a_chinese_title():
-    titles = re.findall(r"^  - ([\w ]+):$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    titles = re.findall(r"^  - ([A-Z][\w ]+):$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     source = (ROOT / "docs" / "hooks.py").read_text()  # read, not imported: the test environment has no MkDocs
     assert "Reference" in titles and all(f'    "{title}": "' in source for title in titles)
 
