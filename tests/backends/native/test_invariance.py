@@ -69,13 +69,14 @@ def check(model, asked, sampling, expected, cases, every=True):
         assert met == expected, title
 
 
+RARE = (("small", "bfloat16"), ("wide", "bfloat16"), ("heads_of_64", "bfloat16"), ("no_shared_keys", "float32"))
 CASES = {(name, dtype): dtype == "float32" and name == COMPANY for name in MODELS for dtype in ("float32", "bfloat16")}
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "every"),
     [
-        *(pytest.param(*case, every, id="-".join(case)) for case, every in CASES.items()),
+        *(pytest.param(*case, every, id="-".join(case)) for case, every in CASES.items() if case not in RARE),
         *(
             pytest.param(*case, *EVERY.values, id="-".join((*case, "every")), marks=EVERY.marks)
             for case, every in CASES.items()
