@@ -19,12 +19,14 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+import logging
 import socket
 import sys
 from functools import cache
 
 import pytest
 
+logging.disable(logging.DEBUG)  # of which torch.distributed.checkpoint writes one for every tensor
 gc.disable()  # until all tests are collected: imports make a million objects that stay
 freeze, unfreeze = gc.freeze, gc.unfreeze
 gc.freeze = gc.unfreeze = lambda: None  # an engine of vLLM freezes what there is, and thaws everything when it ends

@@ -58,7 +58,7 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
 
     model = directory / "model"
     if not model.exists():
-        tiny_model_dir(model)
+        tiny_model_dir(model, layers=1)
     data = str(write_data(directory, algorithm))
     config: dict[str, Any] = {
         "algorithm": algorithm,

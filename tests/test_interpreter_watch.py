@@ -26,17 +26,15 @@ def start(seconds, target):
     return process
 
 
-def test_who_holds_the_interpreter_is_named_with_the_stack():
-    _, text = (process := start(0.0, "backtracks")).communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
+def test_who_holds_the_interpreter_is_named_with_the_stack_and_who_is_stopped_for_a_while_goes_on():
+    stopped, holding = start(4.0, "watch.close"), start(0.0, "backtracks")
+    stopped.send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    _, text = holding.communicate(timeout=60)
+    assert holding.returncode == -signal.SIGKILL
     assert "function 'backtracks', or a function that it calls, has held the interpreter" in text
     assert "in fullmatch" in text and "in backtracks" in text
-
-
-def test_a_process_that_is_stopped_for_a_while_goes_on():
-    process = start(4.0, "watch.close")
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(3.0)
-    process.send_signal(signal.SIGCONT)
-    _, text = process.communicate(timeout=60)
-    assert process.returncode == 0 and not text
+    time.sleep(max(0.0, begun + 3.0 - time.monotonic()))
+    stopped.send_signal(signal.SIGCONT)
+    _, text = stopped.communicate(timeout=60)
+    assert stopped.returncode == 0 and not text

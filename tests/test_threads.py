@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from coalign.threads import MAX_HUNG, CallTimeout, ThreadPool, TooManyHung, parse_python
+from coalign.threads import _THREADS, MAX_HUNG, CallTimeout, ThreadPool, TooManyHung, parse_python
 
 
 def run(call, arguments, seconds=5.0):
@@ -29,9 +29,9 @@ def test_results_keep_their_order_whatever_finishes_first():
 
 
 def test_the_deadline_is_that_of_a_call_not_of_its_thread():
-    # 60 calls of 0.05 s in a few threads take longer than 0.3 s together, and none of them does alone.
-    results = run(lambda i: time.sleep(0.05) or i, range(60), seconds=0.3)
-    assert [value for value, _ in results] == list(range(60))
+    # 50 calls of 0.03 s for each thread take longer than a second together, and none of them does alone.
+    calls = range(50 * _THREADS)
+    assert run(lambda i: time.sleep(0.03) or i, calls, seconds=1.0) == [(i, None) for i in calls]
 
 
 def test_after_a_hang_the_other_calls_are_still_made_and_a_late_result_is_ignored():

@@ -69,6 +69,7 @@ def is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
     return not _has_mark(key, root, NoEffect)
 
 
+@cache
 def is_continuable(key: Key, root: type[Section] = RunConfig) -> bool:
     """Whether ``key`` may change when a run goes on: a ContinuationSetting, or a path whose contents are compared."""
     mark = find_input(key, root)

@@ -46,12 +46,14 @@ def hide_secrets(value: Any) -> Any:
     for name in _CLIENTS:
         if text := os.environ.get(name):
             remember_secret(name, text, text)
-    if not _references:
-        return value
+    return _hide(value) if _references else value
+
+
+def _hide(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {hide_secrets(name): hide_secrets(item) for name, item in value.items()}
+        return {_hide(name): _hide(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [hide_secrets(item) for item in value]
+        return [_hide(item) for item in value]
     if not isinstance(value, str):
         return _references.get(str(value), value)
     for secret in sorted(_references, key=len, reverse=True):  # one may be a part of another

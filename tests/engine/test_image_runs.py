@@ -57,7 +57,9 @@ def read_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return load_file(Path(config["output"]) / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "algorithm", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "grpo"))]
+)
 def test_a_run_goes_on_where_it_was_and_exports_the_whole_model(algorithm, settings):
     config = settings(algorithm)
     assert run(config) == 0

@@ -77,10 +77,10 @@ def test_models_that_take_turns_do_not_train_while_they_generate(tmp_path):
 
 
 def test_resuming_with_models_on_the_host(tmp_path):
-    config = settings(tmp_path, "whole", offload=PARTS, steps=4, save_every=1)
+    config = settings(tmp_path, "whole", offload=PARTS, save_every=1)
     runs.run(config)
-    again = runs.run_in_two_parts(config)
-    assert runs.weights_hash(config, 4) == runs.weights_hash(again, 4)
+    again = runs.run_in_two_parts(config, 1)
+    assert runs.weights_hash(config, 2) == runs.weights_hash(again, 2)
 
 
 @pytest.mark.slow

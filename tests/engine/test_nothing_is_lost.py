@@ -20,7 +20,7 @@ def checkpoints_of(config):
     return sorted(path.name for path in (folder_of(config) / "checkpoints").glob("step_*"))
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_an_error_the_last_step_is_saved_and_the_same_command_goes_on(tmp_path, staleness):
     config = settings(tmp_path, "grpo", eval_at_start=False, max_staleness=staleness)
     broken = tmp_path / "broken"

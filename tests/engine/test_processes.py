@@ -1,6 +1,7 @@
 """Whole runs in processes of their own: killed, interrupted, on Ray."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from coalign import cli
+from coalign.engine.hooks.recorder import MetricsRecorder
 from tests.runs import MARK, command, metrics, processes_of, run, settings, wait_for, weights_hash
 
 
@@ -23,11 +25,11 @@ def finish(process, code=0):
 
 
 @pytest.mark.parametrize(
-    "moments",
-    [pytest.param((3,), id="once"), pytest.param((1, 2, 3, 4, 5), id="at every step", marks=pytest.mark.slow)],
+    ("moments", "steps"),
+    [pytest.param((2,), 4, id="once"), pytest.param((1, 2, 3, 4, 5), 6, id="at every step", marks=pytest.mark.slow)],
 )
-def test_killed_and_started_again_the_weights_are_the_same(tmp_path, moments):
-    config = settings(tmp_path, "grpo", steps=6, save_every=1, eval_at_start=False)
+def test_killed_and_started_again_the_weights_are_the_same(tmp_path, moments, steps):
+    config = settings(tmp_path, "grpo", steps=steps, save_every=1, eval_at_start=False)
     config["data"].pop("eval")
     run(config)
     killed = config | {"output": str(tmp_path / "killed")}
@@ -37,10 +39,28 @@ def test_killed_and_started_again_the_weights_are_the_same(tmp_path, moments):
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert run(killed) == 0
-    assert weights_hash(killed, 6) == weights_hash(config, 6)
-    assert [line["step"] for line in metrics(killed)] == [1, 2, 3, 4, 5, 6]
+    assert weights_hash(killed, steps) == weights_hash(config, steps)
+    assert [line["step"] for line in metrics(killed)] == list(range(1, steps + 1))
 
 
+def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, monkeypatch):
+    config = settings(tmp_path, "sft", eval_at_start=False)
+    record = MetricsRecorder.after_step
+
+    def after_step(self, engine, stats, batch):
+        record(self, engine, stats, batch)
+        if engine.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(MetricsRecorder, "after_step", after_step)
+    assert run(config) == 130
+    folder = Path(config["output"])
+    assert "SIGINT: finishing this step, then saving" in (folder / "log.txt").read_text()
+    assert [line["step"] for line in metrics(config)] in ([1, 2], [1, 2, 3])
+    assert (folder / "checkpoints" / f"step_{metrics(config)[-1]['step']}" / "manifest.json").exists()
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_and_exits_with_130(tmp_path):
     config = settings(tmp_path, "grpo", steps=500, eval_at_start=False)
     process = command(config)

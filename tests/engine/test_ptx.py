@@ -20,7 +20,7 @@ def with_ptx(directory: Path, algorithm: str, *, kind: str = "documents", **runt
     return config | {"ptx": {"data": str(rows), "coef": 0.5, "rows_per_step": 2, "kind": kind}}
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["sft", "ppo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_every_step_reports_it_and_learns_from_it(tmp_path, algorithm):
     config = with_ptx(tmp_path, algorithm, steps=2)
     assert run(config) == 0

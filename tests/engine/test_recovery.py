@@ -26,6 +26,14 @@ def configure(directory, name="run", **runtime):
     return config | {"output": str(directory / name)}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The hash of the weights of a run that loses nothing."""
+    config = configure(tmp_path_factory.mktemp("undisturbed"))
+    assert run(config) == 0
+    return weights_hash(config, 5)
+
+
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
     """The directory that stands for /dev/shm."""
@@ -65,9 +73,7 @@ def steps(config):
     return [line["step"] for line in metrics(config)]
 
 
-def test_a_lost_trainer_repeats_one_step(tmp_path, monkeypatch, replaced, memory, caplog):
-    whole = configure(tmp_path, "whole")
-    run(whole)
+def test_a_lost_trainer_repeats_one_step(tmp_path, monkeypatch, replaced, memory, undisturbed, caplog):
     config = configure(tmp_path, save_in_memory_every=1)
     rollouts, real = [], Environment.next
     monkeypatch.setattr(Environment, "next", lambda self, *a: (rollouts.append(a[0]), real(self, *a))[1])
@@ -81,7 +87,7 @@ def test_a_lost_trainer_repeats_one_step(tmp_path, monkeypatch, replaced, memory
     lose(monkeypatch, Trainer, "step", "trainer", half_way)
     assert run(config) == 0
     assert replaced == ["trainer"] and rollouts == [0, 1, 2, 2, 3, 4]
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == weights_hash(whole, 5)
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
     assert "step_2; step 3 is made again" in caplog.text
     last = metrics(config)[-1]
     assert last["goodput/restart"] > 0 and last["goodput/redone"] > 0
@@ -89,22 +95,20 @@ def test_a_lost_trainer_repeats_one_step(tmp_path, monkeypatch, replaced, memory
     assert not list(memory.iterdir()), "the memory is not freed"
 
 
-def test_a_lost_sampler_costs_no_step(tmp_path, monkeypatch, replaced):
-    whole, config = configure(tmp_path, "whole"), configure(tmp_path)
-    run(whole)
+def test_a_lost_sampler_costs_no_step(tmp_path, monkeypatch, replaced, undisturbed):
+    config = configure(tmp_path)
     lose(monkeypatch, Environment, "next", "policy", lambda self, version, served: version == 3)
     assert run(config) == 0
     assert replaced == ["policy"] and steps(config) == [1, 2, 3, 4, 5]
-    assert weights_hash(config, 5) == weights_hash(whole, 5)
+    assert weights_hash(config, 5) == undisturbed
 
 
 @pytest.mark.parametrize("model", ["policy", "trainer"])
-def test_weights_that_were_under_way_are_sent_again(tmp_path, monkeypatch, replaced, model):
-    whole, config = configure(tmp_path, "whole"), configure(tmp_path, save_in_memory_every=1)
-    run(whole)
+def test_weights_that_were_under_way_are_sent_again(tmp_path, monkeypatch, replaced, undisturbed, model):
+    config = configure(tmp_path, save_in_memory_every=1)
     lose(monkeypatch, Trainer, "sync", model, lambda self, version: version == 2)
     assert run(config) == 0
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == weights_hash(whole, 5)
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
 
 
 class Heard(Hook):
@@ -166,9 +170,8 @@ def test_the_same_loss_three_times_is_no_bad_luck(tmp_path, monkeypatch, replace
     assert replaced == ["trainer", "trainer"] and steps(config) == [1, 2]
 
 
-def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory):
-    whole, config = configure(tmp_path, "whole"), configure(tmp_path, save_in_memory_every=1)
-    run(whole)
+def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory, undisturbed):
+    config = configure(tmp_path, save_in_memory_every=1)
     real = Trainer.step
 
     def die(self, batch):
@@ -184,7 +187,7 @@ def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory):
     assert folder == open_memory_folder(Path(config["output"])).directory
     assert (folder / "step_3" / "manifest.json").exists() and not (folder / "step_3" / "hf").exists()
     assert run(config) == 0
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == weights_hash(whole, 5)
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
 
 
 def test_a_run_that_begins_anew_forgets_what_is_in_memory(tmp_path, memory):
@@ -277,7 +280,7 @@ def test_the_memory_of_deleted_runs_is_freed(tmp_path, memory):
     assert sorted(folder.name.split("-")[2] for folder in memory.iterdir()) == ["new", "other", "there"]
 
 
-@pytest.mark.parametrize("model", ["policy", "trainer"])
+@pytest.mark.parametrize("model", ["policy", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_the_journal_accounts_for_every_group_over_a_loss(tmp_path, monkeypatch, replaced, model):
     config = configure(tmp_path, journal=True, save_in_memory_every=1)
     owner, method = (Environment, "_take_batch") if model == "policy" else (Trainer, "step")
@@ -289,9 +292,8 @@ def test_the_journal_accounts_for_every_group_over_a_loss(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("phase", ["rollout", pytest.param("train", marks=pytest.mark.slow)])
-def test_a_machine_that_is_taken_away_saves_at_once(tmp_path, monkeypatch, phase):
-    whole, config = configure(tmp_path, "whole"), configure(tmp_path, preemption_notice=30)
-    run(whole)
+def test_a_machine_that_is_taken_away_saves_at_once(tmp_path, monkeypatch, undisturbed, phase):
+    config = configure(tmp_path, preemption_notice=30)
     owner, method = (Environment, "next") if phase == "rollout" else (Trainer, "step")
     real = getattr(owner, method)
 
@@ -308,4 +310,4 @@ def test_a_machine_that_is_taken_away_saves_at_once(tmp_path, monkeypatch, phase
         assert time.monotonic() - begun < 18
     assert steps(config) == ([1, 2] if phase == "rollout" else [1, 2, 3])
     assert run(config) == 0
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == weights_hash(whole, 5)
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed

@@ -17,11 +17,12 @@ from coalign.types import Stat
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["sft", "ppo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_the_run_folder(tmp_path, algorithm):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = settings(tmp_path, algorithm, eval_every=2, plots=True)
+    plots = algorithm == "ppo"  # which has the most curves
+    config = settings(tmp_path, algorithm, eval_every=2, timeline_every=2, plots=plots)
     assert run(config) == 0
     folder = Path(config["output"])
     lines = metrics(config)
@@ -29,7 +30,7 @@ def test_the_run_folder(tmp_path, algorithm):
     for line in lines[1:]:
         assert {"time/step", "loss/value", "loss/grad_norm", "tokens/trained", "throughput/trained"} <= set(line)
     assert [line["step"] for line in lines if any(k.startswith("eval/") for k in line)] == [0, 2, 4]
-    for name in ("config.yaml", "log.txt", "plots"):
+    for name in ("config.yaml", "log.txt", *(f"plots/{name}.png" for name in ("goodput", "timeline") if plots)):
         assert (folder / name).exists()
     hf = folder / "checkpoints" / "step_4" / "hf"
     model = AutoModelForCausalLM.from_pretrained(hf)
@@ -115,7 +116,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     run(config)
     from tests.tiny import tiny_model_dir
 
-    tiny_model_dir(tmp_path / "other", hidden=48)
+    tiny_model_dir(tmp_path / "other", hidden=48, layers=1)
     config["models"]["trainer"]["load"] = str(tmp_path / "other")
     config["runtime"]["steps"] = 4
     with pytest.raises(

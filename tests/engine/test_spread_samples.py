@@ -20,7 +20,7 @@ def spread(config, folder, *, cluster="local", processes=1):
     return config | {"output": str(folder), "models": config["models"] | models, "runtime": runtime}
 
 
-@pytest.mark.parametrize("rollout", [{}, {"round_tokens": 4}])
+@pytest.mark.parametrize("rollout", [pytest.param({}, marks=pytest.mark.slow), {"round_tokens": 4}])
 def test_spread_samples_are_the_same_samples(tmp_path, rollout):
     together = partial(tmp_path, rollout=rollout, steps=2)
     apart = spread(together, tmp_path / "apart")

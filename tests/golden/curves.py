@@ -62,6 +62,7 @@ ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # so that response
 
 def configuration(name: str, directory: Path) -> dict[str, Any]:
     algorithm, _, variant = name.rpartition("_") if name in VARIANTS else (name, "", "")
+    other_model(directory / "model")  # of two layers, as when the curves were recorded
     config = settings(directory, algorithm, steps=STEPS, eval_at_start=False)
     config["data"].pop("eval")
     if variant == "lora":

@@ -23,7 +23,7 @@ def adapted(directory: Path, algorithm: str, **runtime):
     return config
 
 
-QUICK = ("dpo", "reward_model")
+QUICK = ("reward_model",)
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*RECIPES, *ONLINE)]
 
 

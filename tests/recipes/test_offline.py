@@ -60,7 +60,15 @@ def test_the_first_loss_of_dpo_is_log_2(tmp_path):
     assert metrics(config)[-1]["loss/value"] == pytest.approx(0.6931, abs=1e-3)
 
 
-@pytest.mark.parametrize("loss", ["ipo", "hinge", "aot", {"fn": "dpo", "label_smoothing": 0.1, "nll_coef": 0.2}])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "aot",
+        pytest.param("ipo", marks=pytest.mark.slow),
+        pytest.param("hinge", marks=pytest.mark.slow),
+        {"fn": "dpo", "label_smoothing": 0.1, "nll_coef": 0.2},
+    ],
+)
 def test_the_relatives_of_dpo_are_settings(tmp_path, loss):
     config = configuration(tmp_path, "dpo", steps=2)
     assert run(config | {"loss": loss}) == 0
@@ -124,7 +132,7 @@ def test_check_draws_the_flow(tmp_path, algorithm, capsys):
     assert "trainer.train_step" in shown and "no problem found" in shown
 
 
-@pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
+@pytest.mark.parametrize("algorithm", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
 def test_a_trained_model_is_evaluated_against_the_reference_of_its_run(tmp_path, algorithm):
     from coalign import load_config
     from coalign.api import evaluate

@@ -138,6 +138,7 @@ def test_what_it_refuses(tmp_path, change, message):
         flow(config | change)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
     whole = configuration(tmp_path, steps=4, save_every=2)
     run(whole)
@@ -153,7 +154,8 @@ def test_pairs_are_made_while_the_trainer_trains(tmp_path):
     assert all(age <= min(step, 2) for step, age in enumerate(ages)) and max(ages) > 0
 
 
-@pytest.mark.parametrize("pairs", ["best_worst", pytest.param("all_pairs", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_rlaif.py sees online DPO learn in `make test`
+@pytest.mark.parametrize("pairs", ["best_worst", "all_pairs"])
 def test_the_reward_climbs(tmp_path, pairs):
     config = configuration(tmp_path, steps=20, prompts_per_step=8, samples_per_prompt=6) | {"pairs": pairs}
     config["models"]["trainer"]["optimizer"] = {"lr": 1e-2}

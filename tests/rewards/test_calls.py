@@ -249,17 +249,24 @@ def test_calls_are_repeated_as_often_as_configured(caller, retries):
 
 
 def test_calls_and_functions_overlap(caller):
-    def sleeps(sample):
-        time.sleep(0.2)
+    """Each call waits for another one of its function, and for one of the other function."""
+    two_threads, plain, coroutines = threading.Barrier(2), threading.Event(), threading.Semaphore(0)
+    begun = []
+
+    def meets(sample):
+        plain.set()
+        assert coroutines.acquire(timeout=30)
+        two_threads.wait(30)
         return 1.0
 
-    async def sleeps_async(sample):
-        await asyncio.sleep(0.2)
+    async def meets_async(sample):
+        begun.append(sample)
+        coroutines.release()
+        while len(begun) < 2 or not plain.is_set():
+            await asyncio.sleep(0.001)
         return 2.0
 
-    start = time.monotonic()
-    one, two = caller.score([RewardFunction("a", sleeps), RewardFunction("b", sleeps_async)], SAMPLES)
-    assert time.monotonic() - start < 2.0  # 2.4 s one after the other
+    one, two = caller.score([RewardFunction("a", meets), RewardFunction("b", meets_async)], SAMPLES)
     assert (values(one), values(two)) == ([1.0] * 6, [2.0] * 6)
 
 

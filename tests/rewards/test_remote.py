@@ -248,8 +248,7 @@ def test_only_the_samples_of_a_failed_request_are_sent_again(caller, service):
     assert sorted(body["labels"][0] for body in server.bodies) == ["a0", "a0", "a5"]
 
 
-@pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("form", ["seconds", "date"])
+@pytest.mark.parametrize(("status", "form"), [(429, "seconds"), (503, "date")])
 def test_retry_after_is_honoured(caller, service, status, form):
     # A date has whole seconds: one two ahead is at least one away.
     after = "1" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)

@@ -43,7 +43,7 @@ class Provenance(Hook):
         hashes: dict[str, str] = {}
         for key, value in list_relevant_settings(config):
             name = format_key(key)
-            self.settings[name] = hide_secrets(value)
+            self.settings[name] = value
             if not is_continuable(key, type(config)):
                 self.fixed.add(name)
             if has_default(key, value, type(config)):
@@ -56,6 +56,7 @@ class Provenance(Hook):
                 self.models[name] = hashes[value]
         for index, source in enumerate(held_out["sources"] if held_out else ()):
             self.settings[f"data.eval[{index}] (contents)"] = source["hash"]
+        self.settings = hide_secrets(self.settings)
 
     def state_dict(self) -> dict[str, Any]:
         return {"settings": self.settings, "models": self.models, "fixed": sorted(self.fixed)}

@@ -24,16 +24,18 @@ def continued(asked, answers, length):
     return requests, rest
 
 
-@pytest.mark.parametrize("config", [MODELS["small"], MODELS["soft_cap"]], ids=["sdpa", "soft_cap"])
-@pytest.mark.parametrize(
-    ("penalty", "dtype"),
-    [
-        (1.0, torch.float32),
-        (1.0, torch.bfloat16),
-        (1.3, torch.float32),
-        pytest.param(1.3, torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.processors]),
-    ],
-)
+AGAIN = [pytest.mark.slow, pytest.mark.processors]
+QUICK = (("small", 1.0, torch.float32), ("soft_cap", 1.3, torch.float32), ("soft_cap", 1.0, torch.bfloat16))
+CASES = [
+    pytest.param(MODELS[name], penalty, dtype, id=f"{name}-{penalty}-{dtype}", marks=() if quick else AGAIN)
+    for name in ("small", "soft_cap")
+    for penalty in (1.0, 1.3)
+    for dtype in (torch.float32, torch.bfloat16)
+    for quick in [(name, penalty, dtype) in QUICK]
+]
+
+
+@pytest.mark.parametrize(("config", "penalty", "dtype"), CASES)
 def test_a_sample_goes_on_as_if_it_had_never_stopped(config, dtype, penalty):
     model = helpers.reference(config, dtype=dtype)
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=60, repetition_penalty=penalty)
@@ -63,13 +65,17 @@ def test_a_stop_string_may_begin_before_the_cut():
 
 def test_limits_of_a_request_and_what_they_mean():
     prompt = helpers.requests(1)[0].prompt
-    ask = lambda **limits: next(helpers.engine(MODEL).generate([Request(prompt, 0, **limits)], helpers.SAMPLING))[0][0]  # noqa: E731
-    assert (len(ask().tokens), ask().status) == (12, Status.TRUNCATED)
-    assert (len(ask(limit=5).tokens), ask(limit=5).status) == (5, Status.TRUNCATED)
-    assert (len(ask(limit=20).tokens), ask(limit=20).status) == (20, Status.TRUNCATED)
-    assert (len(ask(pause=5).tokens), ask(pause=5).status) == (5, Status.PARTIAL)
-    assert (len(ask(pause=12).tokens), ask(pause=12).status) == (12, Status.TRUNCATED)
-    assert ask(limit=20).tokens[:5].tolist() == ask(pause=5).tokens.tolist()
+    limits = ({}, {"limit": 5}, {"limit": 20}, {"pause": 5}, {"pause": 12})
+    requests = [Request(prompt, 0, **each) for each in limits]  # of one group: the same random numbers
+    found = helpers.flat(next(helpers.engine(MODEL).generate(requests, helpers.SAMPLING)))
+    assert [(len(response.tokens), response.status) for response in found] == [
+        (12, Status.TRUNCATED),
+        (5, Status.TRUNCATED),
+        (20, Status.TRUNCATED),
+        (5, Status.PARTIAL),
+        (12, Status.TRUNCATED),
+    ]
+    assert found[2].tokens[:5].tolist() == found[3].tokens.tolist()
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
         reached.set()
 
     done = []
-    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=300)
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=150)
     asked = helpers.requests(2)
     worker = threading.Thread(target=lambda: done.append(next(engine.generate(asked, sampling, note))))
     worker.start()
@@ -149,7 +149,7 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
     for response, expected in zip(helpers.flat(done[0]), undisturbed, strict=True):
         assert response.tokens.tolist() == expected.tokens.tolist()
         versions = response.versions.tolist()
-        assert versions == [0] * (held // 2) + [4] * (300 - held // 2)
+        assert versions == [0] * (held // 2) + [4] * (150 - held // 2)
 
 
 def test_resume_without_pause_is_an_error():

@@ -61,7 +61,14 @@ def go_on(asked, answers, sampling=helpers.SAMPLING, **settings):
             yield met, begun, rest
 
 
-@pytest.mark.parametrize(("settings", "penalty"), [({}, 1.3), ({"max_sequences": 3}, 1.0), ({"kv_tokens": 120}, 1.0)])
+@pytest.mark.parametrize(
+    ("settings", "penalty"),
+    [
+        ({"kv_tokens": 120}, 1.0),
+        ({}, 1.3),
+        pytest.param({"max_sequences": 3}, 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_recomputed_samples_go_on_as_a_fresh_engine_would(settings, penalty):
     asked, sampling = helpers.requests(3, samples=2), helpers.replace(helpers.SAMPLING, repetition_penalty=penalty)
     undisturbed = next(helpers.engine(OLD).generate(asked, sampling))
