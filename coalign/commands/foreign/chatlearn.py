@@ -177,7 +177,7 @@ def _set_loss(translation: ForeignTranslation, algorithm: str) -> None:
         translation.set("loss.clip_low", float(low))
         translation.set("loss.clip_high", float(high))
     if algorithm == "gspo":
-        translation.notes.append("loss.aggregation: ChatLearn means over tokens, `gspo` over responses, as its paper does")
+        translation.notes.append("loss.aggregation: ChatLearn means over tokens, `gspo` over responses, as its paper")
     if algorithm in ("grpo", "gspo"):
         translation.set("loss.entropy_coef", float(translation.get(f"{LEARNER}.entropy_coef", 0.0)) or None)
         coef = float(translation.get(f"{LEARNER}.kl_coef", 0.0))
@@ -244,5 +244,5 @@ def _set_devices(translation: ForeignTranslation, algorithm: str) -> None:
 def list_groups(colocation: Any) -> list[list[str]]:
     """Return groups of models: texts with commas are a group each; names alone are one group."""
     items = list_values(colocation) if colocation else []
-    groups = [[OLD_NAMES.get(name, name) for name in list_values(item)] for item in items]
+    groups = [[OLD_NAMES.get(str(name), str(name)) for name in list_values(item)] for item in items]
     return groups if any(len(group) > 1 for group in groups) else [[name for group in groups for name in group]]

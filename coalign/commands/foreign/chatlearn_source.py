@@ -36,7 +36,7 @@ class ChatLearnReader:
         """Return sections by the names of 2025: `runtime_args`, and `models` with what their files say."""
         data = self._merge_included(data)
         sections = {("runtime_args" if name in _SECTIONS else name): value for name, value in data.items()}
-        models = {OLD_NAMES.get(name, name): dict(model or {}) for name, model in sections["models"].items()}
+        models = {OLD_NAMES.get(str(name), str(name)): dict(model or {}) for name, model in sections["models"].items()}
         if renamed := [f"{old} is {new}" for old, new in OLD_NAMES.items() if old in sections["models"]]:
             self.notes.append(f"names below are those of ChatLearn's files of 2025: {', '.join(renamed)}")
         for name, model in models.items():
