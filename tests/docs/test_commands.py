@@ -47,7 +47,7 @@ def test_the_commands_of_a_page_in_their_order(tmp_path, page):
     path = f"{Path(sys.executable).parent}:{environment['PATH']}"
     environment |= {"PATH": path, "PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for command in list_runnable(page):
-        command = command if "<<" in command else command.partition(" #")[0]
+        command = command if "<<" in command else command.partition(" #")[0].strip()
         if command == "python examples/gsm8k.py":
             command += " --made"  # no network here
         if "examples/gsm8k_" in command:
