@@ -302,7 +302,7 @@ def init(
 def import_config(
     source: Annotated[
         Path,
-        typer.Argument(help="A YAML file of verl or TRL, or a script with the command line of verl, OpenRLHF or TRL."),
+        typer.Argument(help="A YAML file of verl, ChatLearn or TRL, or a script with a command line, OpenRLHF's too."),
     ],
     file: Annotated[Path | None, typer.Argument(help="A new file to write; without it the YAML is printed.")] = None,
     trainer: Annotated[
@@ -310,7 +310,7 @@ def import_config(
         typer.Option(help="TRL's trainer, where the file does not say it: sft, dpo, kto, reward, grpo or rloo."),
     ] = None,
 ):
-    """Write a run's YAML from the configuration of verl, OpenRLHF or TRL. It lists what was not translated."""
+    """Write a run's YAML from one of verl, OpenRLHF, ChatLearn or TRL. It lists what was not translated."""
     from coalign.commands.foreign.import_config import import_config as translate
 
     _write_new(translate(source, trainer), file)

@@ -49,13 +49,14 @@ class CodeBlock:
 
 @dataclass(frozen=True)
 class DocsPage:
-    """A page: its blocks, its headings as (level, text), and the targets of its links."""
+    """A page: its blocks, its headings as (level, text), the text below each, and the targets of its links."""
 
     path: str
     blocks: list[CodeBlock]
     headings: list[tuple[int, str]]
     links: list[str]
     unused_marks: list[int]
+    sections: list[str]
 
     def list_targets(self) -> list[str]:
         """Return where the links to files lead, without anchors, from the root of the repository, in order."""
@@ -66,7 +67,7 @@ class DocsPage:
 
 def read_page(path: str) -> DocsPage:
     """Read a page. AssertionError for a block that does not end."""
-    page = DocsPage(path, [], [], [], [])
+    page = DocsPage(path, [], [], [], [], [""])
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
     mark: re.Match[str] | None = None
     at = 0
@@ -86,6 +87,9 @@ def read_page(path: str) -> DocsPage:
             mark = None
             if heading := _HEADING.fullmatch(line):
                 page.headings.append((len(heading[1]), heading[2]))
+                page.sections.append("")
+            else:
+                page.sections[-1] += f"{line}\n"
             page.links.extend(_LINK.findall(re.sub(r"`[^`]*`", "", line)))
         at += 1
     return page

@@ -45,6 +45,13 @@ def test_marks_are_used_and_name_tests(path):
             assert (ROOT / block.reason).is_file(), f"{block}: {block.reason}"
 
 
+def test_commands_stand_in_blocks_of_shell():
+    """A block without a language is a drawing or an output: nothing runs it, and it needs no mark."""
+    command = re.compile(r"(coalign|python|make|pip|ray|pytest|docker) ")
+    blocks = [block for block in list_blocks("", "text", unmarked=False) if command.match(block.text)]
+    assert blocks == [], "give these the language bash, and a mark if a test cannot run them"
+
+
 def test_settings_on_the_pages_are_those_of_the_schema():
     problems = [f"{block}: {problem}" for block in list_blocks("yaml") for problem in check_yaml(block)]
     assert problems == []

@@ -21,6 +21,11 @@ export function append(element, children) {
   }
 }
 
+/** Return the parts of a text of the page; what stands between backquotes is code. */
+export function markCode(text) {
+  return text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+}
+
 /** Replace what an element holds. */
 export function fill(element, ...children) {
   element.replaceChildren();

@@ -1,5 +1,5 @@
 // One sample: its facts, images, turns, and its tokens in colours.
-import { fill, formatNumber, h, readSetting, keepSetting } from "./board.js";
+import { fill, formatNumber, h, keepSetting, markCode, readSetting } from "./board.js";
 import { t } from "./i18n.js";
 import { colourValue, listLegend, makeScale, MEASURES } from "./token_colours.js";
 
@@ -101,7 +101,7 @@ function makeTurn(role, name, text, reasoning = null, calls = null) {
 
 function makeTokens(sample, state) {
   const tokens = sample.tokens;
-  if (!tokens) return h("p", { class: "quiet" }, t("rollouts.no_tokens", { step: sample.step }));
+  if (!tokens) return h("p", { class: "quiet" }, markCode(t("rollouts.no_tokens", { step: sample.step })));
   const choices = Object.keys(MEASURES).filter((name) => tokens.measures[name]);
   const asked = state.get("colour") ?? readSetting("token_colour", choices[0]);
   let chosen = choices.includes(asked) ? asked : choices[0];

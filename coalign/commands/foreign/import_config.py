@@ -1,4 +1,4 @@
-"""`coalign import-config`: writes a run's YAML from the configuration of verl, OpenRLHF or TRL."""
+"""`coalign import-config`: writes a run's YAML from the configuration of verl, OpenRLHF, ChatLearn or TRL."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from coalign.commands.foreign.chatlearn import translate_chatlearn
 from coalign.commands.foreign.openrlhf import PROGRAMS, translate_openrlhf, translate_openrlhf_offline
 from coalign.commands.foreign.source import ForeignSource, read_source
 from coalign.commands.foreign.translation import ForeignTranslation
@@ -33,6 +34,8 @@ def translate(source: ForeignSource, trainer: str | None = None) -> ForeignTrans
     """Translate the settings of a source. ValueError for a program that has no recipe here."""
     if source.framework == "verl":
         return translate_verl(source.values)
+    if source.framework == "chatlearn":
+        return translate_chatlearn(source.values, source.notes)
     if source.framework == "openrlhf":
         if source.program == "train_ppo_ray":
             return translate_openrlhf(source.values)

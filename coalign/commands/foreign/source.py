@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from coalign.commands.foreign.chatlearn_source import ChatLearnReader, is_chatlearn
 from coalign.config.yaml_reader import parse, parse_scalar
 
 _PROGRAM = re.compile(r"(?:-m\s+)?(verl\.trainer\.main_ppo|openrlhf\.cli\.(\w+)|trl\s+(\w+)|(\w+)\.py)(?=\s|$)")
@@ -24,12 +26,14 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 class ForeignSource:
     """The settings of a file, and whose they are.
 
-    ``framework`` is `verl`, `openrlhf` or `trl`; ``program`` that of the framework, if the file names it.
+    ``framework`` is `verl`, `openrlhf`, `trl` or `chatlearn`; ``program`` that of the framework, if the file names it.
+    ``notes`` are what a person has to know of the files that were read.
     """
 
     framework: str
     program: str | None
     values: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def read_source(path: Path) -> ForeignSource:
@@ -43,20 +47,42 @@ def read_source(path: Path) -> ForeignSource:
 def _read_yaml(text: str, path: Path) -> ForeignSource:
     data, _ = parse(text, str(path))
     if not isinstance(data, Mapping):
-        raise ValueError(f"{path}: expected keys with values, as verl and TRL have them")
-    try:
-        resolved = OmegaConf.to_container(OmegaConf.create(dict(data)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
-    assert isinstance(resolved, dict)
+        raise ValueError(f"{path}: expected keys with values, as verl, ChatLearn and TRL have them")
+    if is_chatlearn(data):
+        return _read_chatlearn(data, path, {}, [])
+    resolved = _interpolate(data, path)
     if "actor_rollout_ref" in resolved:
         return ForeignSource("verl", None, dict(_flatten(resolved, "")))
     if "model_name_or_path" in resolved:
-        return ForeignSource("trl", None, {str(name): value for name, value in resolved.items()})
+        return ForeignSource("trl", None, resolved)
     raise ValueError(
-        f"{path}: neither verl's (`actor_rollout_ref`) nor TRL's (`model_name_or_path`); OpenRLHF has no "
-        "YAML, give the script with its command line"
+        f"{path}: neither verl's (`actor_rollout_ref`), ChatLearn's (`models` and `num_episode`) nor TRL's "
+        "(`model_name_or_path`); OpenRLHF has no YAML, give the script with its command line"
     )
+
+
+def _interpolate(data: Mapping[str, Any], path: Path, overrides: list[tuple[str, Any]] | None = None) -> dict[str, Any]:
+    """Return a mapping with the values that its references, such as `${models.policy.load}`, stand for."""
+    try:
+        config = OmegaConf.create(dict(data))
+        for key, value in overrides or []:
+            OmegaConf.update(config, key, value)
+        resolved = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
+    assert isinstance(resolved, dict)
+    return {str(name): value for name, value in resolved.items()}
+
+
+def _read_chatlearn(
+    data: Mapping[str, Any], path: Path, variables: Mapping[str, str], overrides: list[tuple[str, Any]]
+) -> ForeignSource:
+    if not is_chatlearn(data):
+        raise ValueError(f"{path}: not ChatLearn's, which has `models` and `num_episode`")
+    reader = ChatLearnReader(path.parent, os.environ | dict(variables))
+    resolved = [(key, reader.resolve(value)) for key, value in overrides]
+    values = dict(_flatten(_interpolate(reader.read(data), path, resolved), ""))
+    return ForeignSource("chatlearn", None, values, tuple(reader.notes))
 
 
 def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -80,11 +106,24 @@ def read_command(text: str, source: str) -> ForeignSource:
             words = _split(assigned[2], variables)
             variables[assigned[1]] = " ".join(words)
         elif not line.startswith("#") and (found := _PROGRAM.search(line)):
-            return _read_words(found, line[: found.start()], _split(line[found.end() :], variables), source)
+            words = _split(line[found.end() :], variables)
+            if (file := _find_chatlearn_file(words, source)) and not found[2]:
+                data, _ = parse(file.read_text(encoding="utf-8"), str(file))
+                return _read_chatlearn(data, file, variables, list(_read_overrides(words)))
+            return _read_words(found, line[: found.start()], words, source)
     raise ValueError(
-        f"{source}: no command of verl (`-m verl.trainer.main_ppo`), OpenRLHF (`-m openrlhf.cli.train_…`) or TRL "
-        "(`trl grpo`, `grpo.py`)"
+        f"{source}: no command of verl (`-m verl.trainer.main_ppo`), OpenRLHF (`-m openrlhf.cli.train_…`), ChatLearn "
+        "(`entrypoint.py grpo --config-file …`) or TRL (`trl grpo`, `grpo.py`)"
     )
+
+
+def _find_chatlearn_file(words: list[str], source: str) -> Path | None:
+    """Return the YAML behind `--config-file` or `-c`: a path from here, or from a folder above the script."""
+    flags = [index for index, word in enumerate(words[:-1]) if word in ("--config-file", "-c")]
+    if not flags:
+        return None
+    name = words[flags[0] + 1]
+    return next((file for folder in Path(source).parents if (file := folder / name).is_file()), Path(name))
 
 
 def _split(text: str, variables: Mapping[str, str]) -> list[str]:

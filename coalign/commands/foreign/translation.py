@@ -178,7 +178,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     r"models\.trainer\.module": _convert_module,
     r"models\.policy\.module": _convert_engine,
     r".*\.top_k": lambda value: max(0, value),
-    r"runtime\.(save_every|eval_every|keep|steps)": _set_positive,
+    r"runtime\.(save_every|eval_every|eval_prompts|keep|steps|eval_sampling\.top_p)": _set_positive,
     r"runtime\.epochs": lambda value: max(1, round(value)),
     r"runtime\.trackers": _convert_trackers,
     r"runtime\.resume": _convert_resume,

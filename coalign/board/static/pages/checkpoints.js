@@ -1,5 +1,5 @@
 // Checkpoints: which there are and where, which one is best, and from which one the same command would go on.
-import { fill, formatNumber, h, RequestError } from "../board.js";
+import { fill, formatNumber, h, markCode, RequestError } from "../board.js";
 import { formatTime, t } from "../i18n.js";
 
 export const title = "checkpoints.title";
@@ -32,7 +32,7 @@ export async function render(root, run) {
   }
 
   function draw() {
-    about.textContent = describeResume(found);
+    fill(about, markCode(describeResume(found)));
     fill(facts, listFacts(found).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     nothing.hidden = found.checkpoints.length > 0;
     table.hidden = !found.checkpoints.length;
@@ -79,7 +79,7 @@ function drawRow(checkpoint, answer, verify) {
     "tr",
     {},
     h("th", { scope: "row", title: path }, step, " ", h("span", { class: "quiet" }, t(`checkpoints.place_${place}`))),
-    h("td", {}, marks.map((name) => h("div", { class: "mark-word" }, `${{ resume: "▶", best: "★", linked: "↗" }[name]} ${t(`checkpoints.is_${name}`)}`))),
+    h("td", {}, marks.map((name) => h("div", { class: "mark-word" }, markCode(`${{ resume: "▶", best: "★", linked: "↗" }[name]} ${t(`checkpoints.is_${name}`)}`)))),
     h(
       "td",
       {},

@@ -1,5 +1,5 @@
 // The curves of a run, in groups, and its newest samples.
-import { append, fill, formatNumber, h } from "../board.js";
+import { append, fill, formatNumber, h, markCode } from "../board.js";
 import { makeAxisControls, makeChoiceControls } from "../axis.js";
 import { ChartGroups } from "../charts.js";
 import { CurveStore, groupMetrics } from "../curves.js";
@@ -61,7 +61,7 @@ export async function render(root, run, state) {
     const { samples: newest } = await run.fetch("samples", { last: 4 });
     const shown = newest.length
       ? h("div", { class: "samples" }, newest.map(makeSample))
-      : h("p", { class: "quiet" }, t("overview.no_samples"));
+      : h("p", { class: "quiet" }, markCode(t("overview.no_samples")));
     fill(samples, h("h2", { id: "samples" }, t("overview.newest_samples")), shown);
   }
 

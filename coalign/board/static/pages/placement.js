@@ -1,5 +1,5 @@
 // Placement and memory: which process of which model is on which device, and what each model needs over the steps.
-import { fill, h } from "../board.js";
+import { fill, h, markCode } from "../board.js";
 import { findStyle, MetricChart } from "../charts.js";
 import { CurveStore } from "../curves.js";
 import { t } from "../i18n.js";
@@ -17,7 +17,7 @@ export async function render(root, run) {
     root,
     h("h1", { class: "unseen" }, t(title)),
     where,
-    h("section", { class: "panel" }, h("h2", {}, t("placement.memory")), h("p", { class: "quiet" }, t("placement.memory_about")), legend, chart.element, table, nothing),
+    h("section", { class: "panel" }, h("h2", {}, t("placement.memory")), h("p", { class: "quiet" }, markCode(t("placement.memory_about"))), legend, chart.element, table, nothing),
   );
 
   async function update() {

@@ -1,5 +1,5 @@
 // Rollouts: steps, the groups of a step, samples, and one sample with its tokens. The address names all that is chosen.
-import { bindKey, fill, formatNumber, h, RequestError } from "../board.js";
+import { bindKey, fill, formatNumber, h, markCode, RequestError } from "../board.js";
 import { t } from "../i18n.js";
 import { LongList } from "../long_list.js";
 import { drawSample } from "../sample_view.js";
@@ -24,7 +24,7 @@ export async function render(root, run, state) {
     drawRow: drawStep,
     choose: ({ step, phase }) => attempt(() => choose({ step, phase, group: null })),
     isChosen: ({ step, phase }) => step === state.number("step") && phase === (state.get("phase") ?? "train"),
-    empty: t("rollouts.no_samples"),
+    empty: markCode(t("rollouts.no_samples")),
   });
   const groupList = new LongList({
     label: t("rollouts.groups"),

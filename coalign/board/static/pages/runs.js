@@ -1,5 +1,5 @@
 // All runs: how each is doing, and which to compare.
-import { append, bindKey, fill, formatNumber, formatSeconds, h, makeAddress, request } from "../board.js";
+import { append, bindKey, fill, formatNumber, formatSeconds, h, makeAddress, markCode, request } from "../board.js";
 import { formatAge, t } from "../i18n.js";
 import { makeDifferences } from "../differences.js";
 import { describeCause, makeStatus } from "../status.js";
@@ -76,7 +76,7 @@ export async function render(root, _run, state) {
     runs.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0));
     const focused = document.activeElement?.dataset?.run;
     const kind = document.activeElement?.dataset?.kind;
-    if (!answer.runs.length) fill(table, h("p", { class: "empty" }, t("runs.empty", { root: answer.root })));
+    if (!answer.runs.length) fill(table, h("p", { class: "empty" }, markCode(t("runs.empty", { root: answer.root }))));
     else if (!runs.length) fill(table, h("p", { class: "empty" }, t("runs.no_match")));
     else fill(table, h("table", { class: "runs" }, makeHead(), h("tbody", {}, runs.map(makeRow))));
     if (focused)

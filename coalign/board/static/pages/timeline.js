@@ -1,5 +1,5 @@
 // Timeline: what each process computed in a step that was traced; idle shares, weight versions and faults of all steps.
-import { bindKey, fill, formatNumber, formatDuration, h, RequestError } from "../board.js";
+import { bindKey, fill, formatDuration, formatNumber, h, markCode, RequestError } from "../board.js";
 import { CurveStore } from "../curves.js";
 import { t } from "../i18n.js";
 
@@ -17,6 +17,7 @@ export async function render(root, run, state) {
     { "aria-label": t("timeline.view"), onchange: () => (state.set({ view: view.value }), drawTrace()) },
     ["processes", "devices"].map((name) => h("option", { value: name, selected: name === state.get("view") }, t(`timeline.${name}`))),
   );
+  const tools = h("div", { class: "row" }, chosen, view);
   const store = new CurveStore(run);
   let traces = [];
   let trace = null;
@@ -39,7 +40,7 @@ export async function render(root, run, state) {
   }
 
   function drawTrace() {
-    if (trace === null) return fill(lanes, h("p", { class: "empty" }, t("timeline.no_trace")));
+    if (trace === null) return fill(lanes, h("p", { class: "empty" }, markCode(t("timeline.no_trace"))));
     view.disabled = !trace.devices.length;
     const byDevice = view.value === "devices" && trace.devices.length;
     const names = [...new Set(trace.lanes.flatMap((lane) => lane.bars.map((bar) => bar[2])))];
@@ -55,6 +56,7 @@ export async function render(root, run, state) {
   async function read() {
     const [found, steps] = await Promise.all([run.fetch("timeline"), run.fetch("sample_steps", { limit: 200 }), store.fetchMatching(isShown)]);
     traces = found.traces;
+    tools.hidden = about.hidden = !traces.length;
     fill(chosen, traces.map((step) => h("option", { value: step }, t("timeline.step", { step }))));
     if (trace !== null) chosen.value = String(trace.step);
     drawFaults(faults, found.events, steps.steps, store);
@@ -63,7 +65,7 @@ export async function render(root, run, state) {
   fill(
     root,
     h("h1", { class: "unseen" }, t(title)),
-    h("div", { class: "row" }, chosen, view),
+    tools,
     h("section", { class: "panel" }, h("h2", {}, t("timeline.one_step")), lanes, about),
     faults,
   );
