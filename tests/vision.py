@@ -107,6 +107,7 @@ def configuration(family: str, hidden: int = 32, heads: int = 4) -> Any:
         return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids)
     if family == "glm4v":
         text["rope_parameters"] = rope | {"partial_rotary_factor": 1.0}
+        text["attention_bias"] = True  # as in files of the hub: its layers have a bias in any case, and vLLM asks here
         ids = {"image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"]}
         for kind in ("image", "video"):
             ids |= {
@@ -168,8 +169,9 @@ def processor_files(family: str) -> dict[str, dict[str, Any]]:
 def vision_model_dir(
     path: Path, family: str = "qwen2_5_vl", seed: int = 0, *, weights: bool = True, **shape: int
 ) -> Path:
-    """Write a random model of ``family``, far from uniform, with tokenizer and processor."""
+    """Write a random model of ``family``, far from uniform, with tokenizer and processor, as on the hub."""
     from transformers import AutoModelForImageTextToText
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     from coalign.backends.pretrained import save_model
 
@@ -185,6 +187,8 @@ def vision_model_dir(
             model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, mean=float(parameter.ndim < 2), std=0.12)
+        # Names with all prefixes, such as `vision_model.`; transformers leaves them out where it has loaded nothing.
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
         save_model(model, path)
     return path
 

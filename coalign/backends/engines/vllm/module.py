@@ -137,7 +137,7 @@ class VLLMModule(RolloutModule):
         return VLLMEngine(
             create_engine_arguments(config, context.model, context.device, context.adapter_rank),
             {name: tensor.shape for name, tensor in get_weights(skeleton).items()},
-            pretrained.StoredNames(skeleton),
+            pretrained.StoredNames(skeleton, pretrained.get_directory(config)),
             model=context.model,
             seed=context.seed,
             end_tokens=self.find_end_tokens(architecture),
