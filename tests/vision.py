@@ -59,6 +59,8 @@ def tokenizer(family: str) -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    if family == "gemma3":  # vLLM asks its tokenizer for these
+        made.add_tokens(["\n" * count for count in range(1, 5)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token="<|im_end|>", extra_special_tokens=NAMED.get(family, {})
     )

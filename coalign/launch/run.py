@@ -45,8 +45,8 @@ from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import StructureRecord, describe_assigned_layout
 from coalign.launch.plan import prepare
-from coalign.report.display import Display
 from coalign.report.contact_sheet import write_sample_sheet
+from coalign.report.display import Display
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
 from coalign.report.trackers import start_trackers
 from coalign.run_files.checkpoints import verify_checkpoint
