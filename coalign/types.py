@@ -80,7 +80,8 @@ class ImageSpan:
     The tokens start..start+length-1 are placeholders. They stand for the image's features first..first+length-1: some
     families cut an image into tiles, with text between their features. ``grid``: what the tower reads of the image, in
     patches (frames or tiles, rows, columns). Pixels are not part of it: ``path`` is a file whose content has the hash
-    ``image``. ``seconds``: between two steps of a video's grid; None for an image.
+    ``image``; without a path it is a picture of coalign.data.images.probe. ``seconds``: between two steps of a video's
+    grid; None for an image.
 
     Example: an image of 4 x 6 patches, of which the tower makes 2 x 3 features.
 

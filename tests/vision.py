@@ -59,6 +59,8 @@ def tokenizer(family: str) -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    if family == "gemma3":  # vLLM asks its tokenizer for these
+        made.add_tokens(["\n" * count for count in range(1, 5)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token="<|im_end|>", extra_special_tokens=NAMED.get(family, {})
     )
@@ -107,6 +109,7 @@ def configuration(family: str, hidden: int = 32, heads: int = 4) -> Any:
         return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids)
     if family == "glm4v":
         text["rope_parameters"] = rope | {"partial_rotary_factor": 1.0}
+        text["attention_bias"] = True  # as in files of the hub: its layers have a bias in any case, and vLLM asks here
         ids = {"image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"]}
         for kind in ("image", "video"):
             ids |= {
@@ -168,8 +171,9 @@ def processor_files(family: str) -> dict[str, dict[str, Any]]:
 def vision_model_dir(
     path: Path, family: str = "qwen2_5_vl", seed: int = 0, *, weights: bool = True, **shape: int
 ) -> Path:
-    """Write a random model of ``family``, far from uniform, with tokenizer and processor."""
+    """Write a random model of ``family``, far from uniform, with tokenizer and processor, as on the hub."""
     from transformers import AutoModelForImageTextToText
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     from coalign.backends.pretrained import save_model
 
@@ -185,6 +189,8 @@ def vision_model_dir(
             model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, mean=float(parameter.ndim < 2), std=0.12)
+        # Names with all prefixes, such as `vision_model.`; transformers leaves them out where it has loaded nothing.
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
         save_model(model, path)
     return path
 

@@ -36,7 +36,15 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
-from coalign.backends.vision_language import build_classifier, carry_towers, copy_processor, drop_towers, has_towers
+from coalign.backends.vision_language import (
+    build_classifier,
+    carry_towers,
+    copy_processor,
+    drop_towers,
+    find_conversions,
+    has_towers,
+    list_weight_names,
+)
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.images.files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
@@ -266,11 +274,13 @@ class StoredNames:
     """Gives weights of ``model`` (which may have none itself) the names and shapes that checkpoints have.
 
     transformers stacks experts in memory and renames some modules; the files of most families, and engines that read
-    them, have one tensor for each expert.
+    them, have one tensor for each expert. ``source``: the directory of the model's own files, if it has any.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, source: Path) -> None:
         self.model = model
+        # As of a model that transformers has loaded. For one without weights it would leave out prefixes of towers.
+        cast(Any, model)._weight_conversions = find_conversions(model, list_weight_names(source))
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
         self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
 

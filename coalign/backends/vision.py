@@ -23,6 +23,7 @@ from coalign.backends.layout import Layout, pack
 from coalign.backends.vision_language import find_body, has_towers
 from coalign.data.batch import Batch
 from coalign.data.images.pixels import PixelCache, Pixels
+from coalign.data.images.probe import draw_picture, make_probe
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import ImageSpan
 
@@ -30,7 +31,7 @@ FORBIDDEN = -1e30  # added to a logit: its probability is 0, and 0 times its log
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # What modules are called that map a tower's features to embeddings.
 PROJECTORS = ("projector", "connector", "merger", "downsample", "embed_vision")
-PROBE, BLANK = "probe", "blank"  # names of images that are no files
+BLANK = "32x32"  # the size of a picture whose features nobody reads
 IMAGE, VIDEO = 1, 2  # `mm_token_type_ids`
 OF_VIDEOS = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}  # arguments of models
 Features = list[Tensor]  # of an image: [n, H] for the first layer, then what is added to the first layers (deepstack)
@@ -195,7 +196,7 @@ class ImageEmbedder:
     @property
     def _blank(self) -> Pixels:
         """The smallest picture, whose features nobody reads."""
-        return self._draw(BLANK, (32, 32))[1]
+        return self.processor.prepare(draw_picture(BLANK))
 
     # ---- positions
 
@@ -258,33 +259,7 @@ class ImageEmbedder:
 
     def make_probe(self) -> tuple[list[int], list[ImageSpan]]:
         """A prompt with two pictures of random pixels, and where they stand in it."""
-        tokens, spans = self.plain[:2], []
-        for number, size in enumerate(((44, 30), (30, 52))):
-            text, _ = self._draw(f"{PROBE} {number}", size)
-            shape = self.processor.measure(size)
-            own = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-            first = 0
-            for place, token in enumerate(own, len(tokens)):
-                if token != self.processor.token:
-                    continue
-                if spans and spans[-1].stop == place and first:
-                    spans[-1] = replace(spans[-1], length=spans[-1].length + 1)
-                else:
-                    spans.append(ImageSpan(f"{PROBE} {number}", "", place, 1, shape.grid, first))
-                first += 1
-            tokens += [*own, *self.plain[2:4]]
-        return tokens, spans
-
-    def _draw(self, name: str, size: tuple[int, int]) -> tuple[str, Pixels]:
-        """Make a picture without a file. Returns the text that stands for it, and its pixels."""
-        from PIL import Image
-
-        draw = torch.Generator().manual_seed(len(name))
-        noise = torch.randint(0, 256, (size[1], size[0], 3), generator=draw, dtype=torch.uint8)
-        pixels = self.processor.prepare(Image.fromarray(noise.numpy()))
-        if name != BLANK:
-            self.pixels.keep(name, pixels)
-        return self.processor.measure(size).text, pixels
+        return make_probe(self.processor, self.plain)
 
 
 def place_features(row: Tensor, places: Tensor, layers: Features) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,13 @@ from transformers.conversion_mapping import (
     get_model_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 from transformers.utils.hub import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
@@ -119,10 +125,36 @@ def copy_processor(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
+def find_conversions(model: PreTrainedModel, names: Iterable[str]) -> list[WeightTransform]:
+    """Return what turns the names and tensors of checkpoints into those of ``model``.
+
+    Of the prefixes that some files have and others do not (`vision_model.` in the towers of LLaVA): those that are in
+    ``names``, the checkpoint's.
+    """
+    mapping, known = get_model_conversion_mapping(model, add_legacy=False), dict(model.state_dict())
+    renamings, converters = _split_conversions(mapping)
+    for name in names:
+        rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+    return [each for each in mapping if each.was_used() or not isinstance(each, PrefixChange)]
+
+
+def list_weight_names(source: Path) -> list[str]:
+    """List the names of all weights in the files of a directory; none without files."""
+    names: list[str] = []
+    for file in list_weight_files(source):
+        with safe_open(file, "pt") as opened:
+            names += opened.keys()
+    return names
+
+
+def _split_conversions(mapping: Sequence[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    return renamings, [each for each in mapping if isinstance(each, WeightConverter)]
+
+
 def _read_others(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
     prefix, mapping, known = model.base_model_prefix, get_model_conversion_mapping(model), dict(own)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings, converters = _split_conversions(mapping)
     others = {}
     for file in list_weight_files(source):
         with safe_open(file, "pt") as opened:

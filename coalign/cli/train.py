@@ -219,6 +219,9 @@ def inspect_data(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option("--rows", "-r", min=1, help="How many rows to show.")] = 3,
     tokens: Annotated[bool, typer.Option("--tokens", "-t", help="Also list every token with its id.")] = False,
+    thumbnails: Annotated[
+        Path | None, typer.Option(help="Also write the rows to this HTML page, with small pictures of their images.")
+    ] = None,
     no_code: NoCode = False,
 ):
     """Show rows as the trainer sees them: text after the chat template, trained parts, preferences and labels."""
@@ -229,7 +232,7 @@ def inspect_data(
     loaded = load_config(config, overrides, planned=True)
     from coalign.commands.evaluate import show_data
 
-    show_data(loaded, rows, Display(), tokens=tokens)
+    show_data(loaded, rows, Display(), tokens=tokens, thumbnails=thumbnails)
 
 
 def doctor(

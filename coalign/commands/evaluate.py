@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count, groupby, islice
+from itertools import chain, count, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from coalign.engine.reward import list_reward_parts
 from coalign.launch.data_load import load_data, load_split, load_tokenizer
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.plan import find_recipe, plan_reward_models, prepare
+from coalign.report.contact_sheet import link_image, write_contact_sheet
 from coalign.report.display import Display
 
 if TYPE_CHECKING:
@@ -49,16 +50,27 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[st
     return flatten_stats(stats)
 
 
-def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
-    """Show the first rows of the training data as the trainer sees them; with ``tokens`` every token, too."""
+def show_data(
+    config: RunConfig, rows: int, display: Display, *, tokens: bool = False, thumbnails: Path | None = None
+) -> None:
+    """Show the first rows of the training data as the trainer sees them; with ``tokens`` every token, too.
+
+    ``thumbnails``: a page to write with the same texts and small pictures of their images. ValueError for one of a run
+    that reads text alone.
+    """
+    if thumbnails is not None and config.data.images is None:
+        raise ValueError("--thumbnails shows the images of rows, and this run reads none: data.images is not set")
     config = fetch_sources(config, weights=False)
     tokenizer = load_tokenizer(config, plan_reward_models(list_reward_parts(config), config))
     data = load_split(config, find_recipe(config.algorithm).source, tokenizer, "train")
     drawn = list(islice((group for _ in count() for group in split_groups(data.next())), rows))
     display.show(data.report())  # after drawing: a stream knows only of rows that were drawn
-    for group in drawn:
-        for part in describe(group, tokenizer, tokens=tokens).renderables:
-            display.show(part)
+    shown = [describe(group, tokenizer, tokens=tokens).renderables for group in drawn]
+    for part in chain.from_iterable(shown):
+        display.show(part)
+    if thumbnails is not None:
+        texts = [[part for part in parts if isinstance(part, Text)] for parts in shown]
+        display.note(f"wrote {write_contact_sheet(texts, thumbnails, 'Rows as the trainer sees them')}")
 
 
 TRAINED = "bold green"
@@ -134,7 +146,7 @@ def _decode_with_images(row: dict[str, Any], places: range, tokenizer: PreTraine
     for span in row.get("images") or ():
         if span.start in places:
             what = f"⟪{span.path}: {span.length} tokens, {' x '.join(map(str, span.grid))} patches⟫"
-            text.append(decode(tokenizer, ids[start : span.start + 1])).append(what, style=SEEN)
+            text.append(decode(tokenizer, ids[start : span.start + 1])).append(link_image(span.path, what, SEEN))
             start = span.stop
     return text.append(decode(tokenizer, ids[start : places.stop]))
 

@@ -447,6 +447,10 @@ class Engine:
         """Train until the run is complete, or a hook sets ``stop``."""
         self.phase("sync")
         self.training.sync(self.step)
+        if self.config.data.images is not None:
+            from coalign.engine.image_comparison import compare_images  # imports transformers
+
+            compare_images(self)
         self.whole = self.snapshot()
         self.notices.extend(partial(hook.begin, self) for hook in self.hooks)
         while self.notices or not (self.complete or self.stop):

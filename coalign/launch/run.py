@@ -45,6 +45,7 @@ from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import StructureRecord, describe_assigned_layout
 from coalign.launch.plan import prepare
+from coalign.report.contact_sheet import write_sample_sheet
 from coalign.report.display import Display
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
 from coalign.report.trackers import start_trackers
@@ -193,6 +194,9 @@ def _learn(
     if runtime.plots and can_plot():
         with Sink("plots").survive():
             plot_run(folder.path)
+    if runtime.plots and config.data.images is not None:
+        with Sink("plots").survive():
+            write_sample_sheet(folder.path)
     display.finish(folder.path, flatten_stats(goodput.measure()))
     if guards.ended:
         return UNHEALTHY

@@ -63,7 +63,7 @@ ALLOWED = {
         "interpreter_watch",
     },
     "weights": {"types", "config", "cluster", "devices", "files", "memory", "threads"},
-    "report": {"types", "config", "files", "threads", "run_files"},
+    "report": {"types", "config", "data", "files", "threads", "run_files"},
     "diagnosis": set(),
     "board": {"files", "http_server", "report", "run_files"},
     "backends": {*BELOW_BACKENDS, "memory"},

@@ -48,7 +48,7 @@ def test_transformers_reads_what_is_exported(paths, tmp_path, backend, family, n
 def test_stored_names_are_those_of_files(paths):  # noqa: F811
     path = paths("mixtral")
     model, files = AutoModelForCausalLM.from_pretrained(path), load_file(Path(path) / "model.safetensors")
-    stored = dict(StoredNames(model)(model.named_parameters()))
+    stored = dict(StoredNames(model, Path(path))(model.named_parameters()))
     assert stored.keys() == files.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in files.items())
 

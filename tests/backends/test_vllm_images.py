@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
-from coalign.backends.engines.vllm.module import SEEING, VLLMModule
+from coalign.backends.engines.vllm.module import VLLMModule
 from coalign.backends.vision import name_parts
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -19,9 +22,16 @@ from coalign.roles import Context
 from coalign.types import Status
 from tests.backends.test_images import Gradients, build_trainer, load_prompts
 from tests.conformance.engines import SMALL, VLLM
-from tests.vision import ID, picture, vision_model_dir
+from tests.runs import run
+from tests.vision import FAMILIES, ID, picture, vision_model_dir
 from tests.vllm_process import call, find_torchvision
 
+# All that vLLM's kernels for CPUs compute.
+ALL = [
+    pytest.param(each, marks=() if each in ("qwen2_5_vl", "llava", "idefics3") else pytest.mark.backends)
+    for each in FAMILIES
+    if each != "gemma3"
+]
 SHAPE = {"hidden": 64, "heads": 2}  # vLLM's kernels for CPUs know heads of 32 numbers
 
 
@@ -112,15 +122,6 @@ def generate_over_a_sync(trainer: Gradients, policy: VLLMModule, prompts: Batch,
     return extend_samples(begun, rows, [answers[i] for i in range(len(rows))])
 
 
-def test_images_of_a_family_that_was_not_tried_are_refused_by_name(tmp_path):
-    path = vision_model_dir(tmp_path / "model", "llava", weights=False)
-    config = ModelConfig(module="vllm", load=str(path), vision={})
-    with pytest.raises(
-        ValueError, match=r"models\.policy\.module is `vllm`, which was not tried .* `llava`, only with"
-    ):
-        VLLMModule.check_architecture(config, "policy")
-
-
 @VLLM
 def test_a_vllm_without_torchvision_is_refused_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("coalign.backends.engines.vllm.module.find_spec", lambda name: None)
@@ -130,10 +131,85 @@ def test_a_vllm_without_torchvision_is_refused_before_it_starts(tmp_path, monkey
         VLLMModule.check_machine(config, "policy", torch.device("cpu"))
 
 
+def refuse(folder: str) -> list[str]:
+    """What is said of Gemma 3, whose image blocks vLLM's kernels for CPUs do not compute: before anything is loaded,
+    by a policy that loads it all the same, and by a run. In a process that has torchvision."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    path, said = Path(folder) / "model", []
+
+    def note(function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except ValueError as error:
+            said.append(str(error))
+
+    config = ModelConfig(module="vllm", load=str(path), vision={}, vllm=SMALL)
+    note(lambda: VLLMModule.check_machine(config, "policy", torch.device("cpu")))
+    with patch.object(CPUAttentionBackend, "supports_mm_prefix", classmethod(lambda cls: True)):
+        policy = build_policy(path)
+        note(policy.ensure_weights)
+        policy.close()
+        note(lambda: run_small(Path(folder), path))
+    return said
+
+
+def run_small(folder: Path, path: Path) -> None:
+    """Train for a step on images, with vLLM and roll-outs of an environment."""
+    row = {"prompt": "<image>?", "images": [str(picture(folder / "a.png"))], "answer": "3"}
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for _ in range(4)))
+    settings = {
+        "algorithm": "grpo",
+        "output": str(folder / "run"),
+        "seed": 1,
+        "data": {"train": str(folder / "rows.jsonl"), "images": {}},
+        "reward": {"fn": "exact_match"},
+        "rollout": {"fn": "tests.backends.test_vllm_images:ask_twice"},
+        "runtime": {"cluster": "local", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "threads": 1}
+        | {"trackers": []},
+        "models": {
+            "policy": {"module": "vllm", "load": str(path), "vllm": SMALL, "sampling": {"max_new_tokens": 4}},
+            "trainer": {"load": str(path)},
+            "reference": {"load": str(path)},
+        },
+    }
+    run(settings)
+
+
+async def ask_twice(episode: Any) -> None:
+    await episode.generate()
+    episode.say({"role": "user", "content": "Sure?"})
+    await episode.generate()
+
+
 @VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", SEEING)
+def test_a_family_whose_images_vllm_reads_otherwise_is_refused(tmp_path):
+    if not find_torchvision():
+        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
+    vision_model_dir(tmp_path / "model", "gemma3", **SHAPE)
+    early, *late = call("tests.backends.test_vllm_images:refuse", str(tmp_path), scratch=tmp_path)
+    assert "models.policy.load: vLLM" in early and "let no token of an image see a later one" in early
+    assert len(late) == 2 and all("models.policy.module is `vllm`, which reads images otherwise" in own for own in late)
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_engine_agrees_with_its_trainer_begins(tmp_path):
+    if not find_torchvision():
+        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
+    vision_model_dir(tmp_path / "model", **SHAPE)
+    call("tests.backends.test_vllm_images:run_small", tmp_path, tmp_path / "model", scratch=tmp_path)
+    [record] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
+    assert record["step"] == 1 and record["loss/mismatch"] < 1e-4
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ALL)
 def test_vllm_samples_with_images_as_the_trainer_reads_them(family, tmp_path):
     if not find_torchvision():
         pytest.skip("torchvision, which vLLM needs for images, cannot be had")

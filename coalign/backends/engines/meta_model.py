@@ -230,6 +230,7 @@ class MetaModelModule(RolloutModule):
 
     adopts = True
     reads_images = True
+    compares_images = True
     engine: MetaModelEngine
 
     @classmethod

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from coalign.data.images.files import open_image
+from coalign.data.images.probe import draw_picture
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.images.videos import read_frames
 from coalign.types import ImageSpan
@@ -20,7 +21,7 @@ Pixels = Mapping[str, Tensor]
 class PixelCache:
     """Makes the pixels of images and keeps those used last, up to ``most_bytes``.
 
-    ``made``: how many it has made. Not for several threads at once.
+    ``made``: how many it has made of files. Not for several threads at once.
     """
 
     def __init__(self, processor: ImageProcessor, most_bytes: int) -> None:
@@ -35,7 +36,7 @@ class PixelCache:
         """
         if (found := self._kept.get(span.image)) is None:
             found = self._make(span)
-            self.made += 1
+            self.made += bool(span.path)
             self.keep(span.image, found)
         self._kept.move_to_end(span.image)
         return found
@@ -48,6 +49,8 @@ class PixelCache:
             self._bytes -= _count_bytes(self._kept.popitem(last=False)[1])
 
     def _make(self, span: ImageSpan) -> Pixels:
+        if not span.path:
+            return self.processor.prepare(draw_picture(span.image))
         try:
             content = Path(span.path).read_bytes()
         except FileNotFoundError as error:

@@ -480,7 +480,7 @@ def _start_engine(
 ) -> tuple[LLMEngine, ImageInputs | None]:
     """Raise ValueError if vLLM cannot run the model in the directory with these settings."""
     with _preserve_process_state(), _explain_failure(arguments, model):
-        config = _config(arguments)
+        config = _config(arguments, sees=processor is not None)
         images = processor and ImageInputs(config.model_config, processor)
         return LLMEngine.from_vllm_config(config, disable_log_stats=True), images
 
@@ -488,16 +488,19 @@ def _start_engine(
 def check_arguments(arguments: EngineArgs, model: str, processor: ImageProcessor | None) -> None:
     """Raise ValueError if vLLM cannot run the model in the directory with these settings."""
     with _preserve_process_state(), _explain_failure(arguments, model):
-        config = _config(arguments)
+        config = _config(arguments, sees=processor is not None)
         if processor is not None:
             ImageInputs(config.model_config, processor)
 
 
-def _config(arguments: EngineArgs) -> VllmConfig:
-    """Raise ValueError for a head size that vLLM's CPU kernels do not support; vLLM would start all the same."""
+def _config(arguments: EngineArgs, *, sees: bool) -> VllmConfig:
+    """Raise ValueError for head sizes, and image blocks that see ahead, which vLLM's CPU kernels do not support; vLLM
+    would start all the same."""
     config = arguments.create_engine_config()
-    size = config.model_config.get_head_size()
-    if current_platform.is_cpu() and not CPUAttentionBackend.supports_head_size(size):
+    size, on_cpu = config.model_config.get_head_size(), current_platform.is_cpu()
+    if sees and on_cpu and config.model_config.is_mm_prefix_lm and not CPUAttentionBackend.supports_mm_prefix():
+        raise ValueError("its kernels for CPUs let no token of an image see a later one, as here; use `native`")
+    if on_cpu and not CPUAttentionBackend.supports_head_size(size):
         known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
         raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
     return config

@@ -32,6 +32,9 @@ ARGUMENTS: dict[str, Any] = {
     "mm_processor_cache_gb": 0,
 }
 
+# What its classes call what follows from the pixels: the number of an image's tiles, and the id of its placeholders.
+TILES, TOKEN = ("num_patches", "image_num_patches"), "image_token_id"
+
 
 class ImageInputs:
     """Makes inputs of prompts with images for the model of ``config``. ``processor``: the one of trainer and data.
@@ -61,11 +64,12 @@ class ImageInputs:
         )
 
     def _convert(self, pixels: Pixels) -> MultiModalKwargsItem:
-        inputs = BatchFeature(dict(pixels))
+        joined = _join_tiles(pixels)
+        tiles = torch.tensor([len(joined["pixel_values"])])
+        derived = {**dict.fromkeys(TILES, tiles), TOKEN: torch.tensor(self.pixels.processor.token)}
+        inputs = BatchFeature({**derived, **joined})
         items = MultiModalKwargsItems.from_hf_inputs(inputs, self._processor._get_mm_fields_config(inputs, {}))
         [item] = items["image"]
-        if lost := inputs.keys() - item.keys():
-            raise KeyError(", ".join(sorted(lost)))
         return item
 
     def _check(self, processor: ImageProcessor) -> None:
@@ -78,6 +82,13 @@ class ImageInputs:
                 f"it reads the images of {type(self._processor).__name__} in another form than {processor.directory} "
                 f"makes them ({type(problem).__name__}: {problem}); use `native`"
             ) from problem
+
+
+def _join_tiles(pixels: Pixels) -> Pixels:
+    """Tensors without the first dimension of an image's tiles, [1, tiles, …], which vLLM's classes do not have."""
+    if pixels["pixel_values"].dim() < 5:
+        return pixels
+    return {name: tensor.flatten(0, 1) if tensor.dim() > 2 else tensor for name, tensor in pixels.items()}
 
 
 def _find_range(spans: Sequence[ImageSpan]) -> PlaceholderRange:

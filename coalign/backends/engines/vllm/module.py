@@ -29,9 +29,6 @@ PREFERRED_VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one host would bind to the same cores
 }
-# Types of models whose images it was tried with. Where a trainer and the native engine compare a prompt with pictures
-# with the model's own forward, here nothing does, and a family that differs would sample from something else.
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 # Engine arguments of vLLM that `models.<name>.vllm` must not set, and why.
 OWNED_ARGUMENTS = {
     "model": "it is `load`",
@@ -88,11 +85,6 @@ class VLLMModule(RolloutModule):
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         hf = pretrained.read_config(config)
-        if config.vision is not None and hf.model_type not in SEEING:
-            raise ValueError(
-                f"models.{name}.module is `vllm`, which was not tried with images of the type `{hf.model_type}`, only "
-                f"with {', '.join(SEEING)}; use `native`"
-            )
         _check_rope(hf, config, name)
         text, parts = hf.get_text_config(), config.tensor_parallel
         heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
@@ -137,13 +129,13 @@ class VLLMModule(RolloutModule):
         return VLLMEngine(
             create_engine_arguments(config, context.model, context.device, context.adapter_rank),
             {name: tensor.shape for name, tensor in get_weights(skeleton).items()},
-            pretrained.StoredNames(skeleton),
+            pretrained.StoredNames(skeleton, pretrained.get_directory(config)),
             model=context.model,
             seed=context.seed,
             end_tokens=self.find_end_tokens(architecture),
             decoder=self.decoder,
             adapter_rank=context.adapter_rank,
-            processor=pretrained.read_processor(config, context.images),
+            processor=self.read_processor(),
         )
 
     def move(self, to: str, parts: Sequence[str]) -> None:

@@ -1,0 +1,81 @@
+"""Compares what an engine samples behind pictures with the log-probs that the model's trainer, or its own forward, has.
+
+An engine with classes of its own may read images otherwise than transformers: other positions, another mask, a tower
+that lost some weights. It samples all the same, and a run would learn from another model's answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
+from coalign.backends.vision import ImageEmbedder, list_placeholder_ids, list_placeholders
+from coalign.config.schema import ModelConfig, SamplingConfig
+from coalign.data.batch import Batch
+from coalign.data.images.probe import make_probe
+from coalign.data.images.processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from coalign.backends.engines.module import RolloutModule
+    from coalign.cluster.future import Store
+
+SAMPLES, TOKENS = 4, 8  # that are compared
+# Mean |Δ log-prob| that rounding explains; a model that is read otherwise is about 1 away.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
+
+
+def begin_probe(processor: ImageProcessor) -> Batch:
+    """Return samples without a response, of a prompt with two pictures.
+
+    Each is a group of its own, so that the ranks of a trainer can share them.
+    """
+    config = processor.config
+    forbidden = list_placeholder_ids(config, config.get_text_config().vocab_size)
+    plain = [token for token in range(4 + len(forbidden)) if token not in forbidden][:4]
+    tokens, spans = make_probe(processor, plain)
+    columns = {"tokens": torch.tensor(tokens * SAMPLES, dtype=torch.int32)}
+    sequence = {"group": torch.arange(SAMPLES), "images": [tuple(spans)] * SAMPLES}
+    return begin_samples(Batch(torch.full((SAMPLES,), len(tokens)), columns, sequence), 1)
+
+
+def sample_probe(module: RolloutModule, store: Store | None, begun: Batch) -> Batch | None:
+    """Answer each of ``begun``, without the run's environment; None where that is longer than a model can read."""
+    sampling = SamplingConfig(temperature=module.config.sampling.temperature or 1.0, max_new_tokens=TOKENS)
+    with module.engine.open(sampling) as session:
+        limits = (session.max_tokens, module.context.sample_tokens)
+    if any(limit is not None and int(begun.lengths.max()) + TOKENS > limit for limit in limits):
+        return None
+    rows, requests = plan_requests(begun, TOKENS, None, None)
+    [answers] = module.engine.generate(requests, sampling)
+    return extend_samples(begun, rows, [response for own in answers for response in own])
+
+
+@torch.inference_mode()
+def compute_logprobs(model: PreTrainedModel, processor: ImageProcessor, samples: Batch, temperature: float) -> Tensor:
+    """Compute f32[T], the log-prob of each token by the model's own forward; 0 for the first of a sample."""
+    images = ImageEmbedder(model.eval(), processor, keep=0)
+    forbidden = torch.tensor(list_placeholders(model))
+    out = []
+    for row in samples.rows():
+        tokens = row["tokens"].long()
+        logits = model(**images.list_plain_inputs(tokens.to(model.device), row["images"])).logits[0, :-1].float().cpu()
+        logprobs = (logits.index_fill(1, forbidden, -torch.inf) / temperature).log_softmax(-1)
+        out += [torch.zeros(1), logprobs.gather(1, tokens[1:, None])[:, 0]]
+    return torch.cat(out)
+
+
+def check_difference(name: str, configs: Sequence[ModelConfig], samples: Batch, expected: Tensor) -> None:
+    """Raise ValueError, with the ``name`` of the policy, where rounding does not explain how far its log-probs are from
+    those ``expected`` f32[T]. ``configs``: the policy's, and that of the model which computed them."""
+    limit = max(LIMITS[config.compute_dtype or config.dtype] for config in configs)
+    difference = (samples["rollout_logprobs"] - expected)[samples["loss_mask"]].abs().mean().item()
+    if not difference <= limit:
+        raise ValueError(
+            f"models.{name}.module is `{configs[0].module}`, which reads images otherwise than {configs[0].load} does: "
+            f"behind two pictures, log-probs differ by {difference:.2g} on average; use `native`"
+        )
