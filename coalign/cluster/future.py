@@ -305,6 +305,17 @@ class WorkerLost(WorkerError):
         self.workers = tuple(workers)
 
 
+class PayloadLost(WorkerLost):
+    """A stored batch was lost with its node."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Call(None, "fetch"), [], WorkerFailure("payload lost", text, ""))
+        self.text = text
+
+    def __reduce__(self) -> tuple[type[PayloadLost], tuple[str]]:
+        return PayloadLost, (self.text,)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One worker's work for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch) for
@@ -509,6 +520,8 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
             if failure := done.result().failure:
                 if lost := _find_lost(tasks):  # the others fail because they no longer hear of it
                     raise WorkerLost(future.call, [task.where for task in lost], failure)
+                if isinstance(failure.exception, PayloadLost):
+                    raise WorkerLost(future.call, [], failure)
                 raise WorkerError(future.call, where[done], failure) from failure.exception
             if count == len(where):
                 break

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import comb
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future, WatchedCalls, WorkerLost
+from coalign.cluster.future import BatchRef, Future, PayloadLost, WatchedCalls, WorkerLost
 from coalign.cluster.slices import MAX_LOSSES
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
@@ -509,9 +509,10 @@ class Engine:
         trainers_live = not self.cluster.replace_lost(lost).intersection(self.learning)
         self.training.reconnect()
         if self.whole is not None and trainers_live:
-            self._return_to(self.whole)
-            self.training.sync(self.step)
-            return
+            with suppress(PayloadLost):  # samples that wait were lost, too
+                self._return_to(self.whole)
+                self.training.sync(self.step)
+                return
         step = self.step
         if not any(hook.restore(self) for hook in self.hooks):
             raise lost
