@@ -6,6 +6,7 @@ next number.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
@@ -52,6 +53,7 @@ class DeviceReservations:
         self._groups: list[PlacementGroup] = []
         self._single: dict[ProcessPlacement, PlacementGroup] = {}  # of a process that has a group of its own
         self._waiting: dict[str, list[PlacementGroup]] = {}  # of replicas, by model
+        self._numbers = itertools.count()  # of groups
         self._counted = Counter[int]()  # devices without names that were given one, by node
         self._lock = threading.Lock()
 
@@ -87,7 +89,7 @@ class DeviceReservations:
         """
         bundles = [{self.resource: float(count)} for count in used.values()]
         chosen = [{NODE_ID: self.ids[node]} for node in used]
-        group = placement_group(bundles, name=self.run, bundle_label_selector=chosen)
+        group = self._create_group(bundles, chosen)
         self._groups.append(group)
         if not group.wait(PLACEMENT_SECONDS):
             raise ValueError(
@@ -105,10 +107,10 @@ class DeviceReservations:
         while len(waiting) > count:
             remove_placement_group(waiting.pop())
         kinds = {self._kinds[node] for node in beside if node in self._kinds}
-        chosen = [{DEVICE_KIND: f"in({','.join(sorted(kinds))})"}] if kinds else None
+        chosen = [{DEVICE_KIND: f"in({','.join(sorted(kinds))})"}] if kinds else [{}]
         while len(waiting) < count:
             bundle = [{self.resource: float(devices)}]
-            waiting.append(placement_group(bundle, name=self.run, bundle_label_selector=chosen))
+            waiting.append(self._create_group(bundle, chosen))
             waiting[-1].wait(READY_SECONDS)
         self._report_others(model, kinds)
         there = [(group, node) for group in waiting if (node := self._find_node(group)) is not None]
@@ -131,6 +133,10 @@ class DeviceReservations:
         for group in (*self._groups, *self._single.values(), *(g for own in self._waiting.values() for g in own)):
             remove_placement_group(group)
         self._groups, self._single, self._waiting = [], {}, {}
+
+    def _create_group(self, bundles: list[dict[str, float]], chosen: list[dict[str, str]]) -> PlacementGroup:
+        name = f"{self.run}-{next(self._numbers)}"  # names are unique over all runs
+        return placement_group(bundles, name=name, bundle_label_selector=chosen)
 
     def _find_node(self, group: PlacementGroup) -> int | None:
         """Return the node where a reservation of one bundle is ready; None: it is not, or that node is lost."""
