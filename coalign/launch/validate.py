@@ -179,9 +179,7 @@ def check_autoscale(models: Mapping[str, PlannedModel], config: RunConfig) -> No
     for name in config.runtime.autoscale:
         message = None
         if name not in able:
-            message = (
-                f"is no model of this run that samples or scores; there are {', '.join(able)}{suggest(name, able)}"
-            )
+            message = f"is no model that samples or scores{suggest(name, able)}"
         elif len(slots[name].places) > 1:
             message = "shares its devices (runtime.colocation), so its number of processes cannot change"
         elif choose_cluster(config) != "ray":

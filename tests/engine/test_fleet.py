@@ -73,9 +73,9 @@ def test_bounds_that_contradict_each_other_are_refused(tmp_path):
         config = settings(tmp_path, "grpo", autoscale={"policy": autoscale}, cluster="ray")
         return load_config(config)
 
-    with pytest.raises(ConfigError, match=r"runtime\.autoscale\.policy\.max is 1, and min is 2"):
+    with pytest.raises(ConfigError, match=r"runtime\.autoscale\.policy\.max: is 1, and min is 2"):
         load(min=2, max=1)
-    with pytest.raises(ConfigError, match=r"runtime\.autoscale\.policy\.free is 0\.9, and busy is 0\.8"):
+    with pytest.raises(ConfigError, match=r"runtime\.autoscale\.policy\.free: is 0\.9, and busy is 0\.8"):
         load(max=2, free=0.9)
 
 
