@@ -284,15 +284,18 @@ class Cluster(ABC):
     def replace_lost(self, lost: WorkerLost) -> set[str]:
         """Start lost processes again after ``end_calls``; return the models that have new ones. Calls are accepted.
 
-        Lost are those that ``lost`` names, and those that answer nothing within PING_SECONDS. Raises ``lost`` if
+        Lost are those that ``lost`` names, those on nodes that are lost, and those that answer nothing within
+        PING_SECONDS. Raises ``lost`` if
         `runtime.restarts` does not allow for them.
         """
-        silent = self._find_silent(lost.workers)
+        stranded = self._find_stranded()
+        silent = stranded | self._find_silent([*lost.workers, *stranded])
         self.error, self._refuses_calls = None, False
         if lost.workers:
             self.count_restart(lost)
         for where in sorted(silent.difference(lost.workers)):
-            failure = WorkerFailure("worker lost", f"no answer within {PING_SECONDS:g} s", "")
+            why = "its node is lost" if where in stranded else f"no answer within {PING_SECONDS:g} s"
+            failure = WorkerFailure("worker lost", why, "")
             self.count_restart(WorkerLost(lost.call, [where], failure))
         gone = silent.union(lost.workers)
         return {name for name, model in self.models.items() if model.restart(gone)}
@@ -476,6 +479,10 @@ class Cluster(ABC):
                     self._cancel(error)
         with self._lock:
             self._pending.discard(future)
+
+    def _find_stranded(self) -> set[str]:
+        """Return the names of the workers whose node is lost: some of them may live on for a second."""
+        return set()
 
     def _find_silent(self, lost: Sequence[str]) -> set[str]:
         """Return the names of the workers, beside ``lost`` ones, that have ended or do not answer in time."""

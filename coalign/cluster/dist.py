@@ -202,6 +202,11 @@ class DistModel(Generic[Role]):
     def processes(self) -> int:
         return len(self._ranks)
 
+    @property
+    def ranks(self) -> Sequence[WorkerHandle]:
+        """The processes of all replicas."""
+        return self._ranks
+
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
         self._whole_groups = context.whole_groups

@@ -401,6 +401,11 @@ class RayCluster(Cluster):
             return found + self._devices.require(model.name, missing, needs.devices, beside)
         return found + (self._place_more(model.name, replace(needs, processes=missing)) if missing else [])
 
+    def _find_stranded(self) -> set[str]:
+        living = self._devices.find_living()
+        ranks = [cast(RayWorker, rank) for model in self.models.values() for rank in model.ranks]
+        return {rank.where for rank in ranks if rank.placement.node not in living}
+
     def has_place(self, name: str) -> bool:
         return self._devices.is_ready(name)
 

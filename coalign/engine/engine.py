@@ -497,14 +497,29 @@ class Engine:
             stats |= compute_rates(stats, time.perf_counter() - begun)
 
     def _recover(self, lost: WorkerLost) -> None:
+        """Go on after a loss, also if others are lost meanwhile.
+
+        Raises the last WorkerLost if there is no saved state, or if a step loses processes MAX_LOSSES times.
+        """
+        while True:
+            self.phase("restart")
+            self._losses[self.step] += 1
+            if self._losses[self.step] == MAX_LOSSES:
+                raise lost
+            try:
+                recovered = self._start_lost_again(lost)
+            except WorkerLost as another:
+                lost = another
+                continue
+            if not recovered:
+                raise lost
+            return
+
+    def _start_lost_again(self, lost: WorkerLost) -> bool:
         """Start lost processes again, and go on from the last step or, if a trained model was lost, from a saved state.
 
-        Raises ``lost`` if there is none, or if the same step loses processes MAX_LOSSES times.
+        False: there is none. Raises WorkerLost.
         """
-        self.phase("restart")
-        self._losses[self.step] += 1
-        if self._losses[self.step] == MAX_LOSSES:
-            raise lost
         self.cluster.end_calls(lost)
         trainers_live = not self.cluster.replace_lost(lost).intersection(self.learning)
         self.training.reconnect()
@@ -512,12 +527,15 @@ class Engine:
             with suppress(PayloadLost):  # samples that wait were lost, too
                 self._return_to(self.whole)
                 self.training.sync(self.step)
-                return
+                return True
         step = self.step
+        self.whole = None  # until a saved state is loaded: trained models may be new
         if not any(hook.restore(self) for hook in self.hooks):
-            raise lost
+            return False
+        self.whole = self.snapshot()
         if self.step < step:
             self.notices.clear()  # they are of a step that is made again
+        return True
 
     def _return_to(self, snapshot: dict[str, Any]) -> None:
         """Make what is not in the models as it was at a ``snapshot``."""

@@ -130,7 +130,7 @@ def test_cut_connections_to_a_reward_service(tmp_path, chosen):
         assert run(whole) == 0
         config = copy.deepcopy(whole) | {"output": str(tmp_path / "cut")}
         config["reward"]["url"] = service.url.replace(service.url.split(":")[2].split("/")[0], str(proxy.port))
-        answer, cuts = service.answer, set(chosen.sample(range(2, 3 * STEPS), 6))
+        answer, cuts = service.answer, set(chosen.sample(range(1, STEPS + 1), 4))
 
         def answer_or_cut(body: dict) -> tuple:
             if len(service.bodies) - before in cuts:
