@@ -3,6 +3,7 @@
     python benchmarks/asynchrony.py             # one replica and a trainer that take 1 s a step each
     python benchmarks/asynchrony.py --fleet     # four replicas, one four times slower, lognormal response lengths
     python -m benchmarks.asynchrony --ray       # in processes of Ray, not in threads
+    python benchmarks/asynchrony.py --picture docs/pictures/asynchrony.png    # timelines of three modes
 
 Everything but the arithmetic is that of a run: the loop, bundles, slices, engine sessions, weight syncs. A step of an
 engine sleeps, and adds a token to every response; a training step sleeps. So two cores can show what happens on many.
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.cluster.base import LocalCluster, LocalWorker, start_cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import BatchRef
+from coalign.cluster.future import BatchRef, Future, Outcome, Span
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SamplingConfig
@@ -180,6 +182,16 @@ class Notes(Hook):
         self.times: list[tuple[float, float, float]] = []  # of the step, of waiting for samples, of the sync
         self.groups: Counter[int] = Counter()
         self.oldest = 0.0
+        self.spans: list[Span] = []
+        self.synced: list[float] = []  # when weights were sent, in seconds since the epoch
+
+    def note(self, future: Future, outcome: Outcome) -> None:
+        """Take note of a call that has ended."""
+        self.spans += future.spans
+
+    def phase(self, name: str) -> None:
+        if name == "sync":
+            self.synced.append(time.time())
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         self.times.append(tuple(stats[f"time/{what}"].value for what in ("step", "rollout", "sync")))
@@ -207,6 +219,8 @@ def measure(
         engine.seconds = seconds
         notes = Notes(staleness)
         engine.hooks = [notes]
+        engine.phase_listeners.append(notes.phase)
+        started.on_end = notes.note
         engine.learn()
     assert notes.groups == Counter(range(prompts * (warm + steps))), "a group was lost, or trained on twice"
     notes.times = notes.times[warm:]
@@ -223,6 +237,36 @@ def report(name: str, notes: Notes, prompts: int, floor: float) -> float:
     return step
 
 
+MODES = {0: "synchronous: max_staleness 0", 1: "one step ahead: max_staleness 1", 4: "asynchronous: max_staleness 4"}
+SHOWN = 10.0  # seconds of each run in the picture
+
+
+def draw(picture: Path) -> None:
+    """Draw who computes when in three modes: 16 responses a step of 0.05 to 2 s, and a trainer that takes 1 s."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(len(MODES), 1, figsize=(10, 4.6), sharex=True, layout="constrained")
+    for axes, (staleness, title) in zip(panels, MODES.items(), strict=True):
+        loader = Lengths(16, 1.0, 60, 400)
+        options = {"staleness": staleness, "replicas": 1, "prompts": 16, "steps": 18, "seconds": 1.0}
+        notes = measure(**options, loader=loader, cluster="local")
+        warm, step = notes.synced[staleness + 2], sum(each[0] for each in notes.times) / len(notes.times)
+        for row, (model, color) in enumerate((("policy", "#4477aa"), ("trainer", "#cc6677"))):
+            own = [span for span in notes.spans if span.where.startswith(model) and span.verb != "run"]
+            bars = [(span.start - warm, span.seconds) for span in own if span.seconds > TICK]
+            axes.broken_barh(bars, (row - 0.35, 0.7), color=color, edgecolor="white", linewidth=0.6)
+        for when in notes.synced:
+            axes.axvline(when - warm, color="#444444", linewidth=0.8, linestyle=":")
+        axes.set(yticks=[0, 1], yticklabels=["policy", "trainer"], xlim=(0, SHOWN), ylim=(1.6, -0.6))
+        axes.set_title(f"{title}, {step:.2f} s a step", loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("seconds; dotted: weights are sent")
+    figure.savefig(picture, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fleet", action="store_true", help="four replicas, one of them slower; lognormal lengths")
@@ -230,8 +274,12 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=None, help="of a step")
+    parser.add_argument("--picture", type=Path, help="draw timelines of three modes into this file instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.picture:
+        draw(arguments.picture)
+        return
     print("max_staleness   step s   wait s  sync s (share)   samples/s  staleness  floor s")
     base = None
     for staleness in arguments.staleness:

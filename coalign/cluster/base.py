@@ -284,23 +284,29 @@ class Cluster(ABC):
     def replace_lost(self, lost: WorkerLost) -> set[str]:
         """Start lost processes again after ``end_calls``; return the models that have new ones. Calls are accepted.
 
-        Lost are those that ``lost`` names, and those that answer nothing within PING_SECONDS. Raises ``lost`` if
+        Lost are those that ``lost`` names, those on nodes that are lost, and those that answer nothing within
+        PING_SECONDS. Raises ``lost`` if
         `runtime.restarts` does not allow for them.
         """
-        silent = self._find_silent(lost.workers)
+        stranded = self._find_stranded()
+        silent = stranded | self._find_silent([*lost.workers, *stranded])
         self.error, self._refuses_calls = None, False
-        self.count_restart(lost)
+        if lost.workers:
+            self.count_restart(lost)
         for where in sorted(silent.difference(lost.workers)):
-            failure = WorkerFailure("worker lost", f"no answer within {PING_SECONDS:g} s", "")
+            why = "its node is lost" if where in stranded else f"no answer within {PING_SECONDS:g} s"
+            failure = WorkerFailure("worker lost", why, "")
             self.count_restart(WorkerLost(lost.call, [where], failure))
         gone = silent.union(lost.workers)
         return {name for name, model in self.models.items() if model.restart(gone)}
 
-    def resize(self, name: str, processes: int) -> None:
-        """Give a model another number of processes; it waits for the call of the model that is under way.
+    def resize(self, name: str, processes: int) -> int:
+        """Give a model another number of processes, and return how many it has then.
 
-        A model whose processes compute together has no training state after that, and replicas that generate have no
-        weights. ValueError if the model cannot have so many, or there are not enough devices.
+        It waits for the call of the model that is under way. Replicas for which no devices are free are not started:
+        they wait for them (``has_place``). A model whose processes compute together has no training state after that,
+        and replicas that generate have no weights. ValueError if the model cannot have so many, or processes that
+        compute together find too few devices.
         """
         model, slot = self.models[name], self.slots[name]
         if len(slot.places) > 1 or slot.name in self.residency.slots:
@@ -308,19 +314,43 @@ class Cluster(ABC):
         if processes < 1:
             raise ValueError(f"models.{name} needs a process at least, and {processes} were asked for")
         before = slot.footprints[name]
-        numbers = {"num_process": processes, "num_gpu": processes * before.devices}
-        config = type(model.config).model_validate(model.config.model_dump() | numbers)
-        needs = find_footprint(name, config)
-        added = self._add_processes(name, needs, processes - before.processes)
+        _, needs = self._count_anew(name, processes)
+        added = self._add_processes(model, needs, processes - before.processes)
+        processes = min(processes, before.processes + len(added))
+        if processes == before.processes and not model.spmd:
+            return processes
+        config, needs = self._count_anew(name, processes)
         try:
             leaving = model.resize(config, added)
         except Exception:
             for rank in added:
                 self.end_worker(rank)
             raise
-        [self.slots[name]] = list_slots(pack_slots({name: needs}, []))
+        self.note_size(name, needs)
         for rank in leaving:
             self._wait_and_end(rank)
+        return processes
+
+    def has_place(self, name: str) -> bool:
+        """Return whether a replica that a model lacks can be started: its devices are there, or were not asked for."""
+        return False
+
+    def drop(self, rank: WorkerHandle, name: str, processes: int) -> ModelConfig:
+        """Do without a lost replica that has no place; return the model's configuration with ``processes``."""
+        config, needs = self._count_anew(name, processes)
+        self.end_worker(rank)
+        self.note_size(name, needs)
+        return config
+
+    def _count_anew(self, name: str, processes: int) -> tuple[ModelConfig, Footprint]:
+        """The configuration of a model with another number of processes, and what it needs. ValueError."""
+        model, before = self.models[name], self.slots[name].footprints[name]
+        numbers = {"num_process": processes, "num_gpu": processes * before.devices}
+        config = type(model.config).model_validate(model.config.model_dump() | numbers)
+        return config, find_footprint(name, config)
+
+    def note_size(self, name: str, needs: Footprint) -> None:
+        [self.slots[name]] = list_slots(pack_slots({name: needs}, []))
 
     def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:
         """Return an address where the ranks of a model can meet; None for a single one."""
@@ -378,8 +408,11 @@ class Cluster(ABC):
         """End a worker that nobody calls any more."""
 
     @abstractmethod
-    def _add_processes(self, name: str, needs: Footprint, count: int) -> list[WorkerHandle]:
-        """Start ``count`` more processes of a model (below 1: none), which will have all that it ``needs``."""
+    def _add_processes(self, model: DistModel[Any], needs: Footprint, count: int) -> list[WorkerHandle]:
+        """Start ``count`` more processes of a model (below 1: none), which will have all that it ``needs``.
+
+        They are fewer if they are replicas and there are too few devices.
+        """
 
     @abstractmethod
     def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
@@ -446,6 +479,10 @@ class Cluster(ABC):
                     self._cancel(error)
         with self._lock:
             self._pending.discard(future)
+
+    def _find_stranded(self) -> set[str]:
+        """Return the names of the workers whose node is lost: some of them may live on for a second."""
+        return set()
 
     def _find_silent(self, lost: Sequence[str]) -> set[str]:
         """Return the names of the workers, beside ``lost`` ones, that have ended or do not answer in time."""
@@ -572,8 +609,8 @@ class LocalCluster(Cluster):
     def end_worker(self, rank: WorkerHandle) -> None:
         """Do nothing: it is a thread."""
 
-    def _add_processes(self, name: str, needs: Footprint, count: int) -> list[WorkerHandle]:
-        raise ValueError(f"models.{name} runs in this process, which has no others; use `runtime.cluster: ray`")
+    def _add_processes(self, model: DistModel[Any], needs: Footprint, count: int) -> list[WorkerHandle]:
+        raise ValueError(f"models.{model.name} runs in this process, which has no others; use `runtime.cluster: ray`")
 
     def _kill(self) -> None:
         """Do nothing: threads cannot be killed; they end when idle, or with the process."""

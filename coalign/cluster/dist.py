@@ -13,6 +13,7 @@ reproducible.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +43,7 @@ from coalign.cluster.future import (
     watch_task,
 )
 from coalign.cluster.leaves import Leaves, cut_leaves
+from coalign.cluster.placement.nodes import NoPlaceError
 from coalign.cluster.slices import MAX_LOSSES, RowShare, SliceScheduler
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
@@ -53,6 +55,7 @@ from coalign.types import merge_stats
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
 
+log = logging.getLogger(__name__)
 MAX_BUNDLES = 8  # of rows that are streamed from one call
 MAX_STREAM_CALLS = 256  # each bundle is a call on every replica that takes rows; there are two bundles at least
 By = Literal["work", "cost", "order"]  # how a batch is split
@@ -98,7 +101,7 @@ class DistModel(Generic[Role]):
         self._exclusive = module.exclusive
         self._parts = module.needs
         self._exact = config.reduction == "exact"  # rows are computed in leaves
-        self._spmd = spmd
+        self.spmd = spmd  # the processes compute together
         self._count_shards()
         self._whole_groups = self._compares_groups = True
         self._queue = cluster.call_queue(name)
@@ -199,6 +202,11 @@ class DistModel(Generic[Role]):
     def processes(self) -> int:
         return len(self._ranks)
 
+    @property
+    def ranks(self) -> Sequence[WorkerHandle]:
+        """The processes of all replicas."""
+        return self._ranks
+
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
         self._whole_groups = context.whole_groups
@@ -223,15 +231,16 @@ class DistModel(Generic[Role]):
         nothing is left under way.
         """
         gone = [number for number, rank in enumerate(self._ranks) if rank.where in lost]
-        numbers = range(len(self._ranks)) if self._spmd and gone else gone
-        for number in numbers:
-            self._ranks[number] = self._ranks[number].replace()
-            self.cluster.residency.replace(self._ranks[number])
-        if self._spmd and gone:
+        together = self.spmd and gone
+        fresh = []
+        for rank in [*self._ranks] if together else [self._ranks[number] for number in gone]:
+            if (new := self._start_again(rank)) is not None:
+                fresh.append(self._ranks.index(new))
+        if together:
             address = self.cluster.find_rendezvous(self._ranks)
             self._contexts = [replace(context, rendezvous=address) for context in self._contexts]
-        if numbers:
-            self.ready = self._load(numbers)
+        if fresh:
+            self.ready = self._load(fresh)
         if self.slices is not None:
             self.call("stop_rolling")
             self.generate_continuously()
@@ -247,7 +256,7 @@ class DistModel(Generic[Role]):
         kept, leaving = self._ranks[:size], self._ranks[size:]
         contexts = [replace(self._contexts[0], replica=number) for number in range(size)]
         fresh = range(len(kept), size)
-        if self._spmd:
+        if self.spmd:
             kept, fresh = [rank.replace() for rank in kept], range(size)
             address = self.cluster.find_rendezvous([*kept, *added])
             together = replace(self._contexts[0], world_size=size, rendezvous=address)
@@ -271,7 +280,7 @@ class DistModel(Generic[Role]):
     def ping(self, lost: Container[str]) -> list[WorkerTask]:
         """Ask every process for an answer, but for the ``lost`` ones and those that will be started again with them."""
         living = [rank for rank in self._ranks if rank.where not in lost]
-        together = self._spmd and len(living) < len(self._ranks)
+        together = self.spmd and len(living) < len(self._ranks)
         return [] if together else [rank.execute("ping") for rank in living]
 
     def release(self) -> list[WorkerTask]:
@@ -282,10 +291,10 @@ class DistModel(Generic[Role]):
 
     def _count_shards(self) -> None:
         ranks = len(self._ranks)
-        self._shard_of_rank = self.config.shares(ranks) if self._spmd else [*range(ranks)]
+        self._shard_of_rank = self.config.shares(ranks) if self.spmd else [*range(ranks)]
         self._shards = max(self._shard_of_rank) + 1
         # Ranks that get the same shard give the same result: the first one's counts.
-        self._counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if self._spmd else None
+        self._counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if self.spmd else None
 
     def _load(self, numbers: Sequence[int]) -> Future:
         """Build and load the modules of these processes."""
@@ -303,14 +312,36 @@ class DistModel(Generic[Role]):
         tasks = [rank.execute("setup", config, context) for rank, context in processes]
         wait(Future(Call(self.name, "setup")), tasks, self.cluster.deadlines)
 
-    def _replace(self, former: WorkerHandle, lost: WorkerLost) -> WorkerHandle:
-        """Start a lost process again, and load its model there. Raises ``lost`` if that is not allowed or possible."""
+    def _replace(self, former: WorkerHandle, lost: WorkerLost) -> WorkerHandle | None:
+        """Start a lost process again, and load its model there; None: no node has a place, and others go on without it.
+
+        Raises ``lost`` if that is not allowed.
+        """
         self.cluster.count_restart(lost)
+        rank = self._start_again(former)
+        if rank is not None:
+            self._set_up(self.config, [(rank, self._contexts[self._ranks.index(rank)])])
+        return rank
+
+    def _start_again(self, former: WorkerHandle) -> WorkerHandle | None:
+        """Start an empty process for a lost one. A replica without a place is dropped, if there are others: None.
+
+        NoPlaceError for any other process.
+        """
         number = self._ranks.index(former)
-        rank = former.replace()
-        self._set_up(self.config, [(rank, self._contexts[number])])
+        try:
+            rank = former.replace()
+        except NoPlaceError as problem:
+            if self.spmd or len(self._ranks) == 1:
+                raise
+            self.config = self.cluster.drop(former, self.name, len(self._ranks) - 1)
+            self._ranks = [other for other in self._ranks if other is not former]
+            self._contexts = self._contexts[:-1]
+            self._count_shards()
+            log.warning("%s goes on with %d processes: %s", self.name, len(self._ranks), problem)
+            return None
         self._ranks[number] = rank
-        self.cluster.residency.replace(rank)
+        self.cluster.residency.replace(former.where, rank)
         return rank
 
     def _recover(self, lost: WorkerLost) -> None:
@@ -318,7 +349,7 @@ class DistModel(Generic[Role]):
 
         Raises ``lost`` for a model whose processes compute together, or whose weights come from another model.
         """
-        if self._spmd or self.takes_weights or lost.call.model != self.name:
+        if self.spmd or self.takes_weights or lost.call.model != self.name:
             raise lost
         for rank in [*self._ranks]:
             if rank.where in lost.workers:
@@ -386,7 +417,7 @@ class DistModel(Generic[Role]):
             # No tuple from a generator that waits: list_largest_tensors looks at all objects, and would break it.
             ready = [self.cluster.resolve(value) for value in arguments]
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            each = 1 if self._spmd else self.config.shares_per_replica
+            each = 1 if self.spmd else self.config.shares_per_replica
             sharded = self._split(future.call, tuple(ready), named, by, each, updates)
             with self._hold_devices(future, method, needs):
                 if len(sharded.calls) > len(self._ranks):
@@ -402,7 +433,7 @@ class DistModel(Generic[Role]):
                         started.append([rank.execute("call", method, *own)])
                 tasks = [task for parts in started for task in parts]
                 # Neither the rows of one rank nor a part of a group are of use alone.
-                complete = self._spmd or self.config.spread_samples
+                complete = self.spmd or self.config.spread_samples
                 future.set_partial_results([] if complete else [watch_task(task) for task in tasks])
                 metas = self._wait(future, method, tasks)
                 outcome = merge_answers(tasks, metas, self.store, self._counted)
@@ -446,7 +477,7 @@ class DistModel(Generic[Role]):
         """Whether rows of ``value`` can be computed before the others come: the model is alone on its devices, so no
         other model waits for them between two bundles of rows."""
         alone = len(self.cluster.slots[self.name].places) == 1 and not self._exact
-        return alone and not self._spmd and isinstance(value, Future) and is_streamed(value)
+        return alone and not self.spmd and isinstance(value, Future) and is_streamed(value)
 
     def _call_streamed(
         self,
@@ -532,10 +563,10 @@ class DistModel(Generic[Role]):
             return tuple([own[i] for i in range(len(arguments))]), {name: own[name] for name in keywords}
 
         filled = [shard for shard in range(count) if any(len(own.rows[shard]) for own in shards.values())] or [0]
-        chosen = [*range(count)] if self._spmd else filled
+        chosen = [*range(count)] if self.spmd else filled
         ranks = (
             zip(self._ranks, self._shard_of_rank, strict=True)
-            if self._spmd
+            if self.spmd
             else zip(cycle(self._ranks), range(count), strict=False)
         )
         calls = [(rank, build_call(shard)) for rank, shard in ranks if shard in chosen]

@@ -27,6 +27,8 @@ LOAD_SECONDS = 3600.0  # a model may take this long to load, whatever runtime.ca
 LEAST_SECONDS = 3600.0  # without runtime.call_timeout: what every call may take
 WAIT_SECONDS = 1.0  # between two looks at what else there is to do while a result is waited for
 LOSS_SECONDS = 3.0  # a lost worker is known to be lost so long after its neighbours in a collective have failed
+NETWORK_ERRORS = ("DistNetworkError", "DistStoreError", "DistBackendError")  # of torch.distributed; NCCL's is the last
+GLOO = "gloo/transport"  # in the errors of gloo's connections, which have no class of their own
 LONGEST_TIMES = 10.0  # and how many times the longest call of its kind so far
 
 
@@ -305,6 +307,17 @@ class WorkerLost(WorkerError):
         self.workers = tuple(workers)
 
 
+class PayloadLost(WorkerLost):
+    """A stored batch was lost with its node."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Call(None, "fetch"), [], WorkerFailure("payload lost", text, ""))
+        self.text = text
+
+    def __reduce__(self) -> tuple[type[PayloadLost], tuple[str]]:
+        return PayloadLost, (self.text,)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One worker's work for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch) for
@@ -509,6 +522,10 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
             if failure := done.result().failure:
                 if lost := _find_lost(tasks):  # the others fail because they no longer hear of it
                     raise WorkerLost(future.call, [task.where for task in lost], failure)
+                if isinstance(failure.exception, PayloadLost):
+                    raise WorkerLost(future.call, [], failure)
+                if is_cut_off(failure):
+                    raise WorkerLost(future.call, [where[done]], failure)
                 raise WorkerError(future.call, where[done], failure) from failure.exception
             if count == len(where):
                 break
@@ -519,6 +536,11 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
     pairs = zip(tasks, metas, strict=True)
     future.spans += [Span(task.where, meta.verb, meta.start, meta.seconds) for task, meta in pairs]
     return metas
+
+
+def is_cut_off(failure: WorkerFailure) -> bool:
+    """Return whether a collective failed because a connection to another process ended or did not come about."""
+    return failure.kind in NETWORK_ERRORS or (failure.kind == "RuntimeError" and GLOO in failure.message)
 
 
 def _find_lost(tasks: Sequence[WorkerTask]) -> list[WorkerTask]:

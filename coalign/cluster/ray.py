@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import itertools
 import json
 import logging
 import os
@@ -32,28 +33,34 @@ import ray
 import torch
 from ray._private.internal_api import node_stats
 from ray._private.services import canonicalize_bootstrap_address
-from ray._private.state import available_resources_per_node, state
+from ray._private.state import state
 from ray.core.generated.node_manager_pb2 import GetNodeStatsRequest  # pyright: ignore[reportAttributeAccessIssue]: made at import
 from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
-from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayActorError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from coalign.cluster.base import Cluster
-from coalign.cluster.dist import DistActor
-from coalign.cluster.future import LOAD_SECONDS, Meta, WorkerFailure, WorkerHandle, WorkerLost, WorkerTask
+from coalign.cluster.dist import DistActor, DistModel
+from coalign.cluster.future import (
+    LOAD_SECONDS,
+    Meta,
+    PayloadLost,
+    WorkerFailure,
+    WorkerHandle,
+    WorkerLost,
+    WorkerTask,
+)
 from coalign.cluster.placement.nodes import (
     Domain,
-    Node,
     Nodes,
+    NoPlaceError,
     ProcessPlacement,
     assign_nodes,
     find_accelerator,
-    group_devices,
     place_processes,
-    read_nvidia_buses,
 )
+from coalign.cluster.placement.ray_devices import DeviceReservations
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray_space import RayStoreError, StoreSpace, describe_open_cluster
 from coalign.cluster.stacks import StackFile, collect_stacks, listen
@@ -130,7 +137,6 @@ def to_numpy(value: Any) -> Any:
 
 
 CONNECT_SECONDS = 30.0  # how long a cluster that runs already may take to answer
-PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2  # between two queries of the free devices
@@ -205,13 +211,16 @@ class Actor:
 
 
 class RayWorker:
-    """A handle to an Actor."""
+    """A handle to an Actor: process ``number`` of ``model``, at its ``placement``."""
 
-    def __init__(self, where: str, actor: Any, replace: Callable[[RayWorker], RayWorker]) -> None:
-        self.where, self.actor, self._replace = where, actor, replace
+    def __init__(
+        self, where: str, actor: Any, model: str, number: int, placement: ProcessPlacement, cluster: RayCluster
+    ) -> None:
+        self.where, self.actor, self._cluster = where, actor, cluster
+        self.model, self.number, self.placement = model, number, placement
 
     def replace(self) -> RayWorker:
-        return self._replace(self)
+        return self._cluster.replace_process(self)
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         # In a tuple, so that Ray does not fetch the references among them: the worker fetches the rows that it needs.
@@ -239,15 +248,18 @@ class RayCluster(Cluster):
         self._run = f"{os.path.basename(os.path.normpath(config.output))}-{uuid.uuid4().hex[:6]}"
         self._threads = config.runtime.threads
         self._resource = config.runtime.accelerator
+        self._devices = DeviceReservations(self._run, self._resource)
+        self.nodes = self._devices.nodes
         self._patience = config.runtime.wait_for_devices
-        self._groups: list[PlacementGroup] = []
         self._actors: list[Any] = []
         self._started = Counter[str]()  # how often a process of this name was
-        self._kinds: dict[str, tuple[str, int | None]] = {}  # of a model's processes: what they are called, threads
+        self._kinds: dict[str, tuple[str, int | None, str | None]] = {}  # of a model's processes: name, threads, arena
         self._spare: dict[str, list[ProcessPlacement]] = {}  # where a model had processes, with devices of this run
         self._stack_files: dict[str, ray.ObjectRef] = {}  # by a process's name in errors
         self._starting = threading.Lock()  # no actor may start while all are being ended
-        self._replacing = threading.Lock()
+        self._replacing = threading.Lock()  # the worker of functions
+        self._moving = threading.Lock()  # processes to other nodes
+        self._numbers: dict[str, list[int]] = {}  # of a model's processes, in the order of their placements
         self._owner = not ray.is_initialized()
         if self._owner:
             connect(config.runtime.ray_address)
@@ -263,17 +275,35 @@ class RayCluster(Cluster):
         kind = "rank" if spmd else "replica"
         device = find_accelerator(self._resource).device if slot.footprints[name].devices else "cpu"
         arena = device if slot.name in self.residency.slots and exclusive else None
-        self._kinds[name] = kind, threads
-        ranks = [self._start_process(name, number, p, arena) for number, p in enumerate(self.placements[name])]
+        self._kinds[name], self._numbers[name] = (kind, threads, arena), [*range(len(self.placements[name]))]
+        ranks = [self._start_process(name, number, place) for number, place in enumerate(self.placements[name])]
         if not spmd:
             return [DistActor([rank], device) for rank in ranks]
         return [DistActor(ranks, device, self.find_rendezvous(ranks))]
 
-    def _start_process(
-        self, name: str, number: int, placement: ProcessPlacement, arena: str | None = None
-    ) -> RayWorker:
-        kind, threads = self._kinds[name]
-        return self._actor(f"{name}, {kind} {number}", f"{name}:{kind}{number}", placement, threads, arena)
+    def _start_process(self, model: str, number: int, placement: ProcessPlacement) -> RayWorker:
+        kind, threads, arena = self._kinds[model]
+        name = f"{model}:{kind}{number}" if kind else model
+        where = f"{model}, {kind} {number}" if kind else model
+        actor = self._start_actor(name, placement, threads, arena)
+        full = where + (f" on {self.nodes[placement.node].name}" if len(self.nodes) > 1 else "")
+        self._stack_files[full] = actor.stack_file.remote()
+        return RayWorker(full, actor, model, number, placement, self)
+
+    def replace_process(self, worker: RayWorker) -> RayWorker:
+        """End a process and start an empty one: in its place or, if that node is lost, in another one.
+
+        NoPlaceError if no node has devices for it.
+        """
+        with self._starting:
+            ray.kill(worker.actor)
+            with suppress(ValueError):  # an attempt before has failed
+                self._actors.remove(worker.actor)
+        self._stack_files.pop(worker.where, None)
+        with self._moving:
+            self._leave_lost_nodes(worker.model)
+        index = self._numbers[worker.model].index(worker.number)
+        return self._start_process(worker.model, worker.number, self.placements[worker.model][index])
 
     def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:
         if len(ranks) == 1:
@@ -286,14 +316,7 @@ class RayCluster(Cluster):
         except GetTimeoutError:
             raise RayStoreError(f"{first.where}: its process did not start within {LOAD_SECONDS:g} s") from None
 
-    def _actor(
-        self,
-        where: str,
-        name: str,
-        placement: ProcessPlacement,
-        threads: int | None,
-        arena: str | None = None,
-    ) -> RayWorker:
+    def _start_actor(self, name: str, placement: ProcessPlacement, threads: int | None, arena: str | None) -> Any:
         # Ray would set OMP_NUM_THREADS to the cores reserved, and results depend on the number of threads.
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         accelerator = find_accelerator(self._resource)
@@ -307,7 +330,7 @@ class RayCluster(Cluster):
             max_restarts=0,
             max_task_retries=0,
             runtime_env={"env_vars": env},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(self._ids[placement.node], soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(self._devices.ids[placement.node], soft=False),
         )
         with self._starting:
             if self.error:
@@ -315,22 +338,13 @@ class RayCluster(Cluster):
             actor = remote.remote(threads, visible, arena)
             self._actors.append(actor)
 
-        def replace(worker: RayWorker) -> RayWorker:
-            with self._starting:
-                ray.kill(worker.actor)
-                with suppress(ValueError):  # an attempt before has failed
-                    self._actors.remove(worker.actor)
-            return self._actor(where, name, placement, threads, arena)
-
-        full = where + (f" on {self.nodes[placement.node].name}" if len(self.nodes) > 1 else "")
-        self._stack_files[full] = actor.stack_file.remote()
-        return RayWorker(full, actor, replace)
+        return actor
 
     def _place(self) -> None:
         """Place every process, and reserve the devices. ValueError if there are not enough."""
         slots = list_slots(self.slots)
-        self._ids, self.nodes, where = self._assign(slots)
-        self.own_node = self._ids.index(ray.get_runtime_context().get_node_id())
+        where = self._assign(slots)
+        self.own_node = self._devices.ids.index(ray.get_runtime_context().get_node_id())
         self.placements = self._reserve_places(slots, where)
 
     def _reserve_places(self, slots: list[Slot], where: Mapping[str, Nodes]) -> dict[str, list[ProcessPlacement]]:
@@ -338,104 +352,131 @@ class RayCluster(Cluster):
         used = Counter(where[slot.name][place] for slot in slots for place in range(slot.devices))
         devices: list[list[Domain]] = [[] for _ in self.nodes]
         if used:
-            for node, domains in zip(used, self._reserve(used), strict=True):
-                devices[node] = domains or [[str(number) for number in range(used[node])]]
+            for node, domains in zip(used, self._devices.reserve(used), strict=True):
+                devices[node] = domains
         return place_processes(slots, where, devices)
 
-    def _assign(self, slots: list[Slot]) -> tuple[list[str], list[Node], dict[str, Nodes]]:
-        """Ray's ids of the nodes, their devices, and the nodes of each slot. Waits for devices of other jobs."""
+    def _assign(self, slots: list[Slot]) -> dict[str, Nodes]:
+        """The nodes of each slot. Waits for devices of other jobs."""
         start = time.monotonic()
         while True:
-            ids, nodes = self._list_nodes()
+            nodes = self._devices.update()
             patience = self._patience
             try:
                 assign_nodes(slots, [replace(node, free=node.total) for node in nodes])
                 patience = max(patience, RELEASE_SECONDS)
-                return ids, nodes, assign_nodes(slots, nodes)
+                return assign_nodes(slots, nodes)
             except ValueError:
                 if time.monotonic() - start >= patience:
                     raise
             time.sleep(POLL_SECONDS)
 
-    def _list_nodes(self) -> tuple[list[str], list[Node]]:
-        """The nodes that are alive, in the order of their names: Ray's ids and their devices."""
-        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda n: (n["NodeName"], n["NodeID"]))
-        free, names = available_resources_per_node(), Counter(node["NodeName"] for node in alive)
-        nodes = []
-        for node in alive:
-            name = node["NodeName"] + (f"#{node['NodeID'][:4]}" if names[node["NodeName"]] > 1 else "")
-            unused, total = free.get(node["NodeID"], {}), node["Resources"]
-            count = int(unused.get(self._resource, 0)), int(total.get(self._resource, 0))
-            nodes.append(Node(name, *count, cores=total.get("CPU", 0.0)))
-        return [node["NodeID"] for node in alive], nodes
-
-    def _reserve(self, used: Mapping[int, int]) -> list[list[Domain]]:
-        """Reserve ``used`` devices by node; their names, by node. A resource that Ray only counts has no names."""
-        bundles = [{self._resource: float(count)} for count in used.values()]
-        chosen = [{"ray.io/node-id": self._ids[node]} for node in used]
-        group = placement_group(bundles, name=self._run, bundle_label_selector=chosen)
-        self._groups.append(group)
-        if not group.wait(PLACEMENT_SECONDS):
-            raise ValueError(
-                f"Ray did not reserve {bundles} on {[self.nodes[node].name for node in used]} within "
-                f"{PLACEMENT_SECONDS:g} s, although they were free; free are now {available_resources_per_node()}"
-            )
-        tasks = []
-        for bundle, count in enumerate(used.values()):
-            request = {"num_gpus": count} if self._resource == "GPU" else {"resources": {self._resource: count}}
-            inside = PlacementGroupSchedulingStrategy(group, bundle)
-            task = ray.remote(_list_devices).options(num_cpus=0, scheduling_strategy=inside, **request)
-            tasks.append(task.remote(self._resource))
-        try:
-            return ray.get(tasks, timeout=LOAD_SECONDS)
-        except GetTimeoutError:
-            names = ", ".join(self.nodes[node].name for node in used)
-            raise RayStoreError(f"Ray started no process on {names} within {LOAD_SECONDS:g} s") from None
-
     @cached_property
     def _functions(self) -> RayWorker:
         if "functions" not in self.slots:
             self._add_slot("functions", Footprint(processes=1, devices=0))
-        return self._actor("functions", "functions", self.placements["functions"][0], self._threads)
+        self._kinds["functions"], self._numbers["functions"] = ("", self._threads, None), [0]
+        return self._start_process("functions", 0, self.placements["functions"][0])
 
     def _function_worker(self) -> WorkerHandle:
         return self._functions
 
-    def _add_processes(self, name: str, needs: Footprint, count: int) -> list[WorkerHandle]:
-        placements, spare = self.placements[name], self._spare.setdefault(name, [])
-        first = len(placements)
-        if count < 1:
-            spare += placements[first + count :]
-            self.placements[name] = placements[: first + count]
-            return []
-        again, new = spare[:count], max(0, count - len(spare))
-        found = [*again, *(self._place_more(name, replace(needs, processes=new)) if new else [])]
-        del spare[:count]
-        self.placements[name] = [*placements, *found]
-        return [self._start_process(name, number, placement) for number, placement in enumerate(found, first)]
+    def _add_processes(self, model: DistModel[Any], needs: Footprint, count: int) -> list[WorkerHandle]:
+        name, placements = model.name, self.placements[model.name]
+        found = self._find_places(model, needs, count)
+        free = (number for number in itertools.count() if number not in self._numbers[name])
+        numbers = [*itertools.islice(free, len(found))]
+        self.placements[name], self._numbers[name] = [*placements, *found], [*self._numbers[name], *numbers]
+        return [self._start_process(name, number, place) for number, place in zip(numbers, found, strict=True)]
+
+    def _find_places(self, model: DistModel[Any], needs: Footprint, count: int) -> list[ProcessPlacement]:
+        """Find places for ``count`` more processes; for replicas on devices perhaps fewer, and the others wait."""
+        spare = self._spare.setdefault(model.name, [])
+        living = self._devices.find_living()
+        found = [placement for placement in spare if placement.node in living][: max(0, count)]
+        self._spare[model.name] = [placement for placement in spare if placement not in found]
+        missing = max(0, count - len(found))
+        if needs.devices and not model.spmd:
+            beside = {placement.node for placement in (*self.placements[model.name], *spare)}
+            return found + self._devices.require(model.name, missing, needs.devices, beside)
+        return found + (self._place_more(model.name, replace(needs, processes=missing)) if missing else [])
+
+    def _find_stranded(self) -> set[str]:
+        living = self._devices.find_living()
+        ranks = [cast(RayWorker, rank) for model in self.models.values() for rank in model.ranks]
+        return {rank.where for rank in ranks if rank.placement.node not in living}
+
+    def has_place(self, name: str) -> bool:
+        return self._devices.is_ready(name)
 
     def _place_more(self, name: str, needs: Footprint) -> list[ProcessPlacement]:
         """Place processes beside those that run, also on nodes that are new. ValueError without enough devices."""
-        ids, nodes = self._list_nodes()
-        for node_id, node in zip(ids, nodes, strict=True):
-            if node_id not in self._ids:
-                self._ids.append(node_id)
-                self.nodes.append(node)
-        now = dict(zip(ids, nodes, strict=True))
-        busy = Counter(placement.node for ranks in self.placements.values() for placement in ranks)
-        there = [
-            replace(node, free=now[own].free if own in now else 0, processes=busy[number])
-            for number, (own, node) in enumerate(zip(self._ids, self.nodes, strict=True))
-        ]
         slots = list_slots(pack_slots({name: needs}, []))
-        return self._reserve_places(slots, assign_nodes(slots, there))[name]
+        return self._reserve_places(slots, self._assign_living(slots))[name]
+
+    def _assign_living(self, slots: list[Slot]) -> dict[str, Nodes]:
+        """The nodes of slots that come to those that run, among nodes that live."""
+        nodes, living = self._devices.update(), sorted(self._devices.find_living())
+        busy = Counter(placement.node for ranks in self.placements.values() for placement in ranks)
+        where = assign_nodes(slots, [replace(nodes[number], processes=busy[number]) for number in living])
+        return {name: tuple(living[place] for place in places) for name, places in where.items()}
+
+    def _leave_lost_nodes(self, name: str) -> None:
+        """Place what a model had on lost nodes on others. NoPlaceError if none has so many free devices.
+
+        What the models of one slot had on a node stays together, on one node.
+        """
+        slot, living = self.slots[name], self._devices.find_living()
+        placed = [placement for model in slot.places for placement in self.placements[model]]
+        for node in sorted({placement.node for placement in placed} - living):
+            devices = sorted({device for each in placed if each.node == node for device in each.devices})
+            to = self._find_devices(slot, node, devices) if devices else {}
+            for model in slot.places:
+                self.placements[model] = [
+                    self._move(each, to) if each.node == node else each for each in self.placements[model]
+                ]
+
+    def _find_devices(self, slot: Slot, lost: int, devices: Sequence[str]) -> dict[str, ProcessPlacement]:
+        """Reserve devices on one node in place of those on a lost one; where each is now. Waits for nodes to come.
+
+        NoPlaceError if no node has so many.
+        """
+        end = time.monotonic() + self._patience
+        while True:
+            nodes, living = self._devices.update(), self._devices.find_living()
+            if fitting := [number for number in living if nodes[number].free >= len(devices)]:
+                node = min(fitting, key=lambda number: (nodes[number].free, number))
+                [domains] = self._devices.reserve({node: len(devices)})
+                names = [name for domain in domains for name in domain]
+                return {old: ProcessPlacement(node, (new,)) for old, new in zip(devices, names, strict=True)}
+            if time.monotonic() > end:
+                raise NoPlaceError(
+                    f"node {nodes[lost].name} is lost, where {slot.name} had {len(devices)} devices, and no other one "
+                    f"has so many free within {self._patience:g} s (runtime.wait_for_devices)"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _move(self, before: ProcessPlacement, to: Mapping[str, ProcessPlacement]) -> ProcessPlacement:
+        """Where a process goes that was on a lost node: to devices in place of its own, or to any node."""
+        self._devices.give_back(before)
+        if before.devices:
+            found = [to[device] for device in before.devices]
+            return ProcessPlacement(found[0].node, tuple(device for each in found for device in each.devices))
+        [slot] = list_slots(pack_slots({"moved": Footprint(processes=1, devices=0)}, []))
+        return ProcessPlacement(self._assign_living([slot])["moved"][0])
 
     def end_worker(self, rank: WorkerHandle) -> None:
         worker = cast(RayWorker, rank)
         with self._starting:
             ray.kill(worker.actor)
-            self._actors.remove(worker.actor)
-            del self._stack_files[worker.where]
+            with suppress(ValueError):  # it was lost, and has been ended
+                self._actors.remove(worker.actor)
+            self._stack_files.pop(worker.where, None)
+        index = self._numbers[worker.model].index(worker.number)
+        del self._numbers[worker.model][index]
+        del self.placements[worker.model][index]
+        if not self._devices.give_back(worker.placement):
+            self._spare.setdefault(worker.model, []).append(worker.placement)
 
     def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
         with self._replacing:
@@ -479,8 +520,7 @@ class RayCluster(Cluster):
     def _end(self) -> None:
         while self._actors:
             ray.kill(self._actors.pop())
-        while self._groups:
-            remove_placement_group(self._groups.pop())
+        self._devices.release()
         if self._owner:
             ray.shutdown()
 
@@ -495,12 +535,6 @@ class RayCluster(Cluster):
                         log.warning("%s", space.describe_spilling())
             except Exception as problem:  # Ray has ended, or a node does not answer: calls will say so
                 log.debug("the stores of Ray were not measured: %s", problem)
-
-
-def _list_devices(resource: str) -> list[Domain]:
-    """The devices that Ray gave the calling task, grouped by NUMA node."""
-    names = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
-    return group_devices(names, read_nvidia_buses() if resource == "GPU" else {})
 
 
 def count_cluster_devices(address: str, resource: str) -> int:
@@ -602,7 +636,7 @@ def _measure_store(node: Mapping[str, Any]) -> StoreSpace:
 
 
 def _use_store(action: Callable[[], Value]) -> Value:
-    """Put or get a payload. RayStoreError if the store is full, gone, or does not answer.
+    """Put or get a payload. RayStoreError if the store is full, gone, or does not answer; PayloadLost.
 
     Ray's own deadlines do not hold while a raylet is stopped, so a thread acts and this one waits.
     """
@@ -614,6 +648,8 @@ def _use_store(action: Callable[[], Value]) -> Value:
                 return done.result()
             except (OutOfDiskError, ObjectStoreFullError) as full:
                 raise RayStoreError(_measure_store(_find_own_node()).describe()) from full
+            except (ObjectLostError, RayActorError) as lost:  # its node, or the process that was to make it
+                raise PayloadLost(str(lost).strip().partition("\n")[0]) from lost
         seconds = time.monotonic() - begun
         asking = begin_in_thread(_find_own_node, "coalign-ray-node")
         if not concurrent.futures.wait([asking], GCS_SECONDS).done:

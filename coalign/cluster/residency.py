@@ -100,10 +100,11 @@ class Residency:
             for place in resident.places:
                 self._by_place.setdefault(place, []).append(resident)
 
-    def replace(self, worker: WorkerHandle) -> None:
-        """Register the process that was started in place of the one of its name. It has nothing on its devices."""
-        resident = self._by_name.get(worker.where)
+    def replace(self, former: str, worker: WorkerHandle) -> None:
+        """Register the process that was started in place of one, by its name. It has nothing on its devices."""
+        resident = self._by_name.pop(former, None)
         if resident is not None:
+            self._by_name[worker.where] = resident
             with self._lock:
                 resident.worker, resident.on_device, resident.on_host = worker, {}, {}
                 resident.process_models, resident.limit, resident.fetch, resident.eviction = (), None, None, None

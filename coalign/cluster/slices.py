@@ -65,7 +65,8 @@ class SliceScheduler:
     """Keeps the replicas of one model generating, each by a thread of its own.
 
     ``ahead``: slices that may be under way at a replica, so that it does not idle while an answer travels.
-    ``replace(rank, error)`` starts a new process for a lost one, or raises the error that ends the run.
+    ``replace(rank, error)`` starts a new process for a lost one, or raises the error that ends the run; None: there is
+    no place for one, and the others go on without it.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class SliceScheduler:
         ranks: Sequence[WorkerHandle],
         deadlines: CallDeadlines,
         ahead: int,
-        replace: Callable[[WorkerHandle, WorkerLost], WorkerHandle],
+        replace: Callable[[WorkerHandle, WorkerLost], WorkerHandle | None],
     ) -> None:
         self._call = call  # in errors
         self._replace = replace
@@ -195,7 +196,9 @@ class SliceScheduler:
                     self._return_shares(replica, lost, shares)
                     if replica in self._leaving:
                         continue
-                    rank = self._replace_lost(replica, rank, lost)
+                    if (new := self._replace_lost(replica, rank, lost)) is None:
+                        return
+                    rank = new
                     continue
                 except Exception as error:
                     failed = error
@@ -231,19 +234,23 @@ class SliceScheduler:
             shares.clear()
             self._changed.notify_all()
 
-    def _replace_lost(self, replica: int, rank: WorkerHandle, lost: WorkerLost) -> WorkerHandle:
-        """Return the process that replaces a lost one. Raises WorkerError."""
+    def _replace_lost(self, replica: int, rank: WorkerHandle, lost: WorkerLost) -> WorkerHandle | None:
+        """Return the process that replaces a lost one; None: the replica takes no more shares. Raises WorkerError."""
         with self._changed:
             self._lost[replica] = lost
             self._joining.add(replica)
             self._taking.discard(replica)
             self._changed.notify_all()
-        rank = self._replace(rank, lost)
+        new = self._replace(rank, lost)
         with self._changed:
             del self._lost[replica]
             self._replaced[replica] = time.monotonic()
+            self._names[replica] = "" if new is None else new.where
+            if new is None:
+                self._leaving[replica] = lambda: None
+                self._joining.discard(replica)
             self._changed.notify_all()
-        return rank
+        return new
 
     def _end(self, error: Exception, shares: Mapping[int, RowShare]) -> None:
         """Let every call that waits for rows see the error."""

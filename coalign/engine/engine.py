@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import comb
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future, WatchedCalls, WorkerLost
+from coalign.cluster.future import BatchRef, Future, PayloadLost, WatchedCalls, WorkerLost
 from coalign.cluster.slices import MAX_LOSSES
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
@@ -501,26 +501,45 @@ class Engine:
             stats |= compute_rates(stats, time.perf_counter() - begun)
 
     def _recover(self, lost: WorkerLost) -> None:
+        """Go on after a loss, also if others are lost meanwhile.
+
+        Raises the last WorkerLost if there is no saved state, or if a step loses processes MAX_LOSSES times.
+        """
+        while True:
+            self.phase("restart")
+            self._losses[self.step] += 1
+            if self._losses[self.step] == MAX_LOSSES:
+                raise lost
+            try:
+                recovered = self._start_lost_again(lost)
+            except WorkerLost as another:
+                lost = another
+                continue
+            if not recovered:
+                raise lost
+            return
+
+    def _start_lost_again(self, lost: WorkerLost) -> bool:
         """Start lost processes again, and go on from the last step or, if a trained model was lost, from a saved state.
 
-        Raises ``lost`` if there is none, or if the same step loses processes MAX_LOSSES times.
+        False: there is none. Raises WorkerLost.
         """
-        self.phase("restart")
-        self._losses[self.step] += 1
-        if self._losses[self.step] == MAX_LOSSES:
-            raise lost
         self.cluster.end_calls(lost)
         trainers_live = not self.cluster.replace_lost(lost).intersection(self.learning)
         self.training.reconnect()
         if self.whole is not None and trainers_live:
-            self._return_to(self.whole)
-            self.training.sync(self.step)
-            return
+            with suppress(PayloadLost):  # samples that wait were lost, too
+                self._return_to(self.whole)
+                self.training.sync(self.step)
+                return True
         step = self.step
+        self.whole = None  # until a saved state is loaded: trained models may be new
         if not any(hook.restore(self) for hook in self.hooks):
-            raise lost
+            return False
+        self.whole = self.snapshot()
         if self.step < step:
             self.notices.clear()  # they are of a step that is made again
+        return True
 
     def _return_to(self, snapshot: dict[str, Any]) -> None:
         """Make what is not in the models as it was at a ``snapshot``."""

@@ -33,6 +33,7 @@ from coalign.launch.devices import assign_devices, describe_devices
 from coalign.launch.images import check_images, let_models_see
 from coalign.launch.validate import (
     check_adapters,
+    check_autoscale,
     check_copies,
     check_environment,
     check_functions_are_imported,
@@ -215,6 +216,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         check_torchrun(syncs, config)
         check_transport(syncs, configs, config)
         check_staleness(syncs, models, config)
+        check_autoscale(models, config)
         main = next((model for model in models.values() if model.role is Trainable), None)
         if main is not None and main.objective is not None:
             check_guards(main.objective, config)

@@ -18,6 +18,7 @@ from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
 from coalign.diagnosis.ending import explain_ending
 from coalign.engine.engine import Engine, Hook, precompute
+from coalign.engine.fleet import Fleet
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.checkpoint_remote import (
@@ -153,7 +154,7 @@ def _learn(
     journal = [JournalHook(folder.journal)] if runtime.journal else []
     engine.cluster.on_end = timeline.note
     engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks])
-    control = RunControl(folder.path, save, recovery)
+    control = RunControl(folder.path, save, Fleet(runtime.autoscale, recovery.save_now))
     engine.hooks.extend([goodput, record, *journal, save, recovery, control])
     _refuse_namesakes(engine.hooks)
     if checkpoint is None:

@@ -172,6 +172,22 @@ def check_staleness(syncs: Sequence[tuple[str, str]], models: Mapping[str, Plann
             )
 
 
+def check_autoscale(models: Mapping[str, PlannedModel], config: RunConfig) -> None:
+    """Refuse (ConfigError) `runtime.autoscale` for what is no model that samples or scores, or not by Ray."""
+    slots = plan_slots({name: model.config for name, model in models.items()}, config.runtime.colocation)
+    able = [name for name, model in models.items() if model.role is not Trainable and model.base_of is None]
+    for name in config.runtime.autoscale:
+        message = None
+        if name not in able:
+            message = f"is no model that samples or scores{suggest(name, able)}"
+        elif len(slots[name].places) > 1:
+            message = "shares its devices (runtime.colocation), so its number of processes cannot change"
+        elif choose_cluster(config) != "ray":
+            message = "has processes that come and go only on Ray: set runtime.cluster to ray"
+        if message:
+            raise ConfigError([ConfigProblem(("runtime", "autoscale", name), message)])
+
+
 SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that say which samples there are
 
 

@@ -1,13 +1,16 @@
-"""Trains in this process while processes of the run are killed or stopped at chosen moments.
+"""Trains in this process while the run is harmed at chosen moments.
 
 Called as ``python -m tests.chaos.driver CONFIG FAULTS``: two JSON files. A fault is {step, phase, process, how, delay}:
-``delay`` seconds after the engine enters a phase of the step, the process is killed (SIGKILL) or stopped (SIGSTOP).
-``process`` is a part of an actor's name, such as `:trainer:rank1`, or `driver`. Each fault happens once, also over
-several starts: those that happened are in FAULTS.done.
+``delay`` seconds after the engine enters a phase of the step, the process is killed (SIGKILL) or stopped (SIGSTOP), or
+its connections with the process ``other`` are cut. ``process`` is a part of an actor's name, such as `:trainer:rank1`,
+or `driver`. Without a process, bits of weights that are sent are flipped (``how`` is `flip`, drawn by ``seed``), or the
+run folder's disk is filled or freed (`fill`, `free`). Each fault happens once, also over several starts: those that
+happened are in FAULTS.done.
 """
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -18,6 +21,7 @@ from typing import Any
 import psutil
 
 import coalign
+from tests.chaos.damage import cut_connections, fill_disk, flip_weights_once, free_disk
 from tests.runs import MARK
 
 
@@ -38,16 +42,31 @@ class Faults(coalign.Hook):
         happened = [line["fault"] for line in read_lines(self.done) if "fault" in line]
         for number, fault in enumerate(self.faults):
             if fault["phase"] == name and fault["step"] == self.engine.step and number not in happened:
-                threading.Thread(target=self.strike, args=(number, fault), daemon=True).start()
+                if "process" in fault:
+                    threading.Thread(target=self.strike, args=(number, fault), daemon=True).start()
+                else:
+                    self.note(fault=number)
+                    self.damage(fault)
+
+    def damage(self, fault: dict[str, Any]) -> None:
+        folder = Path(self.engine.config.output)
+        if fault["how"] == "flip":
+            flip_weights_once(random.Random(fault["seed"]))
+        else:
+            {"fill": fill_disk, "free": free_disk}[fault["how"]](folder)
 
     def strike(self, number: int, fault: dict[str, Any]) -> None:
         time.sleep(fault.get("delay", 0.0))
         own = os.getpid() if fault["process"] == "driver" else None
         victim = own or find_process(fault["process"])
-        if victim is None:
+        other = find_process(fault["other"]) if "other" in fault else None
+        if victim is None or ("other" in fault and other is None):
             return
-        self.note(fault=number)
-        os.kill(victim, signal.SIGSTOP if fault.get("how") == "stop" else signal.SIGKILL)
+        if other is None:
+            self.note(fault=number)
+            os.kill(victim, signal.SIGSTOP if fault.get("how") == "stop" else signal.SIGKILL)
+        elif connections := cut_connections(victim, other):
+            self.note(fault=number, connections=connections)
 
     def after_step(self, engine: Any, stats: Any, batch: Any) -> None:
         self.note(step=engine.step)

@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,20 +41,24 @@ def configure(directory: Path, name: str, **runtime: object) -> dict:
     return config | {"output": str(directory / name)}
 
 
-def train(config: dict, faults: list[dict]) -> tuple[str, list[dict]]:
-    """Start the run until it is complete; return its output, and what happened when."""
+def train(config: dict, faults: list[dict], between: Callable[[], None] = lambda: None) -> tuple[str, list[dict]]:
+    """Start the run until it is complete; return its output, and what happened when.
+
+    ``between`` is called after each start that ended by a killed driver.
+    """
     output = Path(config["output"])
     files = output.with_suffix(".json"), output.with_suffix(".faults.json")
     for file, content in zip(files, (config, faults), strict=True):
         file.write_text(json.dumps(content))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: config["output"], "PYTHONPATH": str(ROOT)}
     command, shown = [sys.executable, "-m", "tests.chaos.driver", *map(str, files)], ""
-    for _ in range(1 + sum(fault["process"] == "driver" for fault in faults)):
+    for _ in range(1 + sum(fault.get("process") == "driver" for fault in faults)):
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
         shown += done.stdout + done.stderr
         if done.returncode != -9:  # the driver has not killed itself
             assert done.returncode == 0, shown
             break
+        between()
     return shown, read_lines(files[1].with_suffix(".done"))
 
 

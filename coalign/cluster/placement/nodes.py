@@ -21,6 +21,10 @@ from pathlib import Path
 from coalign.cluster.placement.slots import Slot
 
 
+class NoPlaceError(ValueError):
+    """No node that lives has devices for a process whose node is lost."""
+
+
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     """A kind of device: torch's name, and the environment variable that makes devices ``visible`` to a process."""

@@ -38,6 +38,7 @@ from coalign.config.schema.rollout import (
 )
 from coalign.config.schema.run import PtxConfig, RunConfig
 from coalign.config.schema.runtime import (
+    AutoscaleConfig,
     EarlyStopConfig,
     EvalSamplingConfig,
     ProfileConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "FUNCTIONS",
     "PARALLEL",
     "STAGES",
+    "AutoscaleConfig",
     "CompletionServerConfig",
     "ContinuationSetting",
     "CurriculumConfig",

@@ -100,6 +100,30 @@ class TrackerConfig(Section):
             raise Conflict(("url",), f"is {self.url!r}, and `offline` sends nothing; leave one of them out")
 
 
+class AutoscaleConfig(Section):
+    """When a model that samples or scores gets one more process, or one fewer; decided after each step."""
+
+    min: PositiveInt = 1
+    """Fewest processes."""
+    max: PositiveInt
+    """Most processes."""
+    waiting: Probability = 0.2
+    """One more if the trainer waits for samples in this share of the step, or more, and..."""
+    busy: Probability = 0.8
+    """...the processes compute in this share of it, or more."""
+    free: Probability = 0.5
+    """One fewer if the others would compute in this share of the step, or less."""
+    steps: PositiveInt = 3
+    """Steps in a row that have to say the same, all of them after the last change."""
+
+    def check(self) -> None:
+        if self.min > self.max:
+            raise Conflict(("max",), f"is {self.max}, and min is {self.min}")
+        if self.free >= self.busy:
+            message = f"is {self.free}, and busy is {self.busy}: a process would come and go; set it lower"
+            raise Conflict(("free",), message)
+
+
 class RuntimeConfig(Section):
     cluster: ResultNeutral[Literal["local", "ray", "torchrun", "auto"]] = "auto"
     """`auto`: the processes of torchrun, if it started this one; Ray if an address is given or a model needs several
@@ -180,6 +204,9 @@ class RuntimeConfig(Section):
     samples is then given up, and the last one saved; one that trains ends first. None: every step ends first."""
     restarts: ResultNeutral[NonNegativeInt] = 10
     """How many lost processes are started again in a run (on Ray); the next one ends it."""
+    autoscale: ResultNeutral[Annotated[dict[str, AutoscaleConfig], Field(examples=[{"policy": {"max": 4}}])]] = {}
+    """Models that sample or score, and how many processes each may have on Ray (docs/faults.md). Empty: as many as
+    `num_process` and `num_gpu` say, or `coalign scale`."""
     call_timeout: ResultNeutral[PositiveFloat | None] = None
     """Seconds that a call of a model may take before the run stops; the error names the call. Loading may take an hour.
     None: an hour, or ten times the longest call of the same method so far."""

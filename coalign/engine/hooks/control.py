@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.future import WorkerError, WorkerLost
 from coalign.engine.engine import Hook
+from coalign.engine.fleet import Fleet
 from coalign.engine.hooks.checkpoint import Save
-from coalign.engine.hooks.recovery import Recovery
 from coalign.files import Sink, describe_problem
 from coalign.run_files.control import NAME, ControlRequest, ControlResult, read_request, write_answer
 from coalign.types import Stats
@@ -25,17 +25,22 @@ log = logging.getLogger(__name__)
 class RunControl(Hook):
     """Serves the requests of coalign.run_files.control after each step. What is refused changes nothing.
 
-    ``stopped``: whether a request has ended the run.
+    Then the ``fleet`` adapts. ``stopped``: whether a request has ended the run.
     """
 
-    def __init__(self, run: Path, save: Save, recovery: Recovery) -> None:
+    def __init__(self, run: Path, save: Save, fleet: Fleet) -> None:
         self.run = run
         self.save = save
-        self.recovery = recovery
+        self.fleet = fleet
         self.stopped = False
         self._sink = Sink(str(run / NAME))
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        self._answer(engine)
+        self.fleet.adapt(engine, stats)
+        engine.phase("hooks")
+
+    def _answer(self, engine: Engine) -> None:
         with self._sink.survive():
             if (pending := read_request(self.run)) is None:
                 return
@@ -44,7 +49,6 @@ class RunControl(Hook):
             log.warning("asked to %s: %s", result.do or "do something", result.text)
         with self._sink.survive():
             write_answer(self.run, pending.id, results)
-        engine.phase("hooks")
 
     def _serve(self, engine: Engine, content: Any) -> Iterator[ControlResult]:
         try:
@@ -72,31 +76,16 @@ class RunControl(Hook):
         return f"the run ends after step {engine.step}, which is in {saved}"
 
     def _scale(self, engine: Engine, models: Mapping[str, int]) -> Iterator[ControlResult]:
-        engine.phase("restart")
+        engine.phase("scale")
         for name, processes in models.items():
             try:
-                self._resize(engine, name, processes)
-                yield ControlResult("scale", True, f"{name}: {processes} processes since step {engine.step}")
+                yield ControlResult("scale", True, self.fleet.resize(engine, name, processes))
             except (ValueError, OSError) as problem:
                 yield ControlResult("scale", False, f"{name}: refused: {problem}")
             except WorkerError as problem:  # new replicas could not load the model
                 if name in engine.learning:
                     raise
                 yield ControlResult("scale", False, f"{name}: refused: {problem}")
-
-    def _resize(self, engine: Engine, name: str, processes: int) -> None:
-        """Raises ValueError for what cannot be, and OSError if a training state finds no place in memory."""
-        if name not in engine.running:
-            raise ValueError(f"there is no model of that name; there are {', '.join(engine.running)}")
-        engine.training.finish()
-        if name in engine.learning:
-            saved = self.recovery.save_now(engine)
-            engine.cluster.resize(name, processes)
-            engine.running[name].load(str(saved / "models" / name)).result()
-        else:
-            engine.cluster.resize(name, processes)
-        engine.training.reconnect()
-        engine.training.sync(engine.step)
 
 
 def _try(verb: str, work: Callable[[Engine], str], engine: Engine) -> ControlResult:

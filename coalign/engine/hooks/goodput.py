@@ -27,9 +27,10 @@ _CAUSES = {
     "evaluate": "evaluation",
     "hooks": "hooks",
     "restart": "restart",
+    "scale": "restart",  # processes that come or go
 }
 _OF_A_STEP: tuple[str, ...] = ("rollout", "trained")
-CAUSES = (*_CAUSES.values(), "start", "redone")
+CAUSES = (*dict.fromkeys(_CAUSES.values()), "start", "redone")
 # Counts of tokens that were generated and never trained on -> why.
 _DROPPED = {
     "filter/dropped_tokens": "filter",

@@ -56,7 +56,7 @@ class Timeline(Hook):
         self.every = every
         self._sink = Sink(str(folder))
         self._ended: deque[CallEvent] = deque()
-        self._phases: list[tuple[float, str]] = []  # of the step, and when each began
+        self._phases: list[tuple[float, str]] = []  # since the last trace, and when each began
 
     def note(self, future: Future, outcome: Outcome) -> None:
         """Take note of a call that has ended. Any thread may call this."""
@@ -64,20 +64,21 @@ class Timeline(Hook):
 
     def phase(self, name: str) -> None:
         """The engine enters a phase; `rollout` is the first one of a step."""
-        if name == "rollout":
-            self._phases.clear()
         self._phases.append((time.time(), name))
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
-        begun, ended = self._phases[0][0], time.time()
+        ended = time.time()
+        begun = next(when for when, name in reversed(self._phases) if name == "rollout")
         events = [self._ended.popleft() for _ in range(len(self._ended))]
-        events = [event for event in events if event.stop > begun]
         events += list_running_calls(engine.cluster.list_pending_calls(), ended)
         processes = {name: model.processes for name, model in engine.cluster.models.items()}
         shares = compute_idle_shares(events, processes, begun, ended)
         stats |= {f"idle/{name}": Stat(share) for name, share in shares.items()}
+        phases, self._phases = self._phases, [(ended, self._phases[-1][1])]
         if self.every and engine.step % self.every == 0:
-            trace = build_trace([*build_phase_events(self._phases, ended), *events], begun, ended)
+            since = phases[0][0]  # what hooks did after the last step, and attempts that were lost, are shown, too
+            shown = [event for event in events if event.stop > since]
+            trace = build_trace([*build_phase_events(phases, ended), *shown], since, ended)
             with self._sink.survive():
                 self.folder.mkdir(exist_ok=True)
                 (self.folder / f"step_{engine.step}.json").write_text(json.dumps(trace))

@@ -20,6 +20,7 @@ from coalign.weights.sync.segment import HostMemoryFull
 from coalign.weights.sync.shared_memory import CudaIpcTransport, SharedMemoryTransport
 from coalign.weights.sync.stored import DiskTransport, ObjectStoreTransport
 from coalign.weights.sync.transport import (
+    DamagedWeights,
     LiveTensorTransport,
     TensorCopyTransport,
     Transport,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
 
 log = logging.getLogger(__name__)
+MAX_DAMAGED = 2  # times that weights are sent again: then memory or a program is the cause
 TRANSPORTS = {
     "broadcast": BroadcastTransport,
     "cuda_ipc": CudaIpcTransport,
@@ -69,7 +71,7 @@ class WeightSync:
 
         With ``overlap`` it returns as soon as the source has sent them, and replicas take them meanwhile; `finish`
         waits for these. The statistics are `sync/bytes` (moved to each target by the newest sync that has ended) and
-        `sync/seconds` (of waiting). Raises WorkerError or WeightError naming the tensor that arrived damaged, twice or
+        `sync/seconds` (of waiting). Raises WorkerError or WeightError naming the tensor that arrives damaged, twice or
         not at all, with ``overlap`` perhaps at the next call. Then the target serves its old version or, if it had
         begun to install the new one, nothing.
         """
@@ -119,8 +121,11 @@ class WeightSync:
             yield
 
     def _move(self, version: int, on_sent: Callable[[], None]) -> int:
-        """Return the bytes that were moved. Replicas that are lost are replaced, and all weights go to all of them."""
-        slices = self.target.slices
+        """Return the bytes that were moved. Replicas that are lost are replaced, and all weights go to all of them.
+
+        Weights that arrive damaged are sent again, up to MAX_DAMAGED times.
+        """
+        slices, damaged = self.target.slices, 0
         while True:
             begun = time.monotonic()
             try:
@@ -131,6 +136,12 @@ class WeightSync:
                 if slices is None or lost.call.model != self.target.name:
                     raise
                 slices.recover(lost, begun)
+            except WorkerError as error:
+                damaged += 1
+                if not isinstance(error.cause, DamagedWeights) or damaged > MAX_DAMAGED:
+                    raise
+                log.warning("weights of version %d: %s; all are sent again", version, error.cause)
+                self._names = {}
 
     def _forget_readers(self) -> None:
         """Connect to the replicas of now at the next move, and send them all weights."""

@@ -36,6 +36,10 @@ class WeightError(RuntimeError):
     """Weights did not arrive as they were sent; the message names the tensor."""
 
 
+class DamagedWeights(WeightError):
+    """Bytes of a weight are others than those that were sent: sent again, they may arrive."""
+
+
 class SyncModule(Protocol):
     """What every transport uses of a worker's module (coalign.backends.base.Module)."""
 
@@ -235,9 +239,9 @@ def check_names(sent: Sequence[SentWeights], expected: frozenset[str] | None) ->
 
 
 def check_sum(name: str, found: int, sent: int) -> None:
-    """Raise WeightError if a tensor's checksum is not the one that it was sent with."""
+    """Raise DamagedWeights if a tensor's checksum is not the one that it was sent with."""
     if found != sent:
-        raise WeightError(f"weight '{name}' arrived damaged: checksum {found:016x}, sent with {sent:016x}")
+        raise DamagedWeights(f"weight '{name}' arrived damaged: checksum {found:016x}, sent with {sent:016x}")
 
 
 def check_unique(weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,135 @@
+"""The number of processes of each model while a run goes: asked for, decided by a rule, bounded by the devices there.
+
+It changes between two steps. Replicas for which no node has devices wait for one, and the run goes on without them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coalign.cluster.future import WorkerError, WorkerLost
+from coalign.config.schema import AutoscaleConfig
+from coalign.types import Stats, Total
+
+if TYPE_CHECKING:
+    from coalign.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """Shares of a step: ``busy``, in which the processes of a model computed, and ``waiting``, in which the trainer
+    waited for samples."""
+
+    busy: float
+    waiting: float
+
+    @staticmethod
+    def of(model: str, stats: Stats) -> StepLoad:
+        """Read the load of a model from the metrics of a step."""
+        seconds = max(stats["time/step"].value, 1e-9)
+        waited = stats["time/rollout"].value if "time/rollout" in stats else 0.0
+        return StepLoad(1.0 - stats[f"idle/{model}"].value, min(1.0, waited / seconds))
+
+
+class AutoscaleRule:
+    """Decides how many processes a model should have, by the loads of its last steps.
+
+    A process comes where the trainer waits for samples and the model is busy. One goes where the others would have room
+    to spare. Both have to hold for several steps in a row since the last change. Between the two shares of busy time
+    nothing changes, so a process that comes is not at once one too many.
+    """
+
+    def __init__(self, config: AutoscaleConfig) -> None:
+        self.config = config
+        self._wishes: deque[int] = deque(maxlen=config.steps)  # of the last steps: 1, 0 or -1 processes
+
+    def decide(self, processes: int, load: StepLoad) -> int:
+        """Return the number of processes after a step that ``processes`` had this load in."""
+        self._wishes.append(self._find_wish(processes, load))
+        wish = self._wishes[0]
+        if len(self._wishes) < self.config.steps or any(other != wish for other in self._wishes):
+            wish = 0
+        if wish:
+            self._wishes.clear()
+        return min(max(processes + wish, self.config.min), self.config.max)
+
+    def _find_wish(self, processes: int, load: StepLoad) -> int:
+        if load.waiting >= self.config.waiting and load.busy >= self.config.busy:
+            return 1 if processes < self.config.max else 0
+        if processes > self.config.min and load.busy * processes / (processes - 1) <= self.config.free:
+            return -1
+        return 0
+
+
+class Fleet:
+    """Changes the number of processes of a run's models, and keeps replicas in mind that wait for devices.
+
+    ``save(engine)`` writes a training state and returns where: processes that compute together start again there.
+    """
+
+    def __init__(self, autoscale: Mapping[str, AutoscaleConfig], save: Callable[[Engine], Path]) -> None:
+        self._save = save
+        self._rules = {name: AutoscaleRule(config) for name, config in autoscale.items()}
+        self._targets: dict[str, int] = {}  # processes of replicas that there should be
+
+    def resize(self, engine: Engine, name: str, processes: int) -> str:
+        """Give a model another number of processes; say how many it has since which step.
+
+        ValueError for what cannot be, OSError if a training state finds no place in memory, WorkerError if new
+        processes cannot load the model.
+        """
+        if name not in engine.running:
+            raise ValueError(f"there is no model of that name; there are {', '.join(engine.running)}")
+        before = engine.running[name].processes
+        engine.training.finish()
+        if name in engine.learning:
+            saved = self._save(engine)
+            found = engine.cluster.resize(name, processes)
+            engine.running[name].load(str(saved / "models" / name)).result()
+        else:
+            found = engine.cluster.resize(name, processes)
+            self._targets[name] = processes
+        if found != before or name in engine.learning:
+            engine.training.reconnect()
+            engine.training.sync(engine.step)
+            engine.late = engine.late | {f"processes/{name}": Total(float(found))}
+        waiting = f"; {processes - found} more wait for devices" if found < processes else ""
+        return f"{name}: {found} processes since step {engine.step}{waiting}"
+
+    def adapt(self, engine: Engine, stats: Stats) -> None:
+        """Start replicas that have waited and now have devices, and change numbers as the rules say."""
+        for name, model in engine.running.items():
+            if name in engine.learning:
+                continue
+            target = self._targets.setdefault(name, model.processes)
+            rule = self._rules.get(name)
+            if model.processes < target:
+                if engine.cluster.has_place(name):
+                    self._try(engine, name, target)
+            elif rule is not None and f"idle/{name}" in stats:
+                load = StepLoad.of(name, stats)
+                if (wanted := rule.decide(target, load)) != target:
+                    log.warning("%s: busy for %.0f %%, waited for %.0f %%", name, 100 * load.busy, 100 * load.waiting)
+                    self._try(engine, name, wanted)
+
+    def _try(self, engine: Engine, name: str, processes: int) -> None:
+        """Change a number, and go on with the old one if that cannot be."""
+        before = engine.running[name].processes
+        engine.phase("scale")
+        try:
+            said = self.resize(engine, name, processes)
+        except WorkerLost:  # the engine starts it again
+            raise
+        except (ValueError, OSError, WorkerError) as problem:
+            self._targets[name] = engine.running[name].processes
+            log.warning("%s: %s", name, str(problem).partition("\n")[0])
+            return
+        if engine.running[name].processes != before or processes != before:
+            log.warning("%s", said)
