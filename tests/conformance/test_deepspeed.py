@@ -64,6 +64,11 @@ def test_a_checkpoint_goes_on_bit_for_bit_in_place_and_afresh(start, tmp_path, s
         assert same(ended, exported(resumed))
 
 
+def test_a_bucket_is_no_larger_than_the_gradients(start):
+    module = start(2)
+    assert module.engine.zero_reduce_bucket_size() == sum(p.numel() for p in module.model.parameters())
+
+
 class Runs:
     def __init__(self, path):
         self.path = path
