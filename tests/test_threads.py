@@ -107,6 +107,16 @@ def test_threads_that_parse_python_at_once_do_not_disturb_each_other():
     assert not errors
 
 
+def test_a_thread_that_hangs_does_not_keep_the_process_alive():
+    code = (
+        "import asyncio, threading; from coalign.threads import ThreadPool\n"
+        "[(_, error)] = asyncio.run(ThreadPool().run(lambda _: threading.Event().wait(), [0], 0.1))\n"
+        "print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "no answer within 0.1 s\n"
+
+
 def test_foreign_python_writes_no_warning_to_stderr():
     code = "from coalign.threads import parse_python; parse_python('1if 1else 0'); parse_python('1 is 1')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

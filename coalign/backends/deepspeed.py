@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 SUPPORTED = "0.19.*"
+LARGEST_BUCKET = 500_000_000  # elements of gradients that are reduced together: DeepSpeed's own default
 TAG, LAYOUT = "engine", "layout.json"  # in a checkpoint: DeepSpeed's folder, and what must agree with it
 # key of zero_optimization that Coalign sets -> why
 OWNED = {
@@ -195,7 +196,9 @@ class DeepSpeedModule(HuggingFaceModule):
         """DeepSpeed's configuration. An update ends where `step` is called."""
         config, own = self.config, self.config.deepspeed
         host = {"device": "cpu", "pin_memory": is_accelerator(self.device)}
-        zero = {"stage": own.stage, **own.zero}
+        # DeepSpeed allocates a whole bucket, whatever the size of the model.
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        zero = {"stage": own.stage, "reduce_bucket_size": min(max(trained, 1), LARGEST_BUCKET), **own.zero}
         zero |= {"offload_optimizer": host} if own.offload_optimizer else {}
         zero |= {"offload_param": host} if own.offload_parameters else {}
         low = (config.compute_dtype or config.dtype) == "bfloat16"

@@ -59,6 +59,8 @@ def enforce_determinism(**libraries: str) -> None:
     for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **libraries}.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
+    # Else every `empty` is filled, which helps only to find reads of what nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] (a property)
 
 
 Group = dist.ProcessGroup

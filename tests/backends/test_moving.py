@@ -46,10 +46,9 @@ def same(a: dict, b: dict) -> bool:
 @pytest.mark.parametrize(
     "config",
     [
-        {},
         {"ema": {"decay": 0.9}},
         {"lora": {"rank": 2}},
-        {"optimizer": {"name": "muon", "lr": 1e-2}},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"optimizer": {"name": "muon", "lr": 1e-2}})),
         {"optimizer": {"name": "adafactor", "lr": 1e-2}, "activation_checkpointing": "full"},
         {"dtype": "bfloat16"},
     ],

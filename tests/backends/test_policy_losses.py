@@ -72,7 +72,13 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("config", [{"max_tokens_per_micro": 60}, {"max_tokens_per_micro": 21, "share_prefix": False}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_tokens_per_micro": 21, "share_prefix": False},
+        pytest.param({"max_tokens_per_micro": 60}, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_and_statistics_do_not_depend_on_cuts_or_packing(path, batch, name, config):
     whole, cut = (module(path, LOSSES[name], **c) for c in ({"share_prefix": False}, config))
     expected, got = whole.train_step(batch), cut.train_step(batch)

@@ -163,7 +163,10 @@ async def two_turns(episode):
     await episode.generate(max_new_tokens=4)
 
 
-@pytest.mark.parametrize("environment", ["single_turn", "tests.backends.test_routing_replay:two_turns"])
+@pytest.mark.parametrize(
+    "environment",
+    ["tests.backends.test_routing_replay:two_turns", pytest.param("single_turn", marks=pytest.mark.slow)],
+)
 def test_a_run_replays(paths, tmp_path, environment):  # noqa: F811
     """Of experts alike, sampler and trainer differ by rounding, also in the updates that follow the first."""
     config = settings(tmp_path, "grpo", steps=2, max_staleness=1)

@@ -180,7 +180,7 @@ def test_tokens_that_see_what_follows_are_refused(tmp_path):
         build("transformers", xlm).generate(prompts())
 
 
-@pytest.mark.parametrize("batching", ["padded", "equal", "whole"])
+@pytest.mark.parametrize("batching", ["padded", "whole", pytest.param("equal", marks=pytest.mark.slow)])
 def test_few_places_give_the_tokens_of_many(tmp_path, batching):
     path = tiny_model_dir(tmp_path)
     few = {"max_sequences": 2, "prefill_tokens": 16, "batching": batching}

@@ -20,6 +20,7 @@ from tests.tiny import tiny_model_dir
 
 pytestmark = DEEPSPEED
 STAGES = (1, 2, 3)
+WITH_ALL_SHARDS = [*(pytest.param(stage, marks=pytest.mark.backends) for stage in (1, 2)), 3]
 
 
 def backend(stage: int, ranks: int = 1, **config) -> Backend:
@@ -64,6 +65,11 @@ def test_a_checkpoint_goes_on_bit_for_bit_in_place_and_afresh(start, tmp_path, s
         assert same(ended, exported(resumed))
 
 
+def test_a_bucket_is_no_larger_than_the_gradients(start):
+    module = start(2)
+    assert module.engine.zero_reduce_bucket_size() == sum(p.numel() for p in module.model.parameters())
+
+
 class Runs:
     def __init__(self, path):
         self.path = path
@@ -82,7 +88,7 @@ def test_a_checkpoint_runs_no_code(start, tmp_path):
     assert not (tmp_path / "was run").exists()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", WITH_ALL_SHARDS)
 def test_an_update_that_is_not_finite_touches_nothing(start, stage):
     batch = rollout((5, 9, 7), 3)
     trainer, other = start(stage), start(stage)
@@ -153,7 +159,7 @@ def test_offloading_changes_no_number(start, offload):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", WITH_ALL_SHARDS)
 def test_what_leaves_the_device_between_two_calls_comes_back_as_it_was(start, stage):
     batch = rollout((5, 9, 7), 3)
     stays, moves = start(stage), start(stage)

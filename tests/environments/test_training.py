@@ -74,7 +74,7 @@ def test_episodes_go_on_while_the_trainer_trains(tmp_path):
     parser = "tests.environments.test_training:always_calls"
     config["rollout"] = {"fn": "tool_use", "tools": ["calculator"], "max_turns": 3, "parser": parser}
     config["reward"] = {"fn": "tests.digits:digits"}
-    config["models"]["policy"]["sampling"] = {"max_new_tokens": 60, "stop": list("abcdefghijklmnopqrstuvwxyz")}
+    config["models"]["policy"]["sampling"] = {"max_new_tokens": 24, "stop": list("abcdefghijklmnopqrstuvwxyz")}
     lines = metrics(run_in_two_parts(config))
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["episode/turns"] > 1.5 and line["samples/staleness_max"] <= 1 for line in lines)

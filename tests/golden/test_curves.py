@@ -11,7 +11,7 @@ from tests.golden.record import FILE, rollouts_file
 from tests.golden.rollouts import Rollouts, replayed
 from tests.runs import stopping_after
 
-LONG = {"pretrain": 2}  # steps of 65,536 tokens: how many of them the fast suite makes
+LONG = {"pretrain": 1}  # steps of 65,536 tokens: how many of them the fast suite makes
 RARE = ("dpo_images", "grpo_images")  # of what the fast suite has in others
 SLOW = [pytest.mark.slow, pytest.mark.processors]
 CASES = [

@@ -2,8 +2,6 @@
 
 import io
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -288,8 +286,3 @@ def test_consoles_default_to_the_standard_streams(capsys):
     shown.show("result")
     shown.note("remark")
     assert capsys.readouterr() == ("result\n", "remark\n")
-
-
-def test_importing_it_does_not_load_torch():
-    code = "import sys, coalign.report.display; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from coalign.rewards.sandbox.sandbox import Sandbox, SandboxError, SandboxLimits, find_shortfalls
@@ -199,7 +200,7 @@ def test_a_job_dies_with_its_supervisor(old_machine):
 
     jobs = asyncio.run(killed())
     for _ in range(500):
-        if not any(os.path.exists(f"/proc/{pid}") for pid in jobs):
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in jobs):
             return
         time.sleep(0.02)
     pytest.fail(f"still there: {jobs}")
