@@ -18,6 +18,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 CONNECT_SECONDS = 10.0  # how long the dashboard may take to answer
 POLL_SECONDS = 0.5
+AGENT_SECONDS = 120.0  # how long the nodes of a cluster that has just started may take until one of them starts jobs
 STOPPED = 143  # as of a process that SIGTERM ended
 
 
@@ -40,10 +41,22 @@ class RayJobClient:
                 raise ImportError("jobs of Ray need its dashboard: pip install 'coalign[jobs]'") from None
             raise ValueError(f"{self.address} is no dashboard of Ray: {_first_line(problem)}") from None
 
-    def submit(self, name: str, entrypoint: str, archive: Path, variables: Mapping[str, str]) -> str:
-        """Upload the ``archive`` (a zip) as working directory, and start the command there; returns the job's id."""
+    def submit(self, name: str, entrypoint: str, archive: Path | str, variables: Mapping[str, str]) -> str:
+        """Start the command in the ``archive``, a zip that is uploaded, or its URI; returns the job's id.
+
+        Waits for a node that starts jobs; ValueError if there is none.
+        """
         environment = {"working_dir": str(archive), "env_vars": dict(variables)}
-        return self._client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"name": name})
+        deadline = time.monotonic() + AGENT_SECONDS
+        while True:
+            try:
+                return self._client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"name": name})
+            except RuntimeError as problem:
+                if "No available agent" not in str(problem):
+                    raise
+                if time.monotonic() > deadline:
+                    raise ValueError(f"no node of {self.address} starts jobs: {_first_line(problem)}") from None
+            time.sleep(POLL_SECONDS)
 
     def follow(self, job: str, write: Callable[[str], object]) -> None:
         """Pass the log of a job on until it ends."""

@@ -241,7 +241,7 @@ def test_what_is_wrong_is_said(home, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_sigkill(home, tmp_path):
     write_sums(tmp_path, 400)
     options = ["-i", str(tmp_path / "sums.jsonl"), "-n", "4", "--max-new-tokens", "32", "--chat-template", "none"]

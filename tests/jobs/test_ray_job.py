@@ -76,6 +76,27 @@ def test_without_the_dashboard_the_extra_is_named(here, monkeypatch):
         submit_job(plan(here), OPTIONS)
 
 
+def test_a_cluster_that_has_just_started_is_waited_for(monkeypatch):
+    from coalign.cluster import ray_jobs
+
+    asked = []
+
+    class Dashboard:
+        def submit_job(self, **job):
+            asked.append(job["metadata"])
+            if len(asked) < 3 or job["entrypoint"] == "never":
+                raise RuntimeError("Request failed: No available agent to submit job, try again\nx")
+            return "job-1"
+
+    client = ray_jobs.RayJobClient.__new__(ray_jobs.RayJobClient)
+    client.address, client._client = "http://head:8265", Dashboard()
+    monkeypatch.setattr(ray_jobs, "POLL_SECONDS", 0)
+    assert client.submit("run", "true", "file:///code.zip", {}) == "job-1" and asked == [{"name": "run"}] * 3
+    monkeypatch.setattr(ray_jobs, "AGENT_SECONDS", -1)
+    with pytest.raises(ValueError, match=r"^no node of http://head:8265 starts jobs: .*No available agent.*again$"):
+        client.submit("run", "never", "file:///code.zip", {})
+
+
 # ---- with Ray
 
 
@@ -172,7 +193,7 @@ address, archive = sys.argv[1:]
 client = RayJobClient(address)
 ask = "ray.get(ray.remote(lambda: __import__('mine').value).remote())"
 command = f'python -c "import mine, ray; ray.init(\\'auto\\'); print(mine.value, {ask})"'
-number = client._client.submit_job(entrypoint=command, runtime_env={"working_dir": f"file://{archive}"})
+number = client.submit("archive", command, f"file://{archive}", {})
 client.follow(number, sys.stdout.write)
 sys.exit(client.wait(number))
 """
