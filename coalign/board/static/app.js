@@ -59,6 +59,7 @@ async function show() {
       shown.showRun = makeRunHead(head, run, name);
       shown.growth = run.summary.growth;
       fill(main, head, root);
+      scrollToTab(head.querySelector(".tabs"));
     } else fill(main, root);
     bindPageKeys(root, run, name);
     const update = await module.render(root, run, state);
@@ -144,10 +145,16 @@ function makeHeader(run, name) {
   ];
 }
 
+/** Bring the open page's tab into view: on a small screen the tabs are wider than the page. */
+function scrollToTab(tabs) {
+  const open = tabs.querySelector("[aria-current]");
+  tabs.scrollLeft = open.offsetLeft - tabs.offsetLeft - (tabs.clientWidth - open.offsetWidth) / 2;
+}
+
 /** Draw what stands above all pages of a run, and return the function that draws it anew. */
 function makeRunHead(head, run, name) {
   const status = h("div", { class: "run-status" });
-  const line = h("p", { class: "step-line", tabindex: 0, role: "region", "aria-label": t("shell.step_line") });
+  const line = h("p", { class: "step-line", role: "group", "aria-label": t("shell.step_line") });
   const tabs = h(
     "nav",
     { class: "tabs", "aria-label": t("shell.pages") },

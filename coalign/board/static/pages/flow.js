@@ -36,6 +36,7 @@ export async function render(root, run) {
   }
 
   await update();
+  picture.scrollLeft = (picture.scrollWidth - picture.clientWidth) / 2; // calls begin in the middle
   return update;
 }
 
