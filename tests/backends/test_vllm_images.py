@@ -19,6 +19,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.files import ImageFiles
 from coalign.roles import Context
+from coalign.run_files.records import read_records
 from coalign.types import Status
 from tests.backends.test_images import Gradients, build_trainer, load_prompts
 from tests.backends.test_videos import ROWS as VIDEO_ROWS
@@ -205,7 +206,7 @@ def test_a_run_whose_engine_agrees_with_its_trainer_begins(tmp_path):
         pytest.skip("torchvision, which vLLM needs for images, cannot be had")
     vision_model_dir(tmp_path / "model", **SHAPE)
     call("tests.backends.test_vllm_images:run_small", tmp_path, tmp_path / "model", scratch=tmp_path)
-    [record] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
+    *_, record = read_records(tmp_path / "run" / "metrics.jsonl")
     assert record["step"] == 1 and record["loss/mismatch"] < 1e-4
 
 
