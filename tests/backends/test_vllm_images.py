@@ -19,8 +19,12 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.files import ImageFiles
 from coalign.roles import Context
+from coalign.run_files.records import read_records
 from coalign.types import Status
 from tests.backends.test_images import Gradients, build_trainer, load_prompts
+from tests.backends.test_videos import ROWS as VIDEO_ROWS
+from tests.backends.test_videos import load as load_videos
+from tests.backends.test_videos import make_videos
 from tests.conformance.engines import SMALL, VLLM
 from tests.runs import run
 from tests.vision import FAMILIES, ID, picture, vision_model_dir
@@ -202,8 +206,59 @@ def test_a_run_whose_engine_agrees_with_its_trainer_begins(tmp_path):
         pytest.skip("torchvision, which vLLM needs for images, cannot be had")
     vision_model_dir(tmp_path / "model", **SHAPE)
     call("tests.backends.test_vllm_images:run_small", tmp_path, tmp_path / "model", scratch=tmp_path)
-    [record] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
+    *_, record = read_records(tmp_path / "run" / "metrics.jsonl")
     assert record["step"] == 1 and record["loss/mismatch"] < 1e-4
+
+
+def watch(folder: str) -> list[float]:
+    """The distances from the trainer of what is sampled of videos, and of images beside them. In a process that has
+    torchvision."""
+    path = Path(folder) / "model"
+    make_videos(Path(folder))
+    trainer, policy = build_trainer(path, max_tokens_per_micro=600), build_policy(path)
+    videos, seen = load_videos(Path(folder), path, VIDEO_ROWS), load_prompts(Path(folder), path)
+    found = [compare(trainer, policy.generate(prompts, samples=3), 0) for prompts in (videos, seen, videos)]
+    policy.close()
+    return found
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_vllm_samples_with_videos_of_qwen3_as_the_trainer_reads_them(tmp_path, monkeypatch):
+    if not find_torchvision():
+        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
+    monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "cache"))
+    vision_model_dir(tmp_path / "model", "qwen3_vl", **SHAPE)
+    found = call("tests.backends.test_vllm_images:watch", str(tmp_path), scratch=tmp_path)
+    assert max(found) < 1e-4, found
+
+
+def refuse_video(folder: str) -> str:
+    """What is said of a video of Qwen2.5-VL. In a process that has torchvision."""
+    path = Path(folder) / "model"
+    make_videos(Path(folder))
+    policy = build_policy(path)
+    try:
+        policy.generate(load_videos(Path(folder), path, VIDEO_ROWS))
+    except ValueError as error:
+        return str(error)
+    finally:
+        policy.close()
+    return ""
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_videos_that_vllm_reads_otherwise_are_refused(tmp_path, monkeypatch):
+    """Behind a video that is longer than it is wide, its positions go on from the last step's."""
+    if not find_torchvision():
+        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
+    monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "cache"))
+    vision_model_dir(tmp_path / "model", **SHAPE)
+    said = call("tests.backends.test_vllm_images:refuse_video", str(tmp_path), scratch=tmp_path)
+    assert "vLLM samples with videos of families alone that write a text before each step" in said
 
 
 @VLLM

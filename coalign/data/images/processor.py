@@ -83,13 +83,13 @@ class ImageProcessor:
         except ValueError as error:
             raise BadRow(f"the video {file.path} cannot be read: {error}", REASON) from error
         rate = file.rate or self.settings.video_fps
-        text = self._write_video(grid, file.frames, rate)
+        text = self.write_video(grid, file.frames, rate)
         tokens = cast(list[int], self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         count = tokens.count(self.config.video_token_id)
         return ImageShape(text, count, grid, self.frames.temporal_patch_size / rate)
 
-    def _write_video(self, grid: tuple[int, int, int], frames: int, rate: float) -> str:
-        """The text of the model's own processor for a video, which may name times between its placeholders."""
+    def write_video(self, grid: tuple[int, int, int], frames: int, rate: float) -> str:
+        """Return the text of the model's own processor for a video, which may name times between its placeholders."""
         from transformers.video_utils import VideoMetadata
 
         times = VideoMetadata(total_num_frames=frames, fps=rate, frames_indices=[*range(frames)])
