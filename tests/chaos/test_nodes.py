@@ -56,7 +56,7 @@ def test_nodes_come_and_go(tmp_path):
         config["models"][name] |= {"num_gpu": 1}
     with start_machines(cpus=2, chips=2) as machines:
         config["runtime"] |= {"ray_address": machines.address}
-        process = command(config)
+        process = command(config, "--quiet")  # nobody reads what it prints
 
         def processes() -> list[float]:
             return [line["processes/policy"] for line in metrics(config) if "processes/policy" in line]
