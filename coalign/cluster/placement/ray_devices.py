@@ -84,6 +84,10 @@ class DeviceReservations:
         """Return the numbers of the nodes that live: Ray says so, and their raylets accept connections."""
         return {self.ids.index(r["NodeID"]) for r in ray.nodes() if r["NodeID"] in self.ids and _is_reachable(r)}
 
+    def list_alike(self, node: int) -> set[int]:
+        """Return the living nodes that have devices of the same kind as a node."""
+        return {other for other in self.find_living() if self._kinds.get(other) == self._kinds.get(node)}
+
     def reserve(self, used: Mapping[int, int]) -> list[list[Domain]]:
         """Reserve ``used`` devices by node; return their names, by node. Those that Ray only counts are numbered.
 
