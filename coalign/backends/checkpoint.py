@@ -77,7 +77,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
-    def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], None], report: bool) -> None:
+    def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], object], report: bool) -> None:
         """Copy ``tensors`` to host memory, and let the thread call ``write`` with the copies.
 
         With ``report`` it then calls `coalign.files.report_written` for ``dir``, where nothing is left after an error.
@@ -98,7 +98,7 @@ class BackgroundWriter:
     def close(self) -> None:
         self._queue.close()
 
-    def _write(self, dir: Path, write: Callable[[], None], report: bool) -> None:
+    def _write(self, dir: Path, write: Callable[[], object], report: bool) -> None:
         error: BaseException | None = None
         try:
             write()
