@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from coalign.backends.lora import get_weights
 from coalign.backends.optim import WeightAverage
 from coalign.files import delete_path, describe_problem, report_written
+from coalign.roles import Context
 from coalign.threads import CallQueue
 from coalign.weights.metadata import (
     METADATA,
@@ -76,7 +77,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
-    def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], None], report: bool) -> None:
+    def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], object], report: bool) -> None:
         """Copy ``tensors`` to host memory, and let the thread call ``write`` with the copies.
 
         With ``report`` it then calls `coalign.files.report_written` for ``dir``, where nothing is left after an error.
@@ -97,7 +98,7 @@ class BackgroundWriter:
     def close(self) -> None:
         self._queue.close()
 
-    def _write(self, dir: Path, write: Callable[[], None], report: bool) -> None:
+    def _write(self, dir: Path, write: Callable[[], object], report: bool) -> None:
         error: BaseException | None = None
         try:
             write()
@@ -114,6 +115,57 @@ class BackgroundWriter:
             self._left -= 1
             self._error = self._error or error
             self._changed.notify_all()
+
+
+class BackgroundSaves:
+    """A trainer whose saves are written while training goes on (coalign.backends.base.Module.begin_saves)."""
+
+    context: Context
+    _writer: BackgroundWriter | None = None  # once there was a checkpoint
+    _background: BackgroundWriter | None = None  # of the saves under way
+
+    def begin_saves(self) -> bool:
+        if self._writer is None:
+            alone = self.context.world_size == 1
+            group = None if alone else cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+            self._writer = BackgroundWriter(self.context.process, group)
+        self._background = self._writer
+        return True
+
+    def finish_saves(self) -> None:
+        self._background = None
+        if self._writer is not None:
+            self._writer.wait()
+
+    def _write(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], None]) -> None:
+        """Call ``write`` with ``tensors``, or have it called with copies of them while training goes on."""
+        if self._background is None:
+            write(tensors)
+        else:
+            self._background.submit(dir, tensors, write, report=self.context.rank == 0)
+
+    def _write_together(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], None]) -> None:
+        """The same on all ranks: nobody is done before all are. Raises OSError with the first error of any rank."""
+        alone, group = self.context.world_size == 1, self._background.group if self._background else None
+
+        def write_and_meet(tensors: Mapping[str, Any]) -> None:
+            try:
+                write(tensors)
+                problem = ""
+            except Exception as error:
+                problem = describe_problem(error)
+            problems = [problem]
+            if not alone:
+                problems *= self.context.world_size
+                dist.all_gather_object(problems, problem, group=group)
+            for each in filter(None, problems):
+                raise OSError(each)
+
+        self._write(dir, tensors, write_and_meet)
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def copy_to_host(tensors: Mapping[str, Any]) -> dict[str, Any]:

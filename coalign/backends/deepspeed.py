@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from coalign.backends import optim, require_package
@@ -116,6 +117,7 @@ class DeepSpeedModule(HuggingFaceModule):
             deepspeed.utils.safe_set_full_fp32_param(trained[name], value.to(self.device))
 
     def close(self) -> None:
+        self._close_writer()
         if self.engine is None:
             return
         self.engine.destroy()
@@ -144,7 +146,20 @@ class DeepSpeedModule(HuggingFaceModule):
 
     def save(self, dir: str | Path) -> None:
         """Write DeepSpeed's own format, which only the same number of ranks can read."""
-        self.engine.save_checkpoint(str(dir), tag=TAG, client_state={"progress": self.progress}, save_latest=False)
+        files, engine = dict[str, Any](), cast(Any, self.engine.checkpoint_engine)
+        save = engine.save
+        engine.save = lambda state_dict, path: files.update({path: state_dict})  # it makes the folder as well
+        try:
+            self.engine.save_checkpoint(str(dir), tag=TAG, client_state={"progress": self.progress}, save_latest=False)
+        finally:
+            del engine.save
+        values, structure = tree_flatten(files)
+
+        def write(copies: Mapping[str, Any]) -> None:
+            for path, state in tree_unflatten([*copies.values()], structure).items():
+                save(state, path)
+
+        self._write_together(dir, {str(number): value for number, value in enumerate(values)}, write)
         if self.context.rank == 0:
             (Path(dir) / LAYOUT).write_text(json.dumps(self._layout, indent=1))
 

@@ -443,8 +443,8 @@ class RayCluster(Cluster):
         """
         end = time.monotonic() + self._patience
         while True:
-            nodes, living = self._devices.update(), self._devices.find_living()
-            if fitting := [number for number in living if nodes[number].free >= len(devices)]:
+            nodes, alike = self._devices.update(), self._devices.list_alike(lost)
+            if fitting := [number for number in alike if nodes[number].free >= len(devices)]:
                 node = min(fitting, key=lambda number: (nodes[number].free, number))
                 [domains] = self._devices.reserve({node: len(devices)})
                 names = [name for domain in domains for name in domain]
@@ -452,7 +452,7 @@ class RayCluster(Cluster):
             if time.monotonic() > end:
                 raise NoPlaceError(
                     f"node {nodes[lost].name} is lost, where {slot.name} had {len(devices)} devices, and no other one "
-                    f"has so many free within {self._patience:g} s (runtime.wait_for_devices)"
+                    f"of its kind has so many free within {self._patience:g} s (runtime.wait_for_devices)"
                 )
             time.sleep(POLL_SECONDS)
 

@@ -84,7 +84,10 @@ ALLOWED = {
     },
 }
 HEAVY = {
-    "ray": ("cluster/ray.py", "cluster/ray_jobs.py", "cluster/ray_nodes.py", "cluster/ray_tune.py"),
+    "ray": (
+        *("cluster/ray.py", "cluster/ray_jobs.py", "cluster/ray_nodes.py", "cluster/ray_tune.py"),
+        "cluster/placement/ray_devices.py",
+    ),
     "vllm": "backends/engines/vllm/",
     "megatron": "backends/megatron/",
     "deepspeed": "backends/deepspeed.py",

@@ -17,7 +17,7 @@ from coalign.launch.run import train as train_here
 from coalign.report.display import Display
 from tests.chaos.damage import Proxy, flip_bit
 from tests.chaos.driver import Faults, read_lines
-from tests.chaos.test_lost_processes import train
+from tests.chaos.test_lost_processes import measure, record, train
 from tests.rewards.service import Service, lengths
 from tests.runs import metrics, run, settings, weights_hash
 
@@ -70,6 +70,8 @@ def test_cut_connections_of_ranks_and_damaged_weights(undisturbed, chosen):
     output, happened = train(config, faults)
     check(config, expected)
     assert {line["fault"] for line in happened if "fault" in line} == {0, 1, 2}, output
+    names = ("connections cut in training", "connections cut later", "weights flipped")
+    record("damage", {names[number]: seconds for number, seconds in measure(happened).items()})
     assert output.count("is started again") >= 2 and "all are sent again" in output, output
 
 

@@ -5,10 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.test_lost_processes import record
 from tests.runs import ROOT, command, end_started_runs, metrics, run, settings, wait_for, weights_hash
 
 pytest.importorskip("ray")
@@ -39,6 +41,9 @@ def test_a_lost_node_is_all_of_its_processes_at_once(tmp_path):
         process = command(config)
         wait_for(lambda: len(metrics(config)) >= 2, process, 600)
         machines.kill(second)
+        killed, done = time.monotonic(), len(metrics(config))
+        wait_for(lambda: len(metrics(config)) >= min(done + 2, STEPS), process, 600)  # one may have been ending
+        record("node lost", {"with a rank of the trainer and a sampler": time.monotonic() - killed})
         output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output
     assert re.search(r"policy: 2 on .*second × 1", output) and re.search(r"trainer: 2 on .*second × 1", output), output
@@ -56,7 +61,7 @@ def test_nodes_come_and_go(tmp_path):
         config["models"][name] |= {"num_gpu": 1}
     with start_machines(cpus=2, chips=2) as machines:
         config["runtime"] |= {"ray_address": machines.address}
-        process = command(config)
+        process = command(config, "--quiet")  # nobody reads what it prints
 
         def processes() -> list[float]:
             return [line["processes/policy"] for line in metrics(config) if "processes/policy" in line]

@@ -83,6 +83,23 @@ def test_a_run_that_is_going_is_scaled(tmp_path, staleness):
     assert scale(config, "policy=2")[0] == 2, "no run is going"
 
 
+def test_a_rule_adds_a_replica(tmp_path):
+    """The trainer waits for a policy that is always busy by the rule's measure: it gets a second process, no third."""
+    config = configure(tmp_path, "ruled", 8)
+    config["models"]["trainer"] = {"optimizer": {"lr": 3e-3}}
+    config["runtime"]["autoscale"] = {"policy": {"max": 2, "waiting": 0.0, "busy": 0.001, "free": 0.0, "steps": 2}}
+    config["runtime"]["timeline_every"] = 1
+    process = command(config)
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    assert output.count("policy: 2 processes since step") == 1, output
+    lines = metrics(config)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    [step] = [line["step"] for line in lines if line.get("processes/policy") == 2]
+    trace = json.loads((Path(config["output"]) / "timeline" / f"step_{step}.json").read_text())["traceEvents"]
+    assert any(event["name"] == "scale" for event in trace)
+
+
 if __name__ == "__main__":
     import coalign
     from coalign.run_files.control import ControlRequest, submit

@@ -1,13 +1,16 @@
 """Continuous generation: replicas take rows as they have room, and weights and urgent calls between two slices."""
 
+import os
+import signal
 import time
 
 import pytest
 import torch
 
 from coalign.cluster.future import WorkerError
+from coalign.cluster.placement.nodes import NoPlaceError
 from coalign.data.batch import Batch
-from tests.cluster.conftest import ON_RAY_SLOW
+from tests.cluster.conftest import ON_RAY_SLOW, find_pid
 
 
 @pytest.fixture
@@ -107,3 +110,20 @@ def test_a_slow_replica_holds_nobody_up(make_ray):
         call.result()
     # 40 in flight: half each, and the slow one (0.8 s for 20 ticks) takes as long as it takes for its own.
     assert time.monotonic() - begun < 3.0
+
+
+@pytest.mark.slow
+def test_the_others_go_on_without_a_replica_that_finds_no_place(make_ray, monkeypatch):
+    policy = make_ray({"policy": {"module": "SlicedModule", "num_process": 2}}).models["policy"]
+    policy.generate_continuously()
+    generate(policy, 1, 1).result()
+
+    def find_no_place(worker):
+        raise NoPlaceError("no node is left")
+
+    monkeypatch.setattr(type(policy.ranks[0]), "replace", find_no_place)
+    calls = [generate(policy, 20, first=i) for i in range(8)]
+    os.kill(policy.run(find_pid).result()[1], signal.SIGKILL)
+    assert [call.result().group.tolist() for call in calls] == [[i] for i in range(8)]
+    assert policy.processes == 1 and policy.config.num_process == 1
+    assert generate(policy, 1, first=9).result().group.tolist() == [9]

@@ -8,7 +8,7 @@ coalign.backends.attention, the order of events in a training step from coalign.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 CPU_BLOCK = 32 * 2**20
 
 
-class HuggingFaceModule(TrainableModule):
+class HuggingFaceModule(checkpoint.BackgroundSaves, TrainableModule):
     """A causal LM, value model or reward model, frozen or trained.
 
     A subclass sets ``model``, and ``optimizer`` if the model is trained. It overrides `_forward`, `_backward` and
@@ -79,7 +79,6 @@ class HuggingFaceModule(TrainableModule):
     model: PackedModel
     optimizer: Any = None
     average: WeightAverage | None = None
-    _background: checkpoint.BackgroundWriter | None = None  # of the saves under way
     data: dist.ProcessGroup | None = None  # of one rank for each part of the batch; None: all ranks
 
     @classmethod
@@ -294,13 +293,6 @@ class HuggingFaceModule(TrainableModule):
         if self.context.rank == 0:
             self._write(dir, tensors, partial(lora.write, self.model.model, dir))
 
-    def _write(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], None]) -> None:
-        """Call ``write`` with ``tensors``, or have it called with copies of them while training goes on."""
-        if self._background is None:
-            write(tensors)
-        else:
-            self._background.submit(dir, tensors, write, report=self.context.rank == 0)
-
     def base_weights(self) -> AbstractContextManager[None]:
         if not pretrained.has_adapters(self.config):
             return super().base_weights()
@@ -466,7 +458,6 @@ class FSDPModule(HuggingFaceModule):
     reads_images = True
     optimizer: optim.Optimizer | optim.CombinedOptimizer | None = None
     rows: RowSharding | None = None  # set over several ranks
-    _writer: checkpoint.BackgroundWriter | None = None  # once there was a checkpoint
     _reduction: LeafReduction | None = None  # of `reduction: exact`
     _passes = 0  # calls of `run` that trained since the last optimizer step
     _owns_group = False  # it made the default process group
@@ -549,8 +540,7 @@ class FSDPModule(HuggingFaceModule):
         return self.device.type == "cpu" and plain
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._close_writer()
         if self._owns_group:
             dist.destroy_process_group()
 
@@ -601,19 +591,6 @@ class FSDPModule(HuggingFaceModule):
         state = checkpoint.get_training_state(self.model, self.optimizer, self.average)
         alone, group = self.context.world_size == 1, self._background.group if self._background else None
         self._write(dir, state, partial(checkpoint.save, dir, progress=self.progress, alone=alone, group=group))
-
-    def begin_saves(self) -> bool:
-        if self._writer is None:
-            alone = self.context.world_size == 1
-            group = None if alone else cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
-            self._writer = checkpoint.BackgroundWriter(self.context.process, group)
-        self._background = self._writer
-        return True
-
-    def finish_saves(self) -> None:
-        self._background = None
-        if self._writer is not None:
-            self._writer.wait()
 
     def load(self, dir: str | Path) -> None:
         alone = self.context.world_size == 1

@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from coalign.backends import lora, pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
+from coalign.backends.checkpoint import BackgroundSaves
 from coalign.backends.hf import layers
 from coalign.backends.megatron.partition import (
     OWNED,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 SUPPORTED = "0.16.1"
 
 
-class MegatronModule(TrainableModule):
+class MegatronModule(BackgroundSaves, TrainableModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     parallel = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
@@ -186,6 +187,7 @@ class MegatronModule(TrainableModule):
     def close(self) -> None:
         from coalign.backends.megatron import build as ranks
 
+        self._close_writer()
         if hasattr(self, "pipeline"):
             ranks.leave_ranks()
 
@@ -259,7 +261,7 @@ class MegatronModule(TrainableModule):
         from coalign.backends.megatron import training
 
         with self._here():
-            training.save_checkpoint(dir, self.pipeline, self._trained, self.progress)
+            training.save_checkpoint(dir, self.pipeline, self._trained, self.progress, self._background)
 
     def load(self, dir: str | Path) -> None:
         from coalign.backends.megatron import training
@@ -287,24 +289,28 @@ class MegatronModule(TrainableModule):
         dist.all_gather_object(shares, {name: tensor.nbytes for name, tensor in own.items()})
         filled = [rank for rank, share in enumerate(shares) if share]
         files = {rank: f"model-{i:05d}-of-{len(filled):05d}.safetensors" for i, rank in enumerate(filled, 1)}
-        Path(dir).mkdir(parents=True, exist_ok=True)
-        if own:
-            save_file(own, Path(dir) / files[self.context.rank], {"format": "pt"})
-        if self.context.rank == 0:
-            index = {
-                "metadata": {"total_size": sum(sum(share.values()) for share in shares)},
-                "weight_map": {name: files[rank] for rank in filled for name in shares[rank]},
-            }
-            (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-            pretrained.save_config(self.config, dir)
-            copy_processor(pretrained.get_directory(self.config), Path(dir))
-        dist.barrier()
+
+        def write(tensors: Mapping[str, Tensor]) -> None:
+            Path(dir).mkdir(parents=True, exist_ok=True)
+            if tensors:
+                save_file(dict(tensors), Path(dir) / files[self.context.rank], {"format": "pt"})
+            if self.context.rank == 0:
+                index = {
+                    "metadata": {"total_size": sum(sum(share.values()) for share in shares)},
+                    "weight_map": {name: files[rank] for rank in filled for name in shares[rank]},
+                }
+                (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+                pretrained.save_config(self.config, dir)
+                copy_processor(pretrained.get_directory(self.config), Path(dir))
+
+        self._write_together(dir, own, write)
 
     def save_adapter(self, dir: str | Path) -> None:
         from coalign.backends.megatron import lora as adapters
 
         with self._here():
             adapters.save(self.pipeline.models, self.weights, self.config, self.context, dir)
+        self._write(dir, {}, lambda _: None)  # they are small, and written at once
 
     def base_weights(self) -> AbstractContextManager[None]:
         if not pretrained.has_adapters(self.config):

@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from coalign.algorithms.routing import count_choices
 from coalign.backends.base import Measure, Outputs
+from coalign.backends.checkpoint import BackgroundWriter, copy_to_host
 from coalign.backends.hf.rows import RowSharding
 from coalign.backends.layout import Layout
 from coalign.backends.megatron.lora import sum_partial_gradients
@@ -411,16 +412,30 @@ METADATA: dict[str, Any] = {"distrib_optim_sharding_type": BY_PARAMETER, "chaine
 
 
 class _CheckpointWriter(SaveShardedStrategy):
-    def __init__(self) -> None:
+    def __init__(self, background: BackgroundWriter | None) -> None:
         super().__init__("torch_dist", 1)
+        self.background = background
 
     can_handle_sharded_objects = True  # pyright: ignore[reportAssignmentType]  # a property of the base class
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        if self.background is not None:
+            tensors = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
+            copies = copy_to_host({str(number): each.data for number, each in enumerate(tensors)})
+            for each, data in zip(tensors, copies.values(), strict=True):
+                each.data = data
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         writer = FileSystemWriter(checkpoint_dir, thread_count=1)
-        state_dict_saver.save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
+        write = partial(
+            state_dict_saver.save, mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner
+        )
+        if self.background is None:
+            write()
+        else:
+            group = self.background.group
+            report = dist.get_rank() == 0
+            self.background.submit(checkpoint_dir, {}, lambda _: write(process_group=group), report)
 
 
 class _CheckpointPlanner(MCoreLoadPlanner):
@@ -446,9 +461,13 @@ class _CheckpointReader(TorchDistLoadShardedStrategy):
 
 
 def save_checkpoint(
-    dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimizer, progress: Mapping[str, int]
+    dir: str | Path,
+    pipeline: MegatronPipeline,
+    optimizer: PipelineOptimizer,
+    progress: Mapping[str, int],
+    background: BackgroundWriter | None = None,
 ) -> None:
-    """Save the state of all ranks (a collective)."""
+    """Save the state of all ranks (a collective), or copy it and let ``background`` write it."""
     Path(dir).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _checkpoint_state(pipeline, optimizer, loading=False) | {
@@ -456,7 +475,7 @@ def save_checkpoint(
         "steps": optimizer.steps,
         "adapted": pipeline.adapted,
     }
-    dist_checkpointing.save(state, str(dir), _CheckpointWriter(), content_metadata=dict(METADATA))
+    dist_checkpointing.save(state, str(dir), _CheckpointWriter(background), content_metadata=dict(METADATA))
 
 
 def load_checkpoint(dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimizer) -> dict[str, int]:

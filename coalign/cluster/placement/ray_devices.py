@@ -10,6 +10,7 @@ import itertools
 import logging
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ from coalign.cluster.placement.nodes import Domain, Node, ProcessPlacement, grou
 from coalign.cluster.ray_space import RayStoreError
 
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
-READY_SECONDS = 3.0  # the same for a single process, before it counts as waiting
+READY_SECONDS = 3.0  # the same for replicas, before they count as waiting
 ANSWER_SECONDS = 5.0  # how long a raylet may take to accept a connection
 NODE_ID, DEVICE_KIND = "ray.io/node-id", "ray.io/accelerator-type"  # Ray's labels of a node
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class DeviceReservations:
         self.ids: list[str] = []
         self.nodes: list[Node] = []
         self._kinds: dict[int, str] = {}  # of devices, by node; nodes that do not say are left out
+        self._wanted: dict[str, set[str]] = {}  # kinds of devices that a model's replicas wait for; empty: any
         self._refused: set[tuple[str, int]] = set()  # models and nodes of another kind that the log has named
         self._groups: list[PlacementGroup] = []
         self._single: dict[ProcessPlacement, PlacementGroup] = {}  # of a process that has a group of its own
@@ -82,6 +84,10 @@ class DeviceReservations:
         """Return the numbers of the nodes that live: Ray says so, and their raylets accept connections."""
         return {self.ids.index(r["NodeID"]) for r in ray.nodes() if r["NodeID"] in self.ids and _is_reachable(r)}
 
+    def list_alike(self, node: int) -> set[int]:
+        """Return the living nodes that have devices of the same kind as a node."""
+        return {other for other in self.find_living() if self._kinds.get(other) == self._kinds.get(node)}
+
     def reserve(self, used: Mapping[int, int]) -> list[list[Domain]]:
         """Reserve ``used`` devices by node; return their names, by node. Those that Ray only counts are numbered.
 
@@ -106,20 +112,22 @@ class DeviceReservations:
         waiting = self._waiting.setdefault(model, [])
         while len(waiting) > count:
             remove_placement_group(waiting.pop())
-        kinds = {self._kinds[node] for node in beside if node in self._kinds}
+        kinds = self._wanted[model] = {self._kinds[node] for node in beside if node in self._kinds}
         chosen = [{DEVICE_KIND: f"in({','.join(sorted(kinds))})"}] if kinds else [{}]
-        while len(waiting) < count:
-            bundle = [{self.resource: float(devices)}]
-            waiting.append(self._create_group(bundle, chosen))
-            waiting[-1].wait(READY_SECONDS)
-        self._report_others(model, kinds)
+        new = [self._create_group([{self.resource: float(devices)}], chosen) for _ in range(count - len(waiting))]
+        waiting += new
+        end = time.monotonic() + READY_SECONDS
+        for group in new:
+            group.wait(max(0.0, end - time.monotonic()))
         there = [(group, node) for group in waiting if (node := self._find_node(group)) is not None]
         return [self._occupy(model, group, node, devices) for group, node in there]
 
     def is_ready(self, model: str) -> bool:
         """Whether a replica that waits has its devices now, or none waits yet."""
-        waiting = self._waiting.get(model)
-        return not waiting or any(self._find_node(group) is not None for group in waiting)
+        if not (waiting := self._waiting.get(model)):
+            return True
+        self._report_others(model, self._wanted[model])
+        return any(self._find_node(group) is not None for group in waiting)
 
     def give_back(self, placement: ProcessPlacement) -> bool:
         """End the reservation of a process; return whether it had one of its own."""
@@ -178,11 +186,9 @@ class DeviceReservations:
 
     def _report_others(self, model: str, kinds: Collection[str]) -> None:
         """Log once that a node has free devices, but of a kind on which the model does not compute."""
-        if not kinds or not self._waiting[model]:
-            return
         for number, node in enumerate(self.update()):
             kind = self._kinds.get(number)
-            if node.free and kind not in kinds and (model, number) not in self._refused:
+            if kinds and node.free and kind not in kinds and (model, number) not in self._refused:
                 self._refused.add((model, number))
                 log.warning(
                     "node %s has %s and is not used for %s, which computes on %s",
