@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import signal
 import threading
@@ -10,8 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from coalign import __version__
 from coalign.cluster.base import choose_cluster, start_cluster
+from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.torchrun import TorchrunRank, serve_rank
 from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
@@ -110,7 +114,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
             log.info("%s", plan.devices)
         with locate_problems(config):
             check_devices(plan.started, config)
-            cluster = start_cluster(config, plan.started)
+            claim = RunClaim(folder.path, folder.epoch, _identify(config, data.steps, checkpoint), folder.waits)
+            cluster = start_cluster(config, plan.started, claim)
             signals.install()
         try:
             if choose_cluster(config) != "local":
@@ -199,6 +204,13 @@ def _learn(
     if control.stopped:
         return 128 + signal.SIGTERM  # as a signal would have ended it
     return 128 + signals.first if signals.first else 0
+
+
+def _identify(config: RunConfig, steps: int, checkpoint: Path | None) -> str:
+    """Return what is the same for drivers whose processes are the same: trainers need a checkpoint to go on from."""
+    if checkpoint is None:
+        return uuid4().hex
+    return hashlib.sha256(f"{__version__} {steps} {dump(config)}".encode()).hexdigest()
 
 
 def _refuse_namesakes(hooks: Sequence[Hook]) -> None:
