@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from coalign import __version__
 from coalign.cluster.base import choose_cluster, start_cluster
@@ -114,7 +113,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
             log.info("%s", plan.devices)
         with locate_problems(config):
             check_devices(plan.started, config)
-            claim = RunClaim(folder.path, folder.epoch, _identify(config, data.steps, checkpoint), folder.waits)
+            identity = hashlib.sha256(f"{__version__} {data.steps} {dump(config)}".encode()).hexdigest()
+            claim = RunClaim(folder.path, folder.epoch, identity, begins=checkpoint is None, waits=folder.waits)
             cluster = start_cluster(config, plan.started, claim)
             signals.install()
         try:
@@ -154,7 +154,7 @@ def _learn(
     guards = Guards(runtime.guards, folder, checkpoints, record.write)
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
-    journal = [JournalHook(folder.journal)] if runtime.journal else []
+    journal = [JournalHook(folder.journal, checkpoints)] if runtime.journal else []
     engine.cluster.on_end = timeline.note
     engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks])
     control = RunControl(folder.path, save, recovery)
@@ -204,13 +204,6 @@ def _learn(
     if control.stopped:
         return 128 + signal.SIGTERM  # as a signal would have ended it
     return 128 + signals.first if signals.first else 0
-
-
-def _identify(config: RunConfig, steps: int, checkpoint: Path | None) -> str:
-    """Return what is the same for drivers whose processes are the same: trainers need a checkpoint to go on from."""
-    if checkpoint is None:
-        return uuid4().hex
-    return hashlib.sha256(f"{__version__} {steps} {dump(config)}".encode()).hexdigest()
 
 
 def _refuse_namesakes(hooks: Sequence[Hook]) -> None:

@@ -26,12 +26,14 @@ class RunClaim:
     """What a driver says of itself when it wants the processes of a run.
 
     ``epoch`` counts the drivers of the run in ``folder``. Drivers of one ``fingerprint`` need the same processes.
-    ``waits``: the driver before may still be going (it was on another machine), which its processes know.
+    ``begins``: there is no checkpoint to go on from, so none can be used. ``waits``: the driver before may still be
+    going (it was on another machine), which its processes know.
     """
 
     folder: Path
     epoch: int
     fingerprint: str
+    begins: bool = False
     waits: bool = False
 
 

@@ -34,7 +34,8 @@ def take_over(claim: RunClaim, record: WorkersRecord) -> dict[str, Any]:
     _refuse_if_led(claim, actors, states)
     states = _ask(actors, "obey", claim.epoch)
     chosen: set[str] = set()
-    if record.fingerprint == claim.fingerprint and record.placements and _are_alive(record.nodes):
+    fits = record.fingerprint == claim.fingerprint and record.placements and _are_alive(record.nodes)
+    if fits and not claim.begins:
         chosen = _choose({name: actors[name] for name in states}, record)
     for name in actors.keys() - chosen:
         ray.kill(actors[name])
