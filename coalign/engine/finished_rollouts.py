@@ -174,8 +174,8 @@ class FinishedRollouts:
         self._sink = Sink(str(folder))
         for version in self._list_versions():
             self._read_file(version)
-        if versions := sorted(version for version in self._former if version != step):
-            log.info("finished roll-outs of versions %s may be used again", format_groups([step, *versions]))
+        if versions := sorted(version for version in self._former if version >= step):
+            log.info("finished roll-outs of weight versions %s may be used again", format_groups(versions))
 
     # ---- of the loop -----------------------------------------------------------------------------------------------
 
@@ -321,12 +321,13 @@ class FinishedRollouts:
                 file.seek(piece.offset)
                 record = decode_line(file.readline())
                 content = file.read(record["bytes"]) if record else b""
-            if record is None or zlib.crc32(content) != record["sum"]:
-                raise ValueError("its checksum is wrong")
-            return decode_samples(prompts, record["columns"], content)
-        except (OSError, ValueError, KeyError) as problem:
+        except OSError as problem:
             log.warning("roll-outs of %s are generated again: %s", path, describe_problem(problem))
             return None
+        if record is None or zlib.crc32(content) != record["sum"]:
+            log.warning("roll-outs of %s are generated again: the checksum of some is wrong", path)
+            return None
+        return decode_samples(prompts, record["columns"], content)
 
 
 def _read_pieces(file: Any) -> Iterator[tuple[int, dict[str, Any] | None]]:
