@@ -201,6 +201,7 @@ class Actor:
         self._sources.note()
         self._epoch, self._heard = epoch, time.monotonic()
         self._calls, self._busy, self._failed, self._is_taken_over = 0, False, False, False
+        self._changed: str | None = None  # a source file that had changed when another driver came
         if orphan_seconds is not None:
             start_thread(partial(self._end_as_orphan, orphan_seconds), "coalign-orphan")
 
@@ -214,6 +215,7 @@ class Actor:
         """Refuse the calls of drivers before this ``epoch`` from now on."""
         if epoch > self._epoch:
             self._epoch, self._heard, self._is_taken_over = epoch, time.monotonic(), True
+            self._changed = self._sources.find_changed()
         return self._describe()
 
     @ray.method(concurrency_group="control")
@@ -223,8 +225,8 @@ class Actor:
             self._heard = time.monotonic()
 
     def _describe(self) -> ProcessState:
-        silence, changed = time.monotonic() - self._heard, self._sources.find_changed()
-        return ProcessState(self._epoch, silence, self._calls, self._busy, self._failed, changed)
+        silence = time.monotonic() - self._heard
+        return ProcessState(self._epoch, silence, self._calls, self._busy, self._failed, self._changed)
 
     def _end_as_orphan(self, seconds: float) -> None:
         while time.monotonic() - self._heard < seconds:
@@ -345,15 +347,10 @@ class RayCluster(Cluster):
         self._starting = threading.Lock()  # no actor may start while all are being ended
         self._replacing = threading.Lock()
         self._owner = not ray.is_initialized()
-        if self._owner:
-            address = config.runtime.ray_address
-            if claim and address is None:
-                self._head = RayHead(claim.folder, ORPHAN_SECONDS)
-                enable_token_auth_by_default()  # as Ray does where it starts
-                address = self._head.address
-            connect(address)
         self._ended = threading.Event()
         try:
+            if self._owner:
+                connect(config.runtime.ray_address or self._hold_ray(claim))
             former = read_workers(claim.folder) if claim else None
             if claim and former:
                 self._take_over(claim, former)
@@ -366,6 +363,14 @@ class RayCluster(Cluster):
         except BaseException:
             self._kill()
             raise
+
+    def _hold_ray(self, claim: RunClaim | None) -> str | None:
+        """Return the address of a Ray cluster that outlives this process; None without a claim."""
+        if claim is None:
+            return None
+        self._head = RayHead(claim.folder, ORPHAN_SECONDS)
+        enable_token_auth_by_default()  # as Ray does where it starts
+        return self._head.address
 
     def _take_over(self, claim: RunClaim, former: WorkersRecord) -> None:
         """Find the processes of the driver before. ValueError if it still goes."""
@@ -626,7 +631,7 @@ class RayCluster(Cluster):
         record = read_workers(self._folder) if self._folder else None
         leads = record is None or record.epoch == self._epoch
         with self._starting:
-            _end_in_time(self._end if leads else ray.shutdown)
+            _end_in_time(self._end if leads else self._leave)
         if leads and self._folder:
             forget_workers(self._folder)
             if self._head:
@@ -637,6 +642,9 @@ class RayCluster(Cluster):
             ray.kill(self._actors.pop())
         while self._groups:
             remove_placement_group(self._groups.pop())
+        self._leave()
+
+    def _leave(self) -> None:
         if self._owner:
             ray.shutdown()
 

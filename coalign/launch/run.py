@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from coalign import __version__
 from coalign.cluster.base import choose_cluster, start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.torchrun import TorchrunRank, serve_rank
@@ -113,7 +112,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
             log.info("%s", plan.devices)
         with locate_problems(config):
             check_devices(plan.started, config)
-            identity = hashlib.sha256(f"{__version__} {data.steps} {dump(config)}".encode()).hexdigest()
+            identity = hashlib.sha256(f"{data.steps} {dump(config)}".encode()).hexdigest()
             claim = RunClaim(folder.path, folder.epoch, identity, begins=checkpoint is None, waits=folder.waits)
             cluster = start_cluster(config, plan.started, claim)
             signals.install()

@@ -20,7 +20,7 @@ from coalign.roles import Context
 from coalign.run_files.lock import lock_folder
 from tests.cluster.conftest import find_pid
 
-ORPHAN = 3.0
+ORPHAN = 12.0  # longer than a driver's signs of life are apart
 MODELS = {"policy": ("SumModule", 2), "trainer": ("GroupModule", 2), "reward": ("RewardLikeModule", 1)}
 
 

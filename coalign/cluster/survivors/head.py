@@ -19,6 +19,7 @@ from coalign.run_files.lock import FolderInUse, is_going, is_held, is_locked, lo
 
 NAME = ".ray"
 POLL_SECONDS = 0.2
+LOOK_SECONDS = 2.0  # between two looks for a driver
 START_SECONDS = 300.0  # how long Ray may take to start
 END_SECONDS = 30.0  # and to end
 ANSWER_SECONDS = 5.0
@@ -28,20 +29,23 @@ class RayHead:
     """The process that holds the Ray cluster of a run; ``address`` is the cluster's."""
 
     def __init__(self, folder: Path, orphan_seconds: float) -> None:
-        """Find it, or start it. RuntimeError if Ray cannot be started."""
+        """Find it, or start it. OSError if Ray cannot be started."""
         set_environment()
         self._file = folder / NAME
         self._process: subprocess.Popen[bytes] | None = None
         if not self._answers():
             self.end()  # whatever is left of it
             self._start(folder, orphan_seconds)
-        self.address = self._file.read_text()
+        self.address = self._file.read_text().split()[0]
 
     def _answers(self) -> bool:
-        """Whether a cluster is there: a process holds it, and its address is open."""
+        """Whether a cluster of this machine is there: a process holds it, and its address is open."""
         if not is_locked(self._file):
             return False
-        host, _, port = self._file.read_text().rpartition(":")
+        address, _, machine = self._file.read_text().partition(" ")
+        host, _, port = address.rpartition(":")
+        if machine != socket.gethostname():
+            return False
         try:
             socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
         except (OSError, ValueError):
@@ -79,9 +83,7 @@ class RayHead:
                     self._process.kill()
                     shown.seek(0)
                     lines = shown.read().decode(errors="replace").strip().splitlines()
-                    raise RuntimeError(
-                        f"Ray did not start on this machine: {lines[-1] if lines else 'it said nothing'}"
-                    )
+                    raise OSError(f"Ray did not start on this machine: {lines[-1] if lines else 'it said nothing'}")
                 time.sleep(0.05)
 
 
@@ -103,13 +105,14 @@ def hold_ray(file: Path, folder: Path, orphan_seconds: float) -> None:
     except FolderInUse:
         return
     ray.init(address="local", include_dashboard=False, namespace="coalign", log_to_driver=False)
-    lock.write(ray.get_runtime_context().gcs_address.encode())
+    lock.write(f"{ray.get_runtime_context().gcs_address} {socket.gethostname()}".encode())
     lock.flush()
-    seen = time.monotonic()
+    seen = looked = time.monotonic()
     while (is_wanted := _is_same(file, lock)) and time.monotonic() - seen < orphan_seconds:
         time.sleep(POLL_SECONDS)
-        if is_going(folder):
-            seen = time.monotonic()
+        if time.monotonic() - looked > LOOK_SECONDS:
+            looked = time.monotonic()
+            seen = looked if is_going(folder) else seen
     if is_wanted:
         file.unlink()
     ray.shutdown()
