@@ -3,7 +3,7 @@
 ``finished/VERSION.rollouts`` has the samples whose newest token was chosen by the weights of this version, in pieces:
 what one process generated for one call. A piece is a line of the journal's form (a JSON object with a checksum) and
 the bytes that it describes, with a checksum of their own. The tokens of prompts and the rows of data are not among
-them: they are drawn again. A response takes 6 to 8 bytes a token.
+them: they are drawn again. A response takes about 7 bytes a token.
 
 Samples are used only for the same prompts, options and settings, and by weights that are the same: those of the
 checkpoint, or those of a step that was made again with the same metrics to the bit. Whatever is damaged is left out.
@@ -48,7 +48,7 @@ def encode_samples(prompts: Batch, samples: Batch) -> tuple[list[dict[str, Any]]
     begin as their prompts do.
     """
     source = _find_prompts(prompts, samples)
-    if source is None or "prompt_length" not in samples:
+    if source is None or not {"prompt_length", "versions"}.issubset({*samples.token, *samples.sequence}):
         return None
     starts = samples["prompt_length"].long()
     if not torch.equal(starts, prompts.lengths[source]):
