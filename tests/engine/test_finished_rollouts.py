@@ -12,6 +12,7 @@ import torch
 from coalign.backends.engines.module import RolloutModule
 from coalign.data.batch import Batch
 from coalign.engine.finished_rollouts import decode_samples, encode_samples
+from coalign.engine.hooks.checkpoint import Save
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.types import Status
 from tests.runs import metrics, run, settings, weights_hash
@@ -72,17 +73,18 @@ def test_samples_of_other_prompts_are_not_encoded():
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """(config, hash of the weights, run folders as a kill would leave them by (phase, step))."""
+    """(config, hash of the weights, run folder as a kill in the training of step 4 would leave it)."""
     directory = tmp_path_factory.mktemp("finished")
     config = settings(directory, "grpo", steps=STEPS, save_every=2, journal=True, eval_at_start=False)
     config["data"].pop("eval")
-    left: dict[tuple[str, int], Path] = {}
-    output, record = Path(config["output"]), MetricsRecorder.before_training
+    output, left, record = Path(config["output"]), directory / "left", MetricsRecorder.before_training
 
     def before_training(self: Any, engine: Any) -> None:
         """The samples of the step are there, and written."""
-        engine.environment.unfinished.finished._writer.submit(int).result()
-        left["train", engine.step] = shutil.copytree(output, directory / f"left{engine.step}", symlinks=True)
+        if engine.step == 3:
+            next(hook for hook in engine.hooks if isinstance(hook, Save)).checkpoints.finish()
+            engine.environment.unfinished.finished._writer.submit(int).result()
+            shutil.copytree(output, left, symlinks=True)
         record(self, engine)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -92,11 +94,11 @@ def interrupted(tmp_path_factory):
     return config, weights_hash(config, STEPS), left
 
 
-def go_on(interrupted: Any, monkeypatch: pytest.MonkeyPatch, step: int, damage: Any = lambda folder: None) -> int:
-    """Go on from what a kill in the training of this step has left; return how many tokens were generated."""
+def go_on(interrupted: Any, monkeypatch: pytest.MonkeyPatch, damage: Any = lambda folder: None) -> int:
+    """Go on from what the kill has left; return how many tokens were generated."""
     config, expected, left = interrupted
     shutil.rmtree(config["output"])
-    shutil.copytree(left["train", step], config["output"], symlinks=True)
+    shutil.copytree(left, config["output"], symlinks=True)
     damage(Path(config["output"]))
     generated, generate = [], RolloutModule.generate
 
@@ -118,7 +120,7 @@ def tokens_of(interrupted: Any, *steps: int) -> float:
 
 def test_steps_since_the_checkpoint_are_not_generated_again(interrupted, monkeypatch):
     # Step 4 was being trained; the newest checkpoint is that of step 2, so steps 3 and 4 are made again.
-    assert go_on(interrupted, monkeypatch, 3) == tokens_of(interrupted, 5)
+    assert go_on(interrupted, monkeypatch) == tokens_of(interrupted, 5)
     lines = {line["step"]: line for line in metrics(interrupted[0])}
     assert [lines[step].get("rollout/restored", 0) for step in (3, 4, 5)] == [4, 4, 0]
 
@@ -133,7 +135,7 @@ def test_steps_since_the_checkpoint_are_not_generated_again(interrupted, monkeyp
     ids=["cut", "flipped", "of another run"],
 )
 def test_damaged_roll_outs_are_generated_again(interrupted, monkeypatch, caplog, damage, said, again):
-    generated = go_on(interrupted, monkeypatch, 3, lambda folder: damage(folder / "finished" / "3.rollouts"))
+    generated = go_on(interrupted, monkeypatch, lambda folder: damage(folder / "finished" / "3.rollouts"))
     assert generated == tokens_of(interrupted, *again)
     assert sum(said in line for line in caplog.messages) == 1
 
@@ -155,5 +157,5 @@ def test_roll_outs_of_weights_that_come_out_different_are_not_used(interrupted, 
         del head["crc"]
         file.write_bytes(encode_line(head | {"made": "0" * 16}) + rest)
 
-    assert go_on(interrupted, monkeypatch, 3, change) == tokens_of(interrupted, 4, 5)
+    assert go_on(interrupted, monkeypatch, change) == tokens_of(interrupted, 4, 5)
     assert any("step 3 has other metrics than before" in line for line in caplog.messages)
