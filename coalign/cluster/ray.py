@@ -248,11 +248,12 @@ class Actor:
 
     @ray.method(num_returns=2)
     def execute(self, epoch: int, verb: str, arguments: tuple[Any, ...]) -> tuple[Meta, Any]:
-        if epoch < self._epoch:
-            message = f"driver {epoch} of this run asks, and the process obeys driver {self._epoch}: end this one"
-            return Meta(failure=WorkerFailure("StaleDriver", message, "")), None
-        self._busy, self._calls = True, self._calls + 1
+        self._busy = True  # before the epoch is read: who raises it sees either this call or its refusal
         try:
+            if epoch < self._epoch:
+                message = f"driver {epoch} of this run asks, and the process obeys driver {self._epoch}: end this one"
+                return Meta(failure=WorkerFailure("StaleDriver", message, "")), None
+            self._calls += 1
             return self._execute(verb, arguments)
         finally:
             self._busy = False
@@ -331,9 +332,7 @@ class RayCluster(Cluster):
         self._survivors: dict[str, Any] = {}  # of the driver before, by name, that have no role yet
         self._epoch = claim.epoch if claim else 0
         self._folder = claim.folder if claim else None
-        self._lifetime = (
-            "detached" if claim else None
-        )  # of processes and reserved devices; None: they end with this one
+        self._lifetime = "detached" if claim else None  # of processes and reserved devices; None: this driver's
         self._head: RayHead | None = None
         self._threads = config.runtime.threads
         self._resource = config.runtime.accelerator
