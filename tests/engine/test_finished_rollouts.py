@@ -126,17 +126,26 @@ def test_steps_since_the_checkpoint_are_not_generated_again(interrupted, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("damage", "said", "again"),
+    ("damage", "said"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "is damaged after", (4, 5)),
-        (lambda file: flip(file, -9), "are generated again: the checksum of some is wrong", (4, 5)),
-        (lambda file: flip(file, 9), "is of another run or of other settings, or damaged", (4, 5)),
+        pytest.param(lambda file: flip(file, -9), "generated again: the checksum of some is wrong", id="flipped"),
+        pytest.param(
+            lambda file: file.write_bytes(file.read_bytes()[:-9]),
+            "is damaged after",
+            id="cut",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda file: flip(file, 9),
+            "is of another run or of other settings, or damaged",
+            id="of another run",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["cut", "flipped", "of another run"],
 )
-def test_damaged_roll_outs_are_generated_again(interrupted, monkeypatch, caplog, damage, said, again):
+def test_damaged_roll_outs_are_generated_again(interrupted, monkeypatch, caplog, damage, said):
     generated = go_on(interrupted, monkeypatch, lambda folder: damage(folder / "finished" / "3.rollouts"))
-    assert generated == tokens_of(interrupted, *again)
+    assert generated == tokens_of(interrupted, 4, 5)
     assert sum(said in line for line in caplog.messages) == 1
 
 
@@ -146,6 +155,7 @@ def flip(file: Path, place: int) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_roll_outs_of_weights_that_come_out_different_are_not_used(interrupted, monkeypatch, caplog):
     def change(folder: Path) -> None:
         from coalign.engine.journal import decode_line, encode_line
