@@ -43,7 +43,7 @@ from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
-    from coalign.cluster.dist import DistModel
+    from coalign.cluster.dist import DistModel, ShardRecord
     from coalign.roles import Rollout
 
 
@@ -522,7 +522,9 @@ class UnfinishedGroups:
     def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Generate for ``prompts`` and for the groups begun before; the result holds the complete groups."""
         self.calls += 1
-        record = self.finished.open_call(sampling) if self.finished is not None else None
+        record: ShardRecord | None = None
+        if self.finished is not None and not policy.config.spread_samples:  # a process would have parts of groups
+            record = self.finished.open_call(sampling)
         if policy.config.spread_samples and self._unfinished is None:  # single samples are spread over replicas
             prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
         if not self.active:
