@@ -283,6 +283,9 @@ class Module:
     def close(self) -> None:
         """Release what ``setup`` took."""
 
+    def forget_calls(self) -> None:
+        """Drop what calls so far have begun and not ended: nobody will ask for the rest."""
+
     def check_fit(self) -> None:
         """Raises RuntimeError while this replica must not serve."""
         if self.unfit:

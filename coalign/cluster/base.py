@@ -50,6 +50,7 @@ from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_sl
 from coalign.cluster.ray_space import check_ray
 from coalign.cluster.residency import Residency
 from coalign.cluster.slices import MAX_LOSSES
+from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.worker import Worker, find_module_class, name_of
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
@@ -616,10 +617,13 @@ class LocalCluster(Cluster):
         """Do nothing: threads cannot be killed; they end when idle, or with the process."""
 
 
-def start_cluster(config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> Cluster:
+def start_cluster(
+    config: RunConfig, models: Mapping[str, ModelConfig] | None = None, claim: RunClaim | None = None
+) -> Cluster:
     """Start the cluster that a configuration asks for, with devices for ``models`` (None: all of the configuration).
 
-    Use it as a context manager. ValueError if the models do not fit on the cluster.
+    Use it as a context manager. With a ``claim`` its processes on Ray outlive a driver that is killed, and those that
+    the driver before has left are taken over. ValueError if the models do not fit on the cluster.
     """
     kind = choose_cluster(config)
     if kind == "local":
@@ -631,7 +635,7 @@ def start_cluster(config: RunConfig, models: Mapping[str, ModelConfig] | None = 
     check_ray()
     from coalign.cluster.ray import RayCluster  # the extra [ray] is needed only here
 
-    return RayCluster(config, models)
+    return RayCluster(config, models, claim)
 
 
 def choose_cluster(config: RunConfig) -> str:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, cycle, pairwise
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -60,6 +60,18 @@ MAX_BUNDLES = 8  # of rows that are streamed from one call
 MAX_STREAM_CALLS = 256  # each bundle is a call on every replica that takes rows; there are two bundles at least
 By = Literal["work", "cost", "order"]  # how a batch is split
 Role = TypeVar("Role", covariant=True)  # of coalign.roles: what a model can be asked for
+
+
+class ShardRecord(Protocol):
+    """Keeps what the shards of calls gave, so that a run which is resumed need not call for it again."""
+
+    def find(self, rows: BatchRef) -> tuple[Meta, Any] | None:
+        """Return the description of what these rows gave, and the reference to it; None if it is not known."""
+        ...
+
+    def keep(self, rows: BatchRef, task: WorkerTask) -> None:
+        """Keep what a task returns for these rows, once it does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +120,17 @@ class DistModel(Generic[Role]):
         self.slices: SliceScheduler | None = None  # of a policy that generates while its trainer trains
         self.takes_weights = False  # of another model, so a process that is started again has none
 
-    def generate(self: DistModel[Rollout], prompts: BatchRef | Future, **keywords: Any) -> Future:
-        """Generate responses to prompts: a BatchRef."""
+    def generate(
+        self: DistModel[Rollout], prompts: BatchRef | Future, *, record: ShardRecord | None = None, **keywords: Any
+    ) -> Future:
+        """Generate responses to prompts: a BatchRef. What each process returns goes into ``record``, or comes from
+        there."""
         call = Call(self.name, "generate")
         if self.slices is not None:
-            return self.cluster.launch(call, partial(self._generate_in_slices, self.slices, prompts, keywords))
-        return self._launch(call, self._shard((prompts,), keywords, by="work"), prompts)
+            work = partial(self._generate_in_slices, self.slices, prompts, record, keywords)
+            return self.cluster.launch(call, work)
+        record = None if self._spmd else record  # ranks that compute together are all called
+        return self._launch(call, self._shard((prompts,), keywords, by="work", record=record), prompts)
 
     def generate_continuously(self) -> None:
         """Generate in slices from now on (coalign.cluster.slices)."""
@@ -367,7 +384,12 @@ class DistModel(Generic[Role]):
         return self.cluster.launch(call, wait_first)
 
     def _generate_in_slices(
-        self, slices: SliceScheduler, prompts: BatchRef | Future, keywords: dict[str, Any], future: Future
+        self,
+        slices: SliceScheduler,
+        prompts: BatchRef | Future,
+        record: ShardRecord | None,
+        keywords: dict[str, Any],
+        future: Future,
     ) -> Outcome:
         """The work of ``generate`` where replicas compute in slices: all shares of the call, by whoever has room."""
         future.set_partial_results([])
@@ -377,7 +399,13 @@ class DistModel(Generic[Role]):
         sharded = self._split(future.call, (batch,), named, "work", self.config.shares_per_replica)
         urgent = batch.group is not None and bool((batch.group < 0).any())  # the loop waits for evaluations
         shares = [RowShare(future, own[0][0], own[1], syncs, urgent) for _, own in sharded.calls]
-        slices.submit(shares)
+        known = sharded.find_known(record)
+        for number, share in enumerate(shares):
+            if number in known:
+                share.done.set_result(known[number])
+            elif record is not None:
+                share.done.add_done_callback(partial(_keep_share, sharded, record, number))
+        slices.submit([share for number, share in enumerate(shares) if number not in known])
         for share in shares:
             concurrent.futures.wait([share.done, cast(Any, future.ended)], None, concurrent.futures.FIRST_COMPLETED)
             if future.done():
@@ -393,10 +421,12 @@ class DistModel(Generic[Role]):
         by: By = "order",
         by_row: bool = False,
         updates: int | None = None,
+        record: ShardRecord | None = None,
     ) -> Callable[[Future], Outcome]:
         """The work of a call of a method: every replica gets its shard of the batches, which are split ``by`` cost.
 
-        ``by_row``: the method computes each row on its own. ``updates`` are those of a training step.
+        ``by_row``: the method computes each row on its own. ``updates`` are those of a training step. ``record``: of
+        what each shard gives.
         """
 
         def retry(future: Future) -> Outcome:
@@ -421,16 +451,22 @@ class DistModel(Generic[Role]):
             sharded = self._split(future.call, tuple(ready), named, by, each, updates)
             with self._hold_devices(future, method, needs):
                 if len(sharded.calls) > len(self._ranks):
-                    tasks, metas = self._call_free_replicas(future, method, sharded)
+                    tasks, metas = self._call_free_replicas(future, method, sharded, record)
                     return sharded.restore_order(merge_answers(tasks, metas, self.store), metas)
                 started: list[list[WorkerTask]] = []
-                for rank, own in sharded.calls:
+                known = sharded.find_known(record)
+                for number, (rank, own) in enumerate(sharded.calls):
                     parts = min(self.config.parts_per_call, len(own[0][0].which)) if method == "generate" else 1
-                    if parts > 1:
+                    if number in known:
+                        started.append([known[number]])
+                    elif parts > 1:
                         first = ("first_part", method, parts, *own)
                         started.append(rank.execute_all([first] + [("next_part", method)] * (parts - 1)))
                     else:
                         started.append([rank.execute("call", method, *own)])
+                    if number not in known:
+                        for task in started[-1]:
+                            sharded.keep(record, number, task)
                 tasks = [task for parts in started for task in parts]
                 # Neither the rows of one rank nor a part of a group are of use alone.
                 complete = self.spmd or self.config.spread_samples
@@ -444,19 +480,22 @@ class DistModel(Generic[Role]):
         return retry if by_row or by == "work" else work
 
     def _call_free_replicas(
-        self, future: Future, method: str, sharded: ShardedCall
+        self, future: Future, method: str, sharded: ShardedCall, record: ShardRecord | None
     ) -> tuple[list[WorkerTask], list[Meta]]:
         """Give each replica its next shard when it is free; the tasks and their Metas in the order of the shards."""
         results: list[TaskFuture] = [concurrent.futures.Future() for _ in sharded.calls]
         future.set_partial_results([] if self.config.spread_samples else results)
+        known = sharded.find_known(record)
         waiting, free = list(enumerate(own for _, own in sharded.calls))[::-1], list(self._ranks)[::-1]
         busy: dict[Any, tuple[int, WorkerHandle, WorkerTask]] = {}  # by the future of the answer
         done: dict[int, tuple[WorkerTask, Meta]] = {}
         while waiting or busy:
             while waiting and free:
                 (number, own), rank = waiting.pop(), free.pop()
-                task = rank.execute("call", method, *own)
+                task = known.get(number) or rank.execute("call", method, *own)
                 busy[task.meta] = number, rank, task
+                if number not in known:
+                    sharded.keep(record, number, task)
             future.running = [task for _, _, task in busy.values()]
             either = [*busy, future.ended]
             seconds = self.cluster.deadlines.find(future.call)
@@ -633,12 +672,38 @@ class ShardedCall:
     shards: Shards | None = None
     numbers: Sequence[int] = ()
 
+    def find_known(self, record: ShardRecord | None) -> dict[int, WorkerTask]:
+        """Return the tasks, already done, of the calls whose result is known, by their position."""
+        found: dict[int, WorkerTask] = {}
+        if record is None or self.shards is None:
+            return found
+        for position in range(len(self.calls)):
+            if (known := record.find(self._select_rows(position))) is not None:
+                task = WorkerTask(self.calls[position][0].where, concurrent.futures.Future(), known[1])
+                task.meta.set_result(replace(known[0], verb="call", start=task.since))
+                found[position] = task
+        return found
+
+    def keep(self, record: ShardRecord | None, position: int, task: WorkerTask) -> None:
+        """Let the record keep what a task of the call at this position returns."""
+        if record is not None and self.shards is not None:
+            record.keep(self._select_rows(position), task)
+
+    def _select_rows(self, position: int) -> BatchRef:
+        assert self.shards is not None, "a call without a batch has no rows"
+        return self.shards.batch.select(self.shards.rows[self.numbers[position]])
+
     def restore_order(self, outcome: Outcome, metas: Sequence[Meta]) -> Outcome:
         """The outcome with its rows in the order of the batch; ``metas``: the answer for each of the ``numbers``."""
         if self.shards is None:
             return outcome
         filled = [meta for number, meta in zip(self.numbers, metas, strict=True) if len(self.shards.rows[number])]
         return reorder(outcome, self.shards.order(filled))
+
+
+def _keep_share(sharded: ShardedCall, record: ShardRecord, position: int, done: TaskFuture) -> None:
+    if done.exception() is None:
+        sharded.keep(record, position, done.result())
 
 
 def reorder(outcome: Outcome, order: Tensor | None) -> Outcome:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -25,18 +24,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
 import numpy as np
 import ray
 import torch
+from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from ray._private.internal_api import node_stats
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import state
 from ray.core.generated.node_manager_pb2 import GetNodeStatsRequest  # pyright: ignore[reportAttributeAccessIssue]: made at import
 from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayActorError
+from ray.util.placement_group import get_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
@@ -64,6 +66,18 @@ from coalign.cluster.placement.ray_devices import DeviceReservations
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray_space import RayStoreError, StoreSpace, describe_open_cluster
 from coalign.cluster.stacks import StackFile, collect_stacks, listen
+from coalign.cluster.survivors.claim import (
+    BEAT_SECONDS,
+    ORPHAN_SECONDS,
+    LoadedSources,
+    ProcessState,
+    RunClaim,
+    WorkersRecord,
+    forget_workers,
+    read_workers,
+)
+from coalign.cluster.survivors.head import RayHead, set_environment
+from coalign.cluster.survivors.takeover import find_key, list_groups, take_over
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch, Column
@@ -167,13 +181,62 @@ class RayStore:
 
 
 class Actor:
-    """A worker in a process of its own; ``arena``: the device whose memory is managed (None: no device's)."""
+    """A worker in a process of its own; ``arena``: the device whose memory is managed (None: no device's).
 
-    def __init__(self, threads: int | None, visible: Mapping[str, str], arena: str | None = None) -> None:
+    It obeys the driver of the newest ``epoch``. With ``orphan_seconds`` it ends when it has not heard of one for so
+    long.
+    """
+
+    def __init__(
+        self,
+        threads: int | None,
+        visible: Mapping[str, str],
+        arena: str | None = None,
+        epoch: int = 0,
+        orphan_seconds: float | None = None,
+    ) -> None:
         os.environ.update(visible)  # not before: Ray hides all devices from an actor that asks it for none
         self._stacks = listen()
         self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None)
         self._space: StoreSpace | None = None  # as it was measured first
+        self._sources = LoadedSources()
+        self._sources.note()
+        self._epoch, self._heard = epoch, time.monotonic()
+        self._calls, self._busy, self._failed, self._is_taken_over = 0, False, False, False
+        self._changed: str | None = None  # a source file that had changed when another driver came
+        if orphan_seconds is not None:
+            start_thread(partial(self._end_as_orphan, orphan_seconds), "coalign-orphan")
+
+    @ray.method(concurrency_group="control")
+    def peek(self) -> ProcessState:
+        """How this process is. It answers whatever it is doing, as the methods below."""
+        return self._describe()
+
+    @ray.method(concurrency_group="control")
+    def obey(self, epoch: int) -> ProcessState:
+        """Refuse the calls of drivers before this ``epoch`` from now on."""
+        if epoch > self._epoch:
+            self._epoch, self._heard, self._is_taken_over = epoch, time.monotonic(), True
+            self._changed = self._sources.find_changed()
+        return self._describe()
+
+    @ray.method(concurrency_group="control")
+    def hear(self, epoch: int) -> None:
+        """Take note that the driver of this ``epoch`` lives."""
+        if epoch == self._epoch:
+            self._heard = time.monotonic()
+
+    def _describe(self) -> ProcessState:
+        silence = time.monotonic() - self._heard
+        return ProcessState(self._epoch, silence, self._calls, self._busy, self._failed, self._changed)
+
+    def _end_as_orphan(self, seconds: float) -> None:
+        while time.monotonic() - self._heard < seconds:
+            time.sleep(min(1.0, seconds / 10))
+        with suppress(Exception):  # another process of the run has removed them, or Ray is gone
+            for name in list_groups(str(ray.get_runtime_context().get_actor_name()).partition(":")[0]):
+                remove_placement_group(get_placement_group(name))
+        os._exit(1)
 
     def stack_file(self) -> tuple[str, StackFile]:
         """The node of this process, and the file where it writes its stacks."""
@@ -186,8 +249,24 @@ class Actor:
             return f"{host}:{probe.getsockname()[1]}"
 
     @ray.method(num_returns=2)
-    def execute(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Meta, Any]:
+    def execute(self, epoch: int, verb: str, arguments: tuple[Any, ...]) -> tuple[Meta, Any]:
+        self._busy = True  # before the epoch is read: who raises it sees either this call or its refusal
+        try:
+            if epoch < self._epoch:
+                message = f"driver {epoch} of this run asks, and the process obeys driver {self._epoch}: end this one"
+                return Meta(failure=WorkerFailure("StaleDriver", message, "")), None
+            self._calls += 1
+            return self._execute(verb, arguments)
+        finally:
+            self._busy = False
+
+    def _execute(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Meta, Any]:
+        if verb == "setup" and self._is_taken_over:
+            verb, self._is_taken_over = "set_up_again", False
         meta, payload = self._worker.execute(verb, *arguments)
+        self._failed |= meta.failure is not None
+        if verb == "setup":
+            self._sources.note()
         payload = to_numpy(payload)
         if isinstance(payload, NumpyBatch) and (problem := self._find_lack(payload.nbytes)):
             return Meta(failure=WorkerFailure("RayStoreError", problem, "", RayStoreError(problem))), None
@@ -224,7 +303,7 @@ class RayWorker:
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         # In a tuple, so that Ray does not fetch the references among them: the worker fetches the rows that it needs.
-        meta, payload = self.actor.execute.remote(verb, arguments)
+        meta, payload = self.actor.execute.remote(self._cluster.epoch, verb, arguments)
         return WorkerTask(self.where, meta.future(), payload)
 
     def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
@@ -234,6 +313,9 @@ class RayWorker:
 class RayCluster(Cluster):
     """Runs models on the Ray cluster at ``runtime.ray_address``, or on one that starts here and ends with the run.
 
+    With a ``claim`` all processes outlive this driver if it is killed, also a cluster that starts here. The next driver
+    of the run takes them over (coalign.cluster.survivors).
+
     All devices of a run are reserved at once, in a placement group with one bundle per node, on the nodes that
     coalign.cluster.placement.nodes has chosen. An environment variable shows each process its devices. Ray itself
     cannot do that: it shares a device only in fractions and several devices only whole, so a model with two devices per
@@ -242,13 +324,24 @@ class RayCluster(Cluster):
 
     store = RayStore()
 
-    def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        models: Mapping[str, ModelConfig] | None = None,
+        claim: RunClaim | None = None,
+    ) -> None:
         super().__init__(config, models)
         # Names of actors must be unique over all runs of a Ray cluster.
         self._run = f"{os.path.basename(os.path.normpath(config.output))}-{uuid.uuid4().hex[:6]}"
+        self._record: WorkersRecord | None = None  # by which the next driver finds the processes
+        self._survivors: dict[str, Any] = {}  # of the driver before, by name, that have no role yet
+        self.epoch = claim.epoch if claim else 0
+        self._folder = claim.folder if claim else None
+        self._lifetime = "detached" if claim else None  # of processes and reserved devices; None: this driver's
+        self._head: RayHead | None = None
         self._threads = config.runtime.threads
         self._resource = config.runtime.accelerator
-        self._devices = DeviceReservations(self._run, self._resource)
+        self._devices = DeviceReservations(self._run, self._resource, self._lifetime)
         self.nodes = self._devices.nodes
         self._patience = config.runtime.wait_for_devices
         self._actors: list[Any] = []
@@ -261,15 +354,59 @@ class RayCluster(Cluster):
         self._moving = threading.Lock()  # processes to other nodes
         self._numbers: dict[str, list[int]] = {}  # of a model's processes, in the order of their placements
         self._owner = not ray.is_initialized()
-        if self._owner:
-            connect(config.runtime.ray_address)
         self._ended = threading.Event()
         try:
-            self._place()
+            if self._owner:
+                connect(config.runtime.ray_address or self._hold_ray(claim))
+            former = read_workers(claim.folder) if claim else None
+            if claim and former:
+                self._take_over(claim, former)
+            if not self._survivors:
+                self._place()
+            if claim:
+                self._write_record(claim.folder, claim.fingerprint)
+                start_thread(self._send_signs_of_life, "coalign-ray-life")
             start_thread(self._watch_stores, "coalign-ray-stores")
         except BaseException:
             self._kill()
             raise
+
+    def _hold_ray(self, claim: RunClaim | None) -> str | None:
+        """Return the address of a Ray cluster that outlives this process; None without a claim."""
+        if claim is None:
+            return None
+        self._head = RayHead(claim.folder, ORPHAN_SECONDS)
+        enable_token_auth_by_default()  # as Ray does where it starts
+        return self._head.address
+
+    def _take_over(self, claim: RunClaim, former: WorkersRecord) -> None:
+        """Find the processes of the driver before. ValueError if it still goes."""
+        if former.epoch >= claim.epoch:  # somebody has deleted the lock, which counts
+            claim = replace(claim, epoch=former.epoch + 1)
+        self.epoch = claim.epoch
+        self._survivors = take_over(claim, former)
+        if not self._survivors:
+            return
+        self._run = former.name
+        for name in self._survivors:
+            key, _, count = name.removeprefix(f"{self._run}:").partition("#")
+            self._started[key] = max(self._started[key], int(count or 0) + 1)
+        log.info("taking over %s", ", ".join(sorted(find_key(self._run, name) for name in self._survivors)))
+        self._actors += self._survivors.values()
+        self.placements = {name: [*places] for name, places in former.placements.items()}
+        self._devices.take_over(self._run, former.nodes, list_groups(self._run), self.placements)
+        self.own_node = self._devices.ids.index(ray.get_runtime_context().get_node_id())
+
+    def _write_record(self, folder: Path, fingerprint: str) -> None:
+        name = str(folder.absolute())
+        self._record = WorkersRecord(self._run, name, self.epoch, fingerprint, self._devices.ids, self.placements)
+        self._record.write()
+
+    def _send_signs_of_life(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            for actor in [*self._actors]:
+                with suppress(Exception):  # it is being replaced, or Ray ends
+                    actor.hear.remote(self.epoch)
 
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
         kind = "rank" if spmd else "replica"
@@ -321,24 +458,30 @@ class RayCluster(Cluster):
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         accelerator = find_accelerator(self._resource)
         visible = {accelerator.visible: ",".join(placement.devices)} if placement.devices else {}
-        full_name = f"{self._run}:{name}" + (f"#{self._started[name]}" if self._started[name] else "")
+        actor = self._survivors.pop(self._name_process(name, self._started[name] - 1), None)
+        if actor is not None:
+            return actor
+        full_name = self._name_process(name, self._started[name])
         self._started[name] += 1
         named = type(full_name, (Actor,), {})  # what `ps` and Ray's tools show
-        remote = ray.remote(named).options(
+        remote = cast(Any, ray.remote)(concurrency_groups={"control": 1})(named).options(
             name=full_name,
             num_cpus=0,
             max_restarts=0,
             max_task_retries=0,
             runtime_env={"env_vars": env},
             scheduling_strategy=NodeAffinitySchedulingStrategy(self._devices.ids[placement.node], soft=False),
+            lifetime=self._lifetime,
         )
         with self._starting:
             if self.error:
                 raise self.error
-            actor = remote.remote(threads, visible, arena)
+            actor = remote.remote(threads, visible, arena, self.epoch, ORPHAN_SECONDS if self._lifetime else None)
             self._actors.append(actor)
-
         return actor
+
+    def _name_process(self, name: str, starts: int) -> str:
+        return f"{self._run}:{name}" + (f"#{starts}" if starts else "")
 
     def _place(self) -> None:
         """Place every process, and reserve the devices. ValueError if there are not enough."""
@@ -381,7 +524,14 @@ class RayCluster(Cluster):
     def _function_worker(self) -> WorkerHandle:
         return self._functions
 
+    def _forget_placements(self) -> None:
+        """Processes are elsewhere than the record says: another driver cannot use them."""
+        if self._record and self._record.placements:
+            self._record = replace(self._record, placements={})
+            self._record.write()
+
     def _add_processes(self, model: DistModel[Any], needs: Footprint, count: int) -> list[WorkerHandle]:
+        self._forget_placements()
         name, placements = model.name, self.placements[model.name]
         found = self._find_places(model, needs, count)
         free = (number for number in itertools.count() if number not in self._numbers[name])
@@ -429,6 +579,7 @@ class RayCluster(Cluster):
         slot, living = self.slots[name], self._devices.find_living()
         placed = [placement for model in slot.places for placement in self.placements[model]]
         for node in sorted({placement.node for placement in placed} - living):
+            self._forget_placements()
             devices = sorted({device for each in placed if each.node == node for device in each.devices})
             to = self._find_devices(slot, node, devices) if devices else {}
             for model in slot.places:
@@ -472,6 +623,7 @@ class RayCluster(Cluster):
             with suppress(ValueError):  # it was lost, and has been ended
                 self._actors.remove(worker.actor)
             self._stack_files.pop(worker.where, None)
+        self._forget_placements()
         index = self._numbers[worker.model].index(worker.number)
         del self._numbers[worker.model][index]
         del self.placements[worker.model][index]
@@ -512,15 +664,24 @@ class RayCluster(Cluster):
         return found
 
     def _kill(self) -> None:
-        """Also ends Ray itself if it was started here."""
+        """Also ends Ray itself if it was started here. What another driver of the run leads goes on."""
         self._ended.set()
+        record = read_workers(self._folder) if self._folder else None
+        leads = record is None or record.epoch == self.epoch
         with self._starting:
-            _end_in_time(self._end)
+            _end_in_time(self._end if leads else self._leave)
+        if leads and self._folder:
+            forget_workers(self._folder)
+            if self._head:
+                self._head.end()
 
     def _end(self) -> None:
         while self._actors:
             ray.kill(self._actors.pop())
         self._devices.release()
+        self._leave()
+
+    def _leave(self) -> None:
         if self._owner:
             ray.shutdown()
 
@@ -551,11 +712,7 @@ def count_cluster_devices(address: str, resource: str) -> int:
 
 def connect(address: str | None) -> None:
     """Join the Ray cluster at ``address``; None: start one here."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray lowers its workers' priority by default: beside other processes of the machine they would hardly compute.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # a file or a pipe gets no control codes
+    set_environment()
     if address is not None:
         _wait_for_answer(address)
     try:

@@ -14,7 +14,7 @@ import resource
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -121,6 +121,7 @@ def list_largest_tensors() -> str:
 
 
 Answer = tuple[Meta, Batch | None]
+LOADING = ("setup", "set_up_again")  # verbs with a ModelConfig and a Context
 
 
 def find_module_class(config: ModelConfig) -> type[Module]:
@@ -138,9 +139,9 @@ def find_module_class(config: ModelConfig) -> type[Module]:
 
 
 class Worker:
-    """Executes verbs on its module: ``setup``, ``call`` (a method), ``first_part`` and ``next_part`` (of a method's
-    result), ``run`` (a function), ``move``, ``start_trace``, ``stop_trace``, ``close``; ``apply`` and ``transform``
-    call pure functions without a module.
+    """Executes verbs on its module: ``setup``, ``set_up_again``, ``call`` (a method), ``first_part`` and ``next_part``
+    (of a method's result), ``run`` (a function), ``move``, ``start_trace``, ``stop_trace``, ``close``; ``apply`` and
+    ``transform`` call pure functions without a module.
 
     With an ``arena``, every answer reports what the module has on its device.
     """
@@ -169,7 +170,7 @@ class Worker:
         before = self._reset_peak()
         try:
             # A library that copies by itself, such as torch's checkpoints, waits for the current device alone.
-            with devices.use_device(arguments[1].device if verb == "setup" else self.context.device):
+            with devices.use_device(arguments[1].device if verb in LOADING else self.context.device):
                 meta, payload = getattr(self, verb)(*arguments)
             meta = replace(meta, use=self._measure_use(before))
         except BaseException as error:
@@ -185,6 +186,23 @@ class Worker:
         if self.arena is not None:
             self._module.arena = self.arena
         self._module.setup()
+        return Meta(), None
+
+    def set_up_again(self, config: ModelConfig, context: Context) -> Answer:
+        """Forget what a driver that has ended had begun; keep the module with its weights.
+
+        One that holds none (reward functions) is built anew: what it reads may have changed.
+        """
+        module = self._module
+        if module is None or not module.exclusive:
+            if module is not None:
+                module.close()
+            return self.setup(config, context)
+        self._parts = iter(())
+        module.links.clear()
+        with suppress(Exception):  # nobody wants the checkpoint that was being written
+            module.finish_saves()
+        module.forget_calls()
         return Meta(), None
 
     def ping(self) -> Answer:

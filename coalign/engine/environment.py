@@ -37,12 +37,13 @@ from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
+from coalign.engine.finished_rollouts import FinishedRollouts
 from coalign.engine.journal import CollectedBundle, Journal, describe_samples, format_groups, list_groups
 from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
-    from coalign.cluster.dist import DistModel
+    from coalign.cluster.dist import DistModel, ShardRecord
     from coalign.roles import Rollout
 
 
@@ -228,7 +229,7 @@ class Environment:
         if self.journal:
             self.journal.note_dropped("expired", self.pool.find_expired(version))
         expired = self.pool.expire(version)
-        self.under_way = deque((step, self._begin_restored(served, bundle)) for step, bundle in self.under_way)
+        self.under_way = deque((step, self._begin_restored(served, step, bundle)) for step, bundle in self.under_way)
         while self.drawn < self.last and self.drawn - served <= self.max_staleness:
             self._draw_step(served, self.drawn, self._count_wanted(version))
             self.drawn += 1
@@ -245,6 +246,8 @@ class Environment:
         stats["rollout/rounds"] = Total(rounds)
         batch, described = self._take_batch(version, stats)
         counts: Stats = {"time/rollout": Total(time.perf_counter() - begun)}
+        if self.unfinished.finished is not None and (restored := self.unfinished.finished.take_restored()):
+            counts["rollout/restored"] = Total(restored)
         if self.selection.groups is not None:
             counts |= {"rollout/expired": Total(expired), "rollout/waiting": Total(len(self.pool))}
         return batch, merge_stats([stats, described, self.loader.stats(), counts])
@@ -276,12 +279,15 @@ class Environment:
             self.journal.note_drawn(step + 1, version, parts)
         for number, part in enumerate(parts):
             own = target * (number + 1) // bundles - target * number // bundles
-            self.under_way.append((step, self._begin(version, own, part, stats if number == 0 else {})))
+            self.under_way.append((step, self._begin(version, step, own, part, stats if number == 0 else {})))
 
-    def _begin(self, version: int, target: int, prompts: Batch, stats: Stats) -> Bundle:
-        """Run the flow on prompts; ``stats`` are metrics of drawing them."""
+    def _begin(self, version: int, step: int, target: int, prompts: Batch, stats: Stats) -> Bundle:
+        """Run the flow on prompts for a ``step``; ``stats`` are metrics of drawing them."""
         several = len(self.loader.sources) > 1
         batches: dict[str, Future | BatchRef] = {}
+        may_be_older = self.max_staleness > 0 and self.unfinished.finished is not None
+        if self.unfinished.finished is not None:
+            self.unfinished.finished.window = (step - self.max_staleness if may_be_older else version, version)
         in_turn = nullcontext() if self.max_staleness == 0 else self.cluster.any_order()
         with in_turn, self.cluster.watch() as calls:
             groups = complete = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
@@ -293,7 +299,7 @@ class Environment:
                 groups = self.cluster.transform(
                     filter_groups, groups, keep=keep.func, arguments=keep.keywords, by_source=several
                 )
-            if self.unfinished.carries:
+            if self.unfinished.carries or may_be_older:
                 batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
         if self.journal:  # outside of `watch`, which would add it to the metrics of the step
             batches["samples"] = self.cluster.transform(describe_samples, complete)
@@ -352,13 +358,13 @@ class Environment:
         if kept + dropped:
             self.kept_share = kept / (kept + dropped)
 
-    def _begin_restored(self, version: int, bundle: Bundle) -> Bundle:
+    def _begin_restored(self, version: int, step: int, bundle: Bundle) -> Bundle:
         """Begin a bundle whose samples were not complete at the checkpoint; return others unchanged."""
         if bundle.batches or bundle.prompts is None:
             return bundle
         if self.journal:
             self.journal.note_begun(bundle.prompts, version)
-        return self._begin(version, bundle.target, bundle.prompts, bundle.before)
+        return self._begin(version, step, bundle.target, bundle.prompts, bundle.before)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -491,6 +497,7 @@ class UnfinishedGroups:
         self.since = 0  # groups with tokens of an older version than this are given up
         self.min_complete: float | None = None  # the share of groups that ends the next roll-out
         self.calls = 0
+        self.finished: FinishedRollouts | None = None  # of a run that keeps them (coalign.engine.hooks.journal)
         self._unfinished: BatchRef | Future | None = None
 
     @property
@@ -515,10 +522,13 @@ class UnfinishedGroups:
     def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Generate for ``prompts`` and for the groups begun before; the result holds the complete groups."""
         self.calls += 1
+        record: ShardRecord | None = None
+        if self.finished is not None and not policy.config.spread_samples:  # a process would have parts of groups
+            record = self.finished.open_call(sampling)
         if policy.config.spread_samples and self._unfinished is None:  # single samples are spread over replicas
             prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
         if not self.active:
-            return policy.generate(prompts, **sampling)
+            return policy.generate(prompts, record=record, **sampling)
         if self._unfinished is not None:
             options = {"samples": self.samples, "since": self.since}
             prompts = self.cluster.transform(go_on, self._unfinished, prompts, **options)

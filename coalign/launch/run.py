@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import signal
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.cluster.base import choose_cluster, start_cluster
+from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.torchrun import TorchrunRank, serve_rank
 from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
@@ -112,7 +114,9 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
             log.info("%s", plan.devices)
         with locate_problems(config):
             check_devices(plan.started, config)
-            cluster = start_cluster(config, plan.started)
+            identity = hashlib.sha256(f"{data.steps} {dump(config)}".encode()).hexdigest()
+            claim = RunClaim(folder.path, folder.epoch, identity, begins=checkpoint is None, waits=folder.waits)
+            cluster = start_cluster(config, plan.started, claim)
             signals.install()
         try:
             if choose_cluster(config) != "local":
@@ -151,7 +155,7 @@ def _learn(
     guards = Guards(runtime.guards, folder, checkpoints, record.write)
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
-    journal = [JournalHook(folder.journal)] if runtime.journal else []
+    journal = [JournalHook(folder.journal, checkpoints)] if runtime.journal else []
     engine.cluster.on_end = timeline.note
     engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks])
     control = RunControl(folder.path, save, Fleet(runtime.autoscale, recovery.save_now))

@@ -26,11 +26,20 @@ class FolderInUse(OSError):
 
 @dataclass(frozen=True, slots=True)
 class LockOwner:
-    """The process that holds the lock of a folder, or was the last to hold it; ``started``: seconds since the epoch."""
+    """The process that holds the lock of a folder, or was the last to hold it; ``started``: seconds since the epoch.
+
+    ``epoch`` counts the owners of the lock, this one included.
+    """
 
     pid: int
     host: str
     started: float
+    epoch: int = 1
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this machine, whose end its lock tells."""
+        return self.host == socket.gethostname()
 
 
 def lock_file(path: Path, message: str) -> IO[bytes]:
@@ -52,7 +61,9 @@ def lock_file(path: Path, message: str) -> IO[bytes]:
 def lock_folder(folder: Path) -> IO[bytes]:
     """Make the folder and hold its lock until the returned file is closed. Raises FolderInUse."""
     file = lock_file(folder / NAME, f"{folder} belongs to a run that is still going; choose another `output`")
-    owner = LockOwner(os.getpid(), socket.gethostname(), round(time.time(), 3))
+    before = read_owner(folder)
+    epoch = before.epoch + 1 if before else 1
+    owner = LockOwner(os.getpid(), socket.gethostname(), round(time.time(), 3), epoch)
     file.truncate(0)
     file.write(json.dumps(asdict(owner)).encode())
     file.flush()
@@ -61,18 +72,31 @@ def lock_folder(folder: Path) -> IO[bytes]:
 
 def is_going(folder: Path) -> bool:
     """Whether a process holds the lock of this folder: a run, or another command that writes there."""
+    return is_locked(folder / NAME)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of this file."""
     try:
-        with open(folder / NAME, "rb") as file:
-            return not _lock(file, fcntl.LOCK_SH)
+        with open(path, "rb") as file:
+            return is_held(file)
     except FileNotFoundError:
         return False
+
+
+def is_held(file: IO[bytes]) -> bool:
+    """Whether another process holds the lock of this open file."""
+    if not _lock(file, fcntl.LOCK_SH):
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
 
 
 def read_owner(folder: Path) -> LockOwner | None:
     """Return the newest owner of the folder's lock; None if nobody has had it, or it cannot be read."""
     try:
         found = read_json_object(folder / NAME)
-        return LockOwner(int(found["pid"]), str(found["host"]), float(found["started"]))
+        return LockOwner(int(found["pid"]), str(found["host"]), float(found["started"]), int(found.get("epoch", 1)))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

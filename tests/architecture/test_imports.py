@@ -67,7 +67,7 @@ ALLOWED = {
     "diagnosis": set(),
     "board": {"files", "http_server", "report", "run_files"},
     "backends": {*BELOW_BACKENDS, "memory"},
-    "cluster": {"types", "roles", "config", "data", "devices", "hub", "memory", "threads"},
+    "cluster": {"types", "roles", "config", "data", "devices", "files", "hub", "memory", "run_files", "threads"},
     "planner": {"config", "files", "hub", "cluster"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster", "run_files"},
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
@@ -87,6 +87,7 @@ HEAVY = {
     "ray": (
         *("cluster/ray.py", "cluster/ray_jobs.py", "cluster/ray_nodes.py", "cluster/ray_tune.py"),
         "cluster/placement/ray_devices.py",
+        "cluster/survivors/",
     ),
     "vllm": "backends/engines/vllm/",
     "megatron": "backends/megatron/",

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -120,16 +121,53 @@ def test_any_process_killed_in_any_phase(undisturbed, phase):
 
 
 def test_a_killed_driver(undisturbed):
+    """Six drivers are killed, one in each phase; the next one goes on with the processes that live, and with samples
+    that were complete."""
     directory, expected = undisturbed
-    config = configure(directory, "driver")
-    faults = [
-        {"step": step, "phase": phase, "process": "driver", "delay": 0.01}
-        for step, phase in enumerate(("rollout", "train", "sync", "hooks"), 2)
-    ]
-    _, happened = train(config, faults)
+    config = configure(directory, "driver", journal=True)
+    moments = [(2, "rollout"), (3, "train"), (5, "sync"), (6, "save"), (7, "hooks"), (8, "evaluate")]
+    faults = [{"step": step, "phase": phase, "process": "driver", "delay": 0.01} for step, phase in moments]
+    output, happened = train(config, faults)
     check_complete(config)
     assert weights_hash(config, STEPS) == expected
+    taken_over = [line for line in output.splitlines() if line.startswith("taking over ")]
+    assert len(taken_over) == len(faults), output
+    # A call that has reached one of two ranks alone leaves the other one waiting.
+    assert all(name in line for line in taken_over for name in ("policy:replica0", "policy:replica1", "functions"))
+    assert sum("trainer:rank0, trainer:rank1" in line for line in taken_over) >= len(faults) - 2, taken_over
+    assert sum(line.get("rollout/restored", 0) for line in metrics(config)) >= 4, "those of the step in training"
     record("driver killed", {faults[number]["phase"]: value for number, value in measure(happened).items()})
+    record("driver killed, from taking over on", measure_takeovers(config, [phase for _, phase in moments]))
+
+
+def test_a_killed_driver_of_an_asynchronous_run(undisturbed):
+    directory, _ = undisturbed
+    config = configure(directory, "driver-async", journal=True, max_staleness=1, log_samples=99)
+    moments = [(3, "rollout"), (5, "train"), (7, "sync")]
+    faults = [{"step": step, "phase": phase, "process": "driver", "delay": 0.01} for step, phase in moments]
+    output, _ = train(config, faults)
+    check_complete(config)
+    assert output.count("taking over ") == len(faults), output
+    assert all(line["samples/staleness_max"] <= 1 for line in metrics(config) if "loss/value" in line)
+    groups: dict[int, set[int]] = {}
+    for sample in map(json.loads, (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()):
+        groups.setdefault(sample["group"], set()).add(sample["step"])
+    groups = {group: steps for group, steps in groups.items() if group >= 0}  # others are those of evaluations
+    assert sorted(groups) == list(range(STEPS * config["runtime"]["prompts_per_step"]))
+    assert all(len(steps) == 1 for steps in groups.values()), "a group was trained on twice"
+
+
+def measure_takeovers(config: dict, phases: list[str]) -> dict[str, float]:
+    """Seconds from when a driver has found the processes to its next complete step, by the log."""
+    seconds, found = [], None
+    for line in (Path(config["output"]) / "log.txt").read_text().splitlines():
+        if " taking over " in line:
+            found = line[:23]
+        elif found and " step " in line and "/12 " in line:
+            begun, ended = (datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f") for text in (found, line[:23]))
+            seconds.append((ended - begun).total_seconds())
+            found = None
+    return dict(zip(phases, seconds, strict=True))
 
 
 def test_any_process_stopped(undisturbed):

@@ -57,6 +57,9 @@ class RolloutModule(Module):
             placeholders = pretrained.read_placeholders(self.config, self.context.images)
             self.runner = EpisodeRunner(self.context.environment, self.tokenizer, self.context, placeholders)
 
+    def forget_calls(self) -> None:
+        self.stop_rolling()
+
     def close(self) -> None:
         self.stop_rolling()
         if self.runner is not None:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -41,12 +42,14 @@ log = logging.getLogger(__name__)
 class DeviceReservations:
     """Devices that a run has reserved on the nodes of a Ray cluster, and those that its replicas wait for.
 
-    ``nodes[i]`` is node i as it was when it was seen last, ``ids[i]`` its id.
+    ``nodes[i]`` is node i as it was when it was seen last, ``ids[i]`` its id. ``lifetime``: `detached` for reservations
+    that outlive this driver.
     """
 
-    def __init__(self, run: str, resource: str) -> None:
+    def __init__(self, run: str, resource: str, lifetime: str | None = None) -> None:
         self.run = run
         self.resource = resource
+        self.lifetime = lifetime
         self.ids: list[str] = []
         self.nodes: list[Node] = []
         self._kinds: dict[int, str] = {}  # of devices, by node; nodes that do not say are left out
@@ -59,9 +62,25 @@ class DeviceReservations:
         self._counted = Counter[int]()  # devices without names that were given one, by node
         self._lock = threading.Lock()
 
-    def update(self) -> list[Node]:
-        """Number the nodes that are new, and return all as they are now. Lost ones have no devices."""
-        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda n: (n["NodeName"], n["NodeID"]))
+    def take_over(
+        self, run: str, ids: Sequence[str], groups: Sequence[str], placements: Mapping[str, Sequence[ProcessPlacement]]
+    ) -> None:
+        """Go on with what another driver has reserved: nodes in its order, its groups by name, and its processes."""
+        self.run = run
+        self.update(ids)
+        self._groups += [get_placement_group(name) for name in groups]
+        self._numbers = itertools.count(1 + max((int(name.rpartition("devices")[2]) for name in groups), default=-1))
+        processes = [place for ranks in placements.values() for place in ranks]
+        self._counted = Counter(node for node, _ in {(each.node, name) for each in processes for name in each.devices})
+
+    def update(self, first: Sequence[str] = ()) -> list[Node]:
+        """Number the nodes that are new, and return all as they are now. Lost ones have no devices.
+
+        The ``first`` ids are numbered before others, which follow by their names.
+        """
+        places = {own: place for place, own in enumerate(first)}
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive.sort(key=lambda n: (places.get(n["NodeID"], len(places)), n["NodeName"], n["NodeID"]))
         free, names = available_resources_per_node(), Counter(node["NodeName"] for node in alive)
         with self._lock:
             there: dict[int, Node] = {}
@@ -143,8 +162,8 @@ class DeviceReservations:
         self._groups, self._single, self._waiting = [], {}, {}
 
     def _create_group(self, bundles: list[dict[str, float]], chosen: list[dict[str, str]]) -> PlacementGroup:
-        name = f"{self.run}-{next(self._numbers)}"  # names are unique over all runs
-        return placement_group(bundles, name=name, bundle_label_selector=chosen)
+        name = f"{self.run}:devices{next(self._numbers)}"  # names are unique over all runs
+        return placement_group(bundles, name=name, bundle_label_selector=chosen, lifetime=self.lifetime)
 
     def _find_node(self, group: PlacementGroup) -> int | None:
         """Return the node where a reservation of one bundle is ready; None: it is not, or that node is lost."""

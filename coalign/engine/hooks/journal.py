@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 from pathlib import Path
@@ -9,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from coalign.engine.engine import Hook
+from coalign.engine.finished_rollouts import FOLDER, FinishedRollouts
+from coalign.engine.hooks.checkpoint_folder import Checkpoints
+from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.run_folder import replace_non_finite
 from coalign.engine.journal import Journal, read_lines
 from coalign.files import move_aside
@@ -24,11 +29,15 @@ log = logging.getLogger(__name__)
 class JournalHook(Hook):
     """Writes the journal of a run with roll-outs into ``path``; see coalign.engine.journal.
 
+    Beside it stand the finished roll-outs since the newest checkpoint of ``disk`` (coalign.engine.finished_rollouts).
     A checkpoint keeps the identity of its run, so a journal of another run is known, and moved aside.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, disk: Checkpoints) -> None:
         self.path = path
+        self.disk = disk
+        self.finished: FinishedRollouts | None = None
+        self._saved = 0  # the newest step that is on the disk
         self.run = uuid4().hex[:16]
         self._engine: Engine | None = None
         self._journal: Journal | None = None
@@ -42,12 +51,19 @@ class JournalHook(Hook):
         if start is None:
             self._journal.note("run", run=self.run, started=round(time.time(), 3))
         self._engine, environment.journal = engine, self._journal
+        if not environment.unfinished.active and self.finished is None:  # else a roll-out is not whole alone
+            self.finished = environment.unfinished.finished = self._open_finished(engine)
         if start is not None or engine.step:
             environment.note_resumed(engine.step)
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         if self._journal is None:
             return
+        if self.finished is not None:
+            self.finished.confirm(engine.step, stats)
+            if (saved := max(self.disk.steps(), default=0)) > self._saved:
+                self._saved = saved
+                self.finished.forget_before(saved - engine.config.runtime.max_staleness)
         loss = float(stats["loss/value"].value) if "loss/value" in stats else None
         synced = engine.step if engine.served == engine.step or engine.complete else None
         self._journal.note("trained", step=engine.step, loss=replace_non_finite(loss), synced=synced)
@@ -57,6 +73,8 @@ class JournalHook(Hook):
     def after_rewind(self, state: dict[str, Any], *, repeat: bool) -> None:
         if self._engine is None or self._journal is None:
             return
+        if self.finished is not None:
+            self.finished.go_back(self._engine.step)
         if repeat:
             self._engine.environment.note_resumed(self._engine.step)
         else:
@@ -66,12 +84,19 @@ class JournalHook(Hook):
         if self._journal is not None:
             self._journal.note("ended", step=engine.step, why=engine.stop)
             self._journal.close()
+        if self.finished is not None:
+            self.finished.close(complete=engine.complete)
 
     def state_dict(self) -> dict[str, Any]:
         return {"run": self.run}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.run = state["run"]
+
+    def _open_finished(self, engine: Engine) -> FinishedRollouts:
+        stands_on = [hook.state_dict() for hook in engine.hooks if isinstance(hook, Provenance)]
+        settings = hashlib.sha256(json.dumps(stands_on, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return FinishedRollouts(self.path.parent / FOLDER, engine.cluster.store, self.run, settings, engine.step)
 
     def _find_start(self) -> float | None:
         """Return when this run's journal began, None if there is none. That of another run is moved aside."""

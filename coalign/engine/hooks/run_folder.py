@@ -19,7 +19,7 @@ from coalign.engine.journal import NAME as JOURNAL
 from coalign.engine.rollout_files import RolloutFiles
 from coalign.files import RecordFile, move_aside, write_atomically, write_text_atomically
 from coalign.run_files.control import refuse_request
-from coalign.run_files.lock import lock_folder
+from coalign.run_files.lock import lock_folder, read_owner
 from coalign.run_files.records import parse_record
 from coalign.run_files.rollouts import FOLDER
 from coalign.types import Metric
@@ -73,7 +73,11 @@ class RunFolder:
 
     def __init__(self, path: str | Path, keep_rollouts: int = 0) -> None:
         self.path = Path(path)
+        before = read_owner(self.path)
         self._lock = lock_folder(self.path)
+        owner = read_owner(self.path)
+        self.epoch = owner.epoch if owner else 1  # how many have held the lock
+        self.waits = before is None or not before.is_here  # the one before may be going, whatever the lock says
         refuse_request(self.path, "the run ended before it came to this")
         self.metrics = StepLog(self.path / "metrics.jsonl")
         self.samples = StepLog(self.path / "samples.jsonl")
