@@ -380,9 +380,9 @@ def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> N
         )
     if config.vision is not None:
         if not has_towers(model.config):
-            raise ValueError(
-                f"models.{name}.load: {type(model).__name__} reads no images, and data.images is for models that do"
-            )
+            remedy = f"; to let it judge texts, set models.{name}.judge.show_images: false" if config.judge else ""
+            what = "reads no images, and data.images is for models that do"
+            raise ValueError(f"models.{name}.load: {type(model).__name__} {what}{remedy}")
         return
     if config.init == "random" and has_towers(model.config):
         raise ValueError(

@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 
 def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, ModelConfig]:
-    """Return the settings with `vision` for every model of a run that reads images, but for functions.
+    """Return the settings with `vision` for every model of a run that reads images, but for functions and for judges
+    that are shown none.
 
     ValueError for a model that is to see in a run that reads text alone.
     """
     if config.data.images is not None:
         return {
-            name: model if name == FUNCTIONS or model.vision else model.model_copy(update={"vision": VisionConfig()})
+            name: model
+            if name == FUNCTIONS or model.vision or (model.judge is not None and not model.judge.show_images)
+            else model.model_copy(update={"vision": VisionConfig()})
             for name, model in configs.items()
         }
     if blind := next((name for name, model in configs.items() if model.vision is not None), None):

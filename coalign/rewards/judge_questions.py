@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from string import Formatter
 from typing import Any, Protocol
 
+from coalign.data.images.placeholders import list_image_parts, write_markers
+from coalign.data.messages import format_prompt
 from coalign.rewards.checker import find_last
 from coalign.types import Sample
 
@@ -189,6 +192,16 @@ def user_message(text: str) -> Messages:
 def prompt_text(sample: Sample) -> str:
     """The prompt as people read it: that of the data set's row, else as the model saw it."""
     return sample.meta.get("prompt", sample.prompt)
+
+
+def name_images(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples whose prompts say `<image>` where an image stands, for a judge that reads text alone."""
+    return [
+        replace(sample, meta=sample.meta | {"prompt": format_prompt(write_markers(messages))})
+        if list_image_parts(messages := sample.meta.get("messages") or [])
+        else sample
+        for sample in samples
+    ]
 
 
 def check_template(template: str, fields: set[str]) -> None:

@@ -15,14 +15,17 @@ from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.judge import JudgeModule, PreferenceModule
 from coalign.backends.scorers.retokenize import RetokenizeModule
 from coalign.backends.vision import name_parts
-from coalign.config.schema import ImagesConfig, ModelConfig
+from coalign.config.schema import ImagesConfig, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.templates import collapse_images
+from coalign.launch.images import let_models_see
 from coalign.roles import Context
 from tests.backends.test_images import QUICK, answer, load_prompts
+from tests.tiny import tiny_model_dir
 from tests.vision import FAMILIES, vision_model_dir
 
+BLIND = {"show_images": False}
 ALL = [pytest.param(each, marks=() if each in QUICK else pytest.mark.backends) for each in FAMILIES]
 
 
@@ -161,3 +164,26 @@ def test_judges_are_shown_the_images_of_the_prompt(kind, tmp_path):
     shown = [collapse_images(row["tokens"], row["images"]) for row in questions.rows()]
     first = judge.examiner.tokenizer.decode(shown[0])
     assert first.index("<boi><soft><eoi>") < first.index("What? one or two?")
+
+
+def test_a_judge_of_text_reads_the_prompt_as_its_row_has_it(tmp_path):
+    policy, text = vision_model_dir(tmp_path / "policy"), tiny_model_dir(tmp_path / "text")
+    asks = {"fn": "pairwise", "template": "{prompt} {first} or {second}?", "labels": ("A", "B")}
+    settings: dict[str, Any] = {"module": "preference", "load": str(text), "frozen": True}
+    shown = {"judge": ModelConfig(**settings, judge=asks), "blind": ModelConfig(**settings, judge=asks | BLIND)}
+    config = RunConfig(algorithm="grpo", data={"train": "rows.jsonl", "images": {}})
+    planned = let_models_see(shown, config)
+    with pytest.raises(ValueError, match=r"reads no images.* set models\.judge\.judge\.show_images: false"):
+        PreferenceModule.check_architecture(planned["judge"], "judge")
+    judge = PreferenceModule(planned["blind"], Context(model="blind", tokenizer=str(policy), images=ImagesConfig()))
+    judge.setup()
+    asked: list[Batch] = []
+    answers = judge._answers
+    judge._answers = lambda questions: asked.append(questions) or answers(questions)
+    batch = _finish(load_prompts(tmp_path, policy), ["one", "two"] * 3, policy)
+    out = judge.forward_step(batch)
+    assert out["reward"].isfinite().all()
+    [questions] = asked
+    assert not any(questions["images"])
+    texts = [judge.examiner.tokenizer.decode(row["tokens"].tolist()) for row in questions.rows()]
+    assert "<image>What? one or two?" in texts[0] and "One <image> and two <image> one or two?" in texts[4]

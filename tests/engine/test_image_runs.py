@@ -15,6 +15,7 @@ from coalign import load_config
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, VisionConfig
 from coalign.launch.plan import prepare
+from coalign.run_files.records import read_records
 from tests.backends.test_images import answer, build_trainer, load_prompts
 from tests.runs import metrics, run, run_in_two_parts
 from tests.runs import settings as text_settings
@@ -188,11 +189,20 @@ def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_continuous_roll_outs_go_on_with_images(kv, settings):
-    """When new weights come depends on time, so only synchronous runs end with the same bits."""
-    config = settings("grpo", runtime={"max_staleness": 1})
+    """When new weights come depends on time, so only synchronous runs end with the same bits. But every group is
+    trained on once, with its images, as in runs on text."""
+    config = settings("grpo", runtime={"max_staleness": 2, "log_samples": 99})
     config["rollout"] = {"kv": kv}
-    lines = metrics(run_in_two_parts(config))
+    config = run_in_two_parts(config)
+    lines = metrics(config)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    samples = [own for own in read_records(Path(config["output"]) / "samples.jsonl") if own["phase"] == "train"]
+    steps: dict[int, set[int]] = {}
+    for own in samples:
+        steps.setdefault(own["group"], set()).add(own["step"])
+        assert bool(own.get("images")) == bool(own["row"]["images"])
+    assert sorted(steps) == list(range(16)) and all(len(each) == 1 for each in steps.values())
+    assert len(samples) == 64
     assert all(line["loss/grad_norm"] > 0 and line["samples/dropped"] == 0 for line in lines)
 
 

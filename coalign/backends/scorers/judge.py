@@ -27,7 +27,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.placeholders import list_images, show_images
 from coalign.data.templates import is_finished, load_template, locate_images, read_samples
-from coalign.rewards.judge_questions import JudgeQuestions, Messages
+from coalign.rewards.judge_questions import JudgeQuestions, Messages, name_images
 from coalign.roles import Context
 from coalign.types import ImageSpan, Sample, Stat, Stats, Status, Total, merge_stats
 
@@ -95,6 +95,8 @@ class JudgeRunner:
         status = cast(Tensor, batch["status"]).clone()
         rows = is_finished(status).nonzero().flatten()
         samples = read_samples(batch.select(rows), self._policy_tokenizer)
+        if self._template.placeholders is None:
+            samples = name_images(samples)
         groups = [list(some) for _, some in groupby(samples, key=lambda sample: sample.group)]
         found = self._template.guard.found
         answers = self._ask(groups, answer)

@@ -152,6 +152,9 @@ class QuestionsConfig(Function):
 
     home = "coalign.rewards.judge_questions"
 
+    show_images: bool = True
+    """Show it the images of prompts (`data.images`); false for a judge that reads text alone."""
+
 
 class ModelConfig(Section):
     """One model of the run."""

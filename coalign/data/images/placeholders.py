@@ -146,6 +146,20 @@ def show_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Messa
     ]
 
 
+def write_markers(messages: Sequence[Message]) -> list[Message]:
+    """Replace the images and videos in messages by `<image>` and `<video>`, for those who read text alone."""
+    return [
+        _write(
+            message,
+            [
+                {"type": "text", "text": f"<{part['type']}>"} if is_image(part) else part
+                for part in _list_parts(message)
+            ],
+        )
+        for message in messages
+    ]
+
+
 def split_images(spans: Iterable[ImageSpan]) -> list[list[ImageSpan]]:
     """The spans of each image of a sequence, in order: an image may stand there twice, and in several spans."""
     images: list[list[ImageSpan]] = []

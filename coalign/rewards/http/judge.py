@@ -16,7 +16,7 @@ from coalign.data.images.placeholders import list_images, show_images
 from coalign.data.images.rows import send_images
 from coalign.rewards.calls import GiveUp, quote
 from coalign.rewards.http.client import JsonClient, Url, hide_query
-from coalign.rewards.judge_questions import JudgeQuestions, Messages
+from coalign.rewards.judge_questions import JudgeQuestions, Messages, name_images
 from coalign.services import ServiceError
 from coalign.types import Sample
 
@@ -76,7 +76,7 @@ class RemoteJudge:
 
     async def __call__(self, group: Sequence[Sample]) -> list[Any]:
         """The reward of each response, or a GiveUp. Raises ServiceError or GiveUp."""
-        bodies = self._write(self._questions.ask(group), group[0])
+        bodies = self._write(self._questions.ask(group if self._show_images else name_images(group)), group[0])
         different = list(dict.fromkeys(bodies))
         replies = await asyncio.gather(*map(self._ask, different), return_exceptions=True)
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
