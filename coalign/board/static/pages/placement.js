@@ -12,12 +12,13 @@ export async function render(root, run) {
   const legend = h("ul", { class: "legend" });
   const chart = new MetricChart(t("placement.memory_axis"), () => {});
   const table = h("table");
+  const sizes = h("div", { class: "scroll fit", tabindex: "0", role: "region", "aria-label": t("placement.memory") }, table);
   const nothing = h("p", { class: "empty" }, t("placement.no_memory"));
   fill(
     root,
     h("h1", { class: "unseen" }, t(title)),
     where,
-    h("section", { class: "panel" }, h("h2", {}, t("placement.memory")), h("p", { class: "quiet" }, markCode(t("placement.memory_about"))), legend, chart.element, table, nothing),
+    h("section", { class: "panel" }, h("h2", {}, t("placement.memory")), h("p", { class: "quiet" }, markCode(t("placement.memory_about"))), legend, chart.element, sizes, nothing),
   );
 
   async function update() {
@@ -28,7 +29,7 @@ export async function render(root, run) {
 
   function drawMemory() {
     const names = store.names.filter((name) => name.startsWith("memory/"));
-    for (const each of [legend, chart.element, table]) each.hidden = !names.length;
+    for (const each of [legend, chart.element, sizes]) each.hidden = !names.length;
     nothing.hidden = names.length > 0;
     if (!names.length) return;
     const curves = names.map((name, number) => ({ ...store.select(name, "steps"), label: name.slice(7), number }));

@@ -218,7 +218,7 @@ function drawVersions(steps) {
     h(
       "table",
       {},
-      h("thead", {}, h("tr", {}, ["step", "versions", "behind"].map((name) => h("th", { scope: "col" }, t(`timeline.col_${name}`))))),
+      h("thead", {}, h("tr", {}, ["step", "versions", "behind"].map((name) => h("th", { scope: "col", class: "number" }, t(`timeline.col_${name}`))))),
       h(
         "tbody",
         {},
