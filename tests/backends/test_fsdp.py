@@ -234,6 +234,7 @@ def test_deterministic_runs_refuse_operations_that_are_not(path):
     try:
         trainer = module(path, deterministic=True)
         assert math.isfinite(trainer.train_step(rollout())["loss/grad_norm"].value)
+        assert not torch.utils.deterministic.fill_uninitialized_memory
         with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
             torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
     finally:

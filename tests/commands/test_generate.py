@@ -157,8 +157,8 @@ def test_a_line_cut_in_half_is_made_again(home, tmp_path, monkeypatch):
     ("what", "change"),
     [
         ("sampling.temperature", {"sampling": SamplingConfig(max_new_tokens=6, temperature=0.5)}),
-        ("seed", {"seed": 1}),
-        ("prompts", {"prompts": 5}),
+        pytest.param("seed", {"seed": 1}, marks=pytest.mark.slow),
+        pytest.param("prompts", {"prompts": 5}, marks=pytest.mark.slow),
         ("model", None),
     ],
 )

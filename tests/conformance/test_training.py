@@ -57,7 +57,7 @@ def list_cases():
     for each in BACKENDS:
         for tied in TIED if each.ranks == 1 else ():
             again = tied == "tied" and each.name not in ("fsdp", "deepspeed-3", "megatron")
-            marks = [NEEDS[each.module], *([pytest.mark.backends] if again else [])]
+            marks = [*NEEDS[each.module], *([pytest.mark.backends] if again else [])]
             yield pytest.param(each, tied, id=f"{each.name}-{tied}", marks=marks)
 
 

@@ -59,7 +59,10 @@ def sums(lines, *names):
     return [sum(line.get(name, 0) for line in lines) for name in names]
 
 
-@pytest.mark.parametrize("rollout", [{"round_tokens": 4}, {"round_tokens": 16, "oversample": 2.0}])
+OVERSAMPLED = pytest.param({"round_tokens": 16, "oversample": 2.0}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("rollout", [{"round_tokens": 4}, OVERSAMPLED])
 def test_every_token_is_trained_on_once_or_counted(tmp_path, monkeypatch, rollout):
     watched = Watched(monkeypatch)
     config = partial(tmp_path, rollout=rollout, steps=6)

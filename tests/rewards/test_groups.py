@@ -111,7 +111,9 @@ def test_a_failed_comparison_fails_its_group_alone(caller):
     assert score(caller, pairwise, group("a", "b"), by=HERE + "fails") == ["'ab'"] * 2
 
 
-@pytest.mark.parametrize("by", ["backtracks", "backtracks_async", "backtracks_alone"])
+@pytest.mark.parametrize(
+    "by", [pytest.param("backtracks", marks=pytest.mark.slow), "backtracks_async", "backtracks_alone"]
+)
 def test_what_holds_the_interpreter_fails_its_group(caller, by):
     bad, good = group("a", "bad"), group("bb", "c", number=1)
     first, second, *others = score(caller, pairwise, bad + good * (by != "backtracks_async"), by=HERE + by, timeout=2.0)

@@ -46,7 +46,8 @@ def test_a_grade_in_words_is_none():
 
 
 @pytest.mark.parametrize(
-    ("judging", "pattern"), [(Pointwise, r"grade: (a+)+b"), (Pairwise, r"verdict: ((?:\w+\s?)+)$")]
+    ("judging", "pattern"),
+    [(Pointwise, r"grade: (a+)+b"), pytest.param(Pairwise, r"verdict: ((?:\w+\s?)+)$", marks=pytest.mark.slow)],
 )
 def test_a_pattern_that_backtracks_finds_no_verdict_and_holds_up_nothing(judging, pattern):
     answer = f"grade: {'a' * 60} verdict: {'word ' * 30}!"
