@@ -129,7 +129,7 @@ class DistModel(Generic[Role]):
         if self.slices is not None:
             work = partial(self._generate_in_slices, self.slices, prompts, record, keywords)
             return self.cluster.launch(call, work)
-        record = None if self._spmd else record  # ranks that compute together are all called
+        record = None if self.spmd else record  # ranks that compute together are all called
         return self._launch(call, self._shard((prompts,), keywords, by="work", record=record), prompts)
 
     def generate_continuously(self) -> None:
