@@ -174,6 +174,8 @@ def check_staleness(syncs: Sequence[tuple[str, str]], models: Mapping[str, Plann
 
 def check_autoscale(models: Mapping[str, PlannedModel], config: RunConfig) -> None:
     """Refuse (ConfigError) `runtime.autoscale` for what is no model that samples or scores, or not by Ray."""
+    if not config.runtime.autoscale:
+        return
     slots = plan_slots({name: model.config for name, model in models.items()}, config.runtime.colocation)
     able = [name for name, model in models.items() if model.role is not Trainable and model.base_of is None]
     for name in config.runtime.autoscale:

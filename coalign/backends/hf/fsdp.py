@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from coalign.backends import checkpoint, lora, optim, pretrained
 from coalign.backends.attention import check_kernel, choose_kernel
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
+from coalign.backends.checkpoint import BackgroundSaves
 from coalign.backends.engines.native import kernels
 from coalign.backends.hf.exact import LeafReduction, check_exact
 from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
@@ -68,7 +69,7 @@ log = logging.getLogger(__name__)
 CPU_BLOCK = 32 * 2**20
 
 
-class HuggingFaceModule(checkpoint.BackgroundSaves, TrainableModule):
+class HuggingFaceModule(BackgroundSaves, TrainableModule):
     """A causal LM, value model or reward model, frozen or trained.
 
     A subclass sets ``model``, and ``optimizer`` if the model is trained. It overrides `_forward`, `_backward` and
