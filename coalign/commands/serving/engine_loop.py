@@ -192,7 +192,7 @@ class EngineLoop(CompletionEngine):
     def _take_news(self) -> bool:
         """Take what has arrived and what was cut; wait for it if there is nothing to compute. False: it is the end."""
         with self._news:
-            busy = any(each.jobs for each in self._sessions.values())
+            busy = bool(self._waiting) or any(each.jobs for each in self._sessions.values())
             self._news.wait_for(lambda: busy or self._arrived or self._cut or self._is_closing)
             self._waiting += self._arrived
             self._arrived.clear()

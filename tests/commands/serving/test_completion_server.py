@@ -18,9 +18,9 @@ import pytest
 from coalign import api
 from coalign.commands.serving.completion_answer import ChatWriter, GrowingAnswer
 from coalign.commands.serving.completion_server import build_completion_server, find_model, load_text_tools, serve
-from coalign.commands.serving.engine_loop import OPEN_SESSIONS, ChosenToken
+from coalign.commands.serving.engine_loop import OPEN_SESSIONS, AnswerEnd, ChosenToken, GenerationJob
 from coalign.commands.serving.engine_process import build_model_config, start_engine, start_replicas
-from coalign.config.schema import CompletionServerConfig
+from coalign.config.schema import CompletionServerConfig, SamplingConfig
 from coalign.environments.parsers import hermes
 from coalign.report.display import Display
 from coalign.types import Status
@@ -165,6 +165,15 @@ def test_more_ways_of_sampling_than_sessions(served):
     with ThreadPoolExecutor(10) as pool:
         list(pool.map(lambda i: complete(served[0], temperature=0.5 + i / 10), range(2 * OPEN_SESSIONS)))
     assert len(served[1]._sessions) <= OPEN_SESSIONS
+
+
+def test_jobs_that_wait_begin_when_all_sessions_end_in_one_step(served):
+    loop, ended, jobs = served[1], threading.Semaphore(0), 2 * OPEN_SESSIONS
+    with loop._news:  # all arrive at once, so the first ones end at once
+        for number in range(jobs):
+            job = GenerationJob([5, 6, 7], 1, SamplingConfig(temperature=0.31 + number / 10), limit=3)
+            loop.submit(job, lambda event: ended.release() if isinstance(event, AnswerEnd) else None)
+    assert all(ended.acquire(timeout=20) for _ in range(jobs))
 
 
 def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(served):
