@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: help lock demo test test-backends test-board test-device test-chaos test-processors test-all lint format bench docs clean
 help:
 	@echo "make demo      install, then GRPO on SmolLM2-135M-Instruct: the accuracy climbs in minutes on a CPU"
-	@echo "make test      install, then the test suite (about ten minutes on two cores)"
+	@echo "make test      install, then the test suite (about eight minutes on two cores)"
 	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
 	@echo "make test-board  the board in a headless Chromium (apt-get install chromium; five minutes)"
 	@echo "make test-device  tests on a simulated accelerator, built with the machine's C++ compiler (under fifteen minutes)"
