@@ -256,7 +256,7 @@ def test_checkpoints_are_verified_on_demand(start_board, open_page, trained):
     watched.show(f"{board.url}/#/run/run/checkpoints")
     assert page.get_by_text("The same command goes on from step 4, on the disk.").count() == 1
     assert page.get_by_role("row", name="4 disk").get_by_text("continues here").count() == 1
-    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").open()]
     best = max((line for line in lines if line["step"] in (2, 4)), key=lambda line: line["eval/mean"])
     assert page.get_by_role("row", name=f"{best['step']} disk").get_by_text("best").count() == 1
     page.get_by_role("button", name="Verify the contents of step 4").click()
