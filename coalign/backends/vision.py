@@ -48,10 +48,10 @@ def list_placeholder_ids(config: PretrainedConfig, vocabulary: int) -> list[int]
     return sorted(token for token in found if token is not None and token < vocabulary)
 
 
-def list_plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
+def list_plain_tokens(config: PretrainedConfig, vocabulary: int, count: int) -> list[int]:
     """``count`` ids that stand for no image, for probes; they repeat in a small vocabulary."""
-    size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
-    plain = [token for token in range(min(size, count + len(PLACEHOLDERS))) if token not in list_placeholders(model)]
+    placeholders = list_placeholder_ids(config, vocabulary)
+    plain = [token for token in range(min(vocabulary, count + len(PLACEHOLDERS))) if token not in placeholders]
     return [plain[number % len(plain)] for number in range(count)]
 
 
@@ -108,7 +108,7 @@ class ImageEmbedder:
         self.has_deepstack = "deepstack_visual_embeds" in inspect.signature(body.forward).parameters
         self.has_two_way_images = has_two_way_images(model)
         self.has_axes = hasattr(owner, "get_rope_index")
-        self.plain = list_plain_tokens(model, 16)
+        self.plain = list_plain_tokens(model.config, self._modules[2].num_embeddings, 16)
         self._place = lru_cache(maxsize=256)(self._compute_positions)
 
     # ---- features

@@ -286,8 +286,7 @@ class Cluster(ABC):
         """Start lost processes again after ``end_calls``; return the models that have new ones. Calls are accepted.
 
         Lost are those that ``lost`` names, those on nodes that are lost, and those that answer nothing within
-        PING_SECONDS. Raises ``lost`` if
-        `runtime.restarts` does not allow for them.
+        PING_SECONDS. Raises ``lost`` if `runtime.restarts` does not allow for them.
         """
         stranded = self._find_stranded()
         silent = stranded | self._find_silent([*lost.workers, *stranded])
@@ -327,7 +326,7 @@ class Cluster(ABC):
             for rank in added:
                 self.end_worker(rank)
             raise
-        self.note_size(name, needs)
+        self._note_size(name, needs)
         for rank in leaving:
             self._wait_and_end(rank)
         return processes
@@ -340,7 +339,7 @@ class Cluster(ABC):
         """Do without a lost replica that has no place; return the model's configuration with ``processes``."""
         config, needs = self._count_anew(name, processes)
         self.end_worker(rank)
-        self.note_size(name, needs)
+        self._note_size(name, needs)
         return config
 
     def _count_anew(self, name: str, processes: int) -> tuple[ModelConfig, Footprint]:
@@ -350,7 +349,7 @@ class Cluster(ABC):
         config = type(model.config).model_validate(model.config.model_dump() | numbers)
         return config, find_footprint(name, config)
 
-    def note_size(self, name: str, needs: Footprint) -> None:
+    def _note_size(self, name: str, needs: Footprint) -> None:
         [self.slots[name]] = list_slots(pack_slots({name: needs}, []))
 
     def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:

@@ -459,14 +459,14 @@ class DistModel(Generic[Role]):
                     parts = min(self.config.parts_per_call, len(own[0][0].which)) if method == "generate" else 1
                     if number in known:
                         started.append([known[number]])
-                    elif parts > 1:
+                        continue
+                    if parts > 1:
                         first = ("first_part", method, parts, *own)
                         started.append(rank.execute_all([first] + [("next_part", method)] * (parts - 1)))
                     else:
                         started.append([rank.execute("call", method, *own)])
-                    if number not in known:
-                        for task in started[-1]:
-                            sharded.keep(record, number, task)
+                    for task in started[-1]:
+                        sharded.keep(record, number, task)
                 tasks = [task for parts in started for task in parts]
                 # Neither the rows of one rank nor a part of a group are of use alone.
                 complete = self.spmd or self.config.spread_samples

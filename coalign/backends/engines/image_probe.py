@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
-from coalign.backends.vision import ImageEmbedder, list_placeholder_ids, list_placeholders
+from coalign.backends.vision import ImageEmbedder, list_placeholders, list_plain_tokens
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.images.probe import make_probe
@@ -35,9 +35,7 @@ def begin_probe(processor: ImageProcessor) -> Batch:
     Each is a group of its own, so that the ranks of a trainer can share them.
     """
     config = processor.config
-    forbidden = list_placeholder_ids(config, config.get_text_config().vocab_size)
-    plain = [token for token in range(4 + len(forbidden)) if token not in forbidden][:4]
-    tokens, spans = make_probe(processor, plain)
+    tokens, spans = make_probe(processor, list_plain_tokens(config, config.get_text_config().vocab_size, 4))
     columns = {"tokens": torch.tensor(tokens * SAMPLES, dtype=torch.int32)}
     sequence = {"group": torch.arange(SAMPLES), "images": [tuple(spans)] * SAMPLES}
     return begin_samples(Batch(torch.full((SAMPLES,), len(tokens)), columns, sequence), 1)
