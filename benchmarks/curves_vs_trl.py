@@ -34,12 +34,13 @@ FORMAT = "{question}\nEnd with #### and the answer."
 SHOWN = {"sft": "loss", "grpo": "reward"}
 
 
-def run_coalign(stage: str, model: Path, data: Path, steps: int, file: Path, dtype: str) -> None:
+def run_coalign(stage: str, model: Path, data: Path, steps: int, file: Path, dtype: str, seed: int) -> None:
     computed = {"compute_dtype": dtype}
     models: dict[str, Any] = {"trainer": {"load": str(model), "optimizer": {"lr": RATES[stage]}} | computed}
     models["trainer"]["optimizer"]["schedule"] = "constant"
     config: dict[str, Any] = {
         "algorithm": stage,
+        "seed": seed,
         "output": str(file.with_suffix("")),
         "runtime": {"steps": steps, "prompts_per_step": ROWS[stage], "trackers": [], "resume": "never", "plots": False},
         "data": {"train": str(data), "shuffle": False},
@@ -59,7 +60,7 @@ def run_coalign(stage: str, model: Path, data: Path, steps: int, file: Path, dty
         append(file, value, line["loss/grad_norm"], line["time/step"], length)
 
 
-def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path, dtype: str) -> None:
+def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path, dtype: str, seed: int) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -82,6 +83,7 @@ def run_trl(stage: str, model: Path, data: Path, steps: int, file: Path, dtype: 
             rows.append(row | {"prompt": said("user", row["prompt"])})
     same: dict[str, Any] = {
         "output_dir": str(file.with_suffix("")),
+        "seed": seed,
         "learning_rate": RATES[stage],
         "lr_scheduler_type": "constant",
         "max_steps": steps,
@@ -177,6 +179,7 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True, help="JSONL: questions and answers, or the demo's rows")
     options.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--seed", type=int, default=0, help="of the samples")
     options.add_argument("--output", type=Path, default=Path("runs/curves"))
     options.add_argument("--only", choices=["coalign", "trl"], help="run this side alone, in this process")
     given = options.parse_args()
@@ -186,7 +189,7 @@ def main() -> None:
     files = {side: given.output / f"{given.stage}_{side}.jsonl" for side in ("coalign", "trl")}
     if given.only:
         run = {"coalign": run_coalign, "trl": run_trl}[given.only]
-        run(given.stage, fetch(given.model), given.data, given.steps, files[given.only], given.dtype)
+        run(given.stage, fetch(given.model), given.data, given.steps, files[given.only], given.dtype, given.seed)
         return
     for side, file in files.items():
         if len(read(file)) != given.steps:
