@@ -47,7 +47,7 @@ from coalign.cluster.placement.nodes import (
     place_processes,
 )
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
-from coalign.cluster.ray_space import check_ray
+from coalign.cluster.ray.space import check_ray
 from coalign.cluster.residency import Residency
 from coalign.cluster.slices import MAX_LOSSES
 from coalign.cluster.survivors.claim import RunClaim
@@ -632,7 +632,7 @@ def start_cluster(
 
         return TorchrunCluster(config, models)
     check_ray()
-    from coalign.cluster.ray import RayCluster  # the extra [ray] is needed only here
+    from coalign.cluster.ray.cluster import RayCluster  # the extra [ray] is needed only here
 
     return RayCluster(config, models, claim)
 

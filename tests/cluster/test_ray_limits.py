@@ -20,7 +20,7 @@ logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 import psutil, ray, torch
 from coalign.cluster import ray as ray_cluster
 from coalign.cluster.base import start_cluster
-from coalign.cluster.ray_space import RayStoreError
+from coalign.cluster.ray.space import RayStoreError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
