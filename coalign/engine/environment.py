@@ -43,7 +43,8 @@ from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
-    from coalign.cluster.dist import DistModel, ShardRecord
+    from coalign.cluster.dist import DistModel
+    from coalign.cluster.shards import ShardRecord
     from coalign.roles import Rollout
 
 
