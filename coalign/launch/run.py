@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -29,24 +28,23 @@ from coalign.engine.hooks.checkpoint_remote import (
     find_newest_anywhere,
     is_url,
 )
-from coalign.engine.hooks.control import RunControl
+from coalign.engine.hooks.control import Preempted, RunControl, StopSignals
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
 from coalign.engine.hooks.journal import JournalHook
-from coalign.engine.hooks.profiling import StepProfiler
 from coalign.engine.hooks.provenance import Provenance
-from coalign.engine.hooks.recorder import MetricsRecorder
+from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
 from coalign.engine.hooks.recovery import Recovery, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
-from coalign.engine.hooks.timeline import Timeline
+from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.files import RecordFile, RecordHandler, Sink
 from coalign.launch.check import trace
 from coalign.launch.data_load import load_data
 from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
-from coalign.launch.layout import StructureRecord, describe_assigned_layout
+from coalign.launch.layout import describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.contact_sheet import write_sample_sheet
 from coalign.report.display import Display
@@ -244,60 +242,6 @@ def _find_checkpoint(
         return fetch_checkpoint(resume, disk)
     verify_checkpoint(Path(resume))
     return Path(resume)
-
-
-class Preempted(Exception):
-    """The machine will soon be taken away, and the loop was only waiting for samples."""
-
-
-class StopSignals:
-    """Lets Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end a run, as a context manager.
-
-    A run that trains ends after the step under way, with a checkpoint. A second signal, or one before training, ends it
-    at once, by a KeyboardInterrupt. ``first`` is the first signal's number. ``notice``: seconds between SIGTERM and the
-    end of the machine (None: no limit); a step that is still waiting for samples is then given up, by Preempted.
-    """
-
-    def __init__(self, notice: float | None) -> None:
-        self.notice = notice
-        self.waits = False  # for samples or an evaluation, of which nothing is lost
-        self.first: int | None = None
-        self.engine: Engine | None = None  # that trains
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
-                    self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def install(self) -> None:
-        """Handle signals again: Ray, when it starts, puts handlers of its own in the place of ours."""
-        for number in self._before:
-            signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def phase(self, name: str) -> None:
-        """The engine enters a phase."""
-        self.waits = name in ("rollout", "evaluate")
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self.first is not None or self.engine is None:
-            self.first = self.first or number
-            raise KeyboardInterrupt
-        self.first = number
-        self.engine.stop = signal.Signals(number).name
-        if self.notice is not None and number == signal.SIGTERM:
-            log.warning("SIGTERM: saving at once, within %g s (runtime.preemption_notice)", self.notice)
-            if self.waits:
-                raise Preempted
-            return
-        log.warning("%s: finishing this step, then saving; once more to stop at once", self.engine.stop)
 
 
 @contextmanager

@@ -1,8 +1,13 @@
-"""Does what a run is asked for between two steps: save, stop, or compute with other numbers of processes."""
+"""Does what a run is asked for between two steps: save, stop, or compute with other numbers of processes.
+
+``RunControl`` serves requests of other processes, ``StopSignals`` the signals of the system.
+"""
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,3 +101,57 @@ def _try(verb: str, work: Callable[[Engine], str], engine: Engine) -> ControlRes
     except Exception as problem:  # writers of tensors report a full disk by errors of their own
         text = str(problem) if isinstance(problem, ValueError) else describe_problem(problem)
         return ControlResult(verb, False, f"refused: {text}")
+
+
+class Preempted(Exception):
+    """The machine will soon be taken away, and the loop was only waiting for samples."""
+
+
+class StopSignals:
+    """Lets Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end a run, as a context manager.
+
+    A run that trains ends after the step under way, with a checkpoint. A second signal, or one before training, ends it
+    at once, by a KeyboardInterrupt. ``first`` is the first signal's number. ``notice``: seconds between SIGTERM and the
+    end of the machine (None: no limit); a step that is still waiting for samples is then given up, by Preempted.
+    """
+
+    def __init__(self, notice: float | None) -> None:
+        self.notice = notice
+        self.waits = False  # for samples or an evaluation, of which nothing is lost
+        self.first: int | None = None
+        self.engine: Engine | None = None  # that trains
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def install(self) -> None:
+        """Handle signals again: Ray, when it starts, puts handlers of its own in the place of ours."""
+        for number in self._before:
+            signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def phase(self, name: str) -> None:
+        """The engine enters a phase."""
+        self.waits = name in ("rollout", "evaluate")
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.first is not None or self.engine is None:
+            self.first = self.first or number
+            raise KeyboardInterrupt
+        self.first = number
+        self.engine.stop = signal.Signals(number).name
+        if self.notice is not None and number == signal.SIGTERM:
+            log.warning("SIGTERM: saving at once, within %g s (runtime.preemption_notice)", self.notice)
+            if self.waits:
+                raise Preempted
+            return
+        log.warning("%s: finishing this step, then saving; once more to stop at once", self.engine.stop)
