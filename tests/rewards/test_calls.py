@@ -17,8 +17,8 @@ from coalign.rewards.calls import (
     RewardFunction,
     read_outcomes,
 )
+from coalign.rewards.thread_pool import MAX_HUNG
 from coalign.services import ServiceError
-from coalign.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
 SAMPLES = [sample(f"{g}{i}", group=g, index=i) for g in range(3) for i in range(2)]
