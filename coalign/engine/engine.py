@@ -2,8 +2,8 @@
 
 A recipe subclasses ``Engine`` and writes two methods. Everything else is here, once, for synchronous and asynchronous
 training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop; the
-roll-out side is in environment.py, and evaluation in evaluator.py. Reference log-probs come without a second model in
-memory from the frozen weights beneath adapters (``BaseWeights``), or from a cache (``precompute``).
+roll-out side is in environment.py, evaluation in evaluator.py, and references without a model of their own in
+reference.py.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from coalign.data.loader import Loader
 from coalign.engine.environment import Environment
 from coalign.engine.evaluator import Evaluator, score
 from coalign.engine.filters import build_group_selection
+from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.engine.unfinished import UnfinishedGroups
 from coalign.roles import Rollout
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan
-    from coalign.report.display import Display
-    from coalign.roles import Trainable
 
 
 @dataclass(frozen=True)
@@ -95,27 +94,36 @@ class Hook:
 class Trainer:
     """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it.
 
-    ``main`` is the model whose metrics get no prefix.
+    ``main`` is the model whose metrics get no prefix. ``finds_learned``: whether somebody wants to know what each batch
+    was learned from.
     """
 
     def __init__(
-        self, cluster: Cluster, flow: Callable[[BatchRef], Any], syncs: Sequence[WeightSync], main: str | None
+        self,
+        cluster: Cluster,
+        flow: Callable[[BatchRef], Any],
+        syncs: Sequence[WeightSync],
+        main: str | None,
+        finds_learned: bool,
     ) -> None:
         self.cluster = cluster
         self.flow = flow
         self.main = main
+        self.finds_learned = finds_learned
         self.syncs = list(syncs)
 
-    def step(self, batch: BatchRef) -> tuple[Stats, BatchRef]:
+    def step(self, batch: BatchRef) -> tuple[Stats, BatchRef | None]:
         """Train on one batch, and wait until every model has taken its step.
 
-        Returns the metrics, and the batch with what it was learned from: advantages and the trainer's log-probs.
+        Returns the metrics, and (``finds_learned``) the batch with what it was learned from: advantages and the
+        trainer's log-probs.
         """
         begun = time.perf_counter()
         with self.cluster.watch() as calls:
             self.flow(batch)
         stats = calls.stats(self.main)
-        return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}]), find_learned(calls, batch)
+        learned = find_learned(calls, batch) if self.finds_learned else None
+        return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}]), learned
 
     def sync(self, version: int) -> Stats:
         """Send the weights of ``version`` to every target, which serves them only once they are verified.
@@ -200,7 +208,7 @@ class Engine:
         self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
         self.whole: dict[str, Any] | None = None  # the `snapshot` after the last step; None while one is trained
         self.stats: Stats = {}  # metrics of the last step
-        self.learned: BatchRef | None = None  # what it learned from; None once the next one begins
+        self.learned: BatchRef | None = None  # what it learned from, if tokens are logged, until the next one begins
         self.late: Stats = {}  # metrics that came after their step was recorded: the next one records them
         self.notices: deque[Callable[[], None]] = deque()  # what hooks have yet to hear of
         self._losses = Counter[int]()  # how often processes were lost, by the step under way
@@ -221,11 +229,10 @@ class Engine:
 
     def _start_models(self) -> dict[str, DistModel[Any]]:
         planned = [model for model in self.plan.models.values() if model.base_of is None]
-        main, runtime = self.learning[:1], self.config.runtime
-        records = self.source == "prompts" and min(runtime.log_samples, runtime.keep_rollouts) > 0
+        main = self.learning[:1] if self.logs_tokens else []
         return {
             m.name: self.cluster.spawn(
-                m.name, m.config, replace(m.context, steps=self.last, records_logprobs=records and m.name in main)
+                m.name, m.config, replace(m.context, steps=self.last, records_logprobs=m.name in main)
             )
             for m in planned
         }
@@ -244,7 +251,8 @@ class Engine:
         self.tokenizer = data.tokenizer
         self.ptx_loader = data.ptx
         syncs = [self._sync_between(*pair) for pair in self.plan.syncs]
-        self.training = Trainer(self.cluster, self.train_flow, syncs, main=next(iter(self.learning), None))
+        main = next(iter(self.learning), None)
+        self.training = Trainer(self.cluster, self.train_flow, syncs, main, finds_learned=self.logs_tokens)
         serve = lambda: self.training.serve_newcomers(self.step)  # noqa: E731
         selection = build_group_selection(self.plan, self.cluster, data.train)
         options = {"max_staleness": config.runtime.max_staleness, "last": data.steps, "on_wait": serve}
@@ -345,6 +353,12 @@ class Engine:
         """Whether the run has taken all its steps, or trained on all its tokens (`runtime.tokens`)."""
         budget = self.config.runtime.tokens
         return self.step >= self.last or (budget is not None and self.tokens >= budget)
+
+    @property
+    def logs_tokens(self) -> bool:
+        """Whether the run folder gets tokens of samples, with what they were learned from."""
+        runtime = self.config.runtime
+        return self.source == "prompts" and min(runtime.log_samples, runtime.keep_rollouts) > 0
 
     @property
     def served(self) -> int:
@@ -482,37 +496,3 @@ def compute_rates(stats: Stats, seconds: float) -> Stats:
     rates["throughput/samples"] = stats.get("samples/count")
     found = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}
     return {"time/step": Total(seconds), **found}
-
-
-def drop_unread_reference(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
-    """Return ``roles`` without `reference` if ``loss`` does not read its log-probs."""
-    if loss is None:
-        return roles
-    return {name: role for name, role in roles.items() if name != "reference" or "ref" in loss.needs}
-
-
-class BaseWeights:
-    """The weights beneath a model's adapters, as a scorer: ``forward_step`` with the adapters off."""
-
-    def __init__(self, model: DistModel[Trainable]) -> None:
-        self.model = model
-
-    def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
-        """See TrainableModule.forward_step."""
-        return self.model.forward_step(batch, into=into, base=True)
-
-
-def precompute(engine: Engine, display: Display) -> None:
-    """Fill the caches of all models that have one with the rows of the run's data, then unload these models."""
-    cached = {n: model for n, model in engine.running.items() if model.config.cache}
-    loaders = [engine.environment.loader, *([engine.evaluator.loader] if engine.evaluator else [])]
-    if not cached:
-        return
-    with display.progress(f"log-probs of {', '.join(cached)}", sum(loader.rows for loader in loaders)) as advance:
-        for _, rows in (part for loader in loaders for part in loader.all()):
-            ref = engine.cluster.put(rows)
-            for scored in [model.forward_step(ref) for model in cached.values()]:
-                scored.result()
-            advance(len(set(rows["group"].tolist())))
-    for model in cached.values():
-        model.unload().result()

@@ -18,7 +18,7 @@ from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
 from coalign.diagnosis.ending import explain_ending
-from coalign.engine.engine import Engine, Hook, precompute
+from coalign.engine.engine import Engine, Hook
 from coalign.engine.fleet import Fleet
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
@@ -39,6 +39,7 @@ from coalign.engine.hooks.recovery import Recovery, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
+from coalign.engine.reference import precompute
 from coalign.files import RecordFile, RecordHandler, Sink
 from coalign.launch.check import trace
 from coalign.launch.data_load import load_data
