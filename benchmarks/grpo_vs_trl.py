@@ -1,13 +1,15 @@
 """GRPO step: Coalign against TRL in turns, each in its own process: same model, prompts, lengths, KL and precision.
 
     python benchmarks/grpo_vs_trl.py [--rounds 3] [--steps 3] [--precision fp32 bf16] [--new 128] [--model NAME]
+        [--trl-batch 64]
 
 NAME is what `load:` takes: a directory, a GGUF file, a name of the hub. Its end of text is made a token that no side
 samples, so that all responses have the same length. Without it a random model of 15.7M parameters is made.
 
 Prints medians and ratios, split by phase, with the FLOP floor: the least work the step needs (generation with the
 prompt computed once per group, reference forward, forward and backward; head only where a token is chosen) over the
-matmul rate measured in the same run. TRL runs without gradient checkpointing, its fastest setting here.
+matmul rate measured in the same run. TRL runs without gradient checkpointing, its fastest setting here, and with
+`--trl-batch` samples in a micro-batch: all of a step (64) is its fastest, fewer take less memory.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def run_coalign(model: Path, precision: str, steps: int, new: int) -> dict:
     }
 
 
-def run_trl(model: Path, precision: str, steps: int, new: int) -> dict:
+def run_trl(model: Path, precision: str, steps: int, new: int, batch: int) -> dict:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -128,7 +130,8 @@ def run_trl(model: Path, precision: str, steps: int, new: int) -> dict:
     )
     arguments = GRPOConfig(
         output_dir=work,
-        per_device_train_batch_size=PROMPTS * SAMPLES,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=PROMPTS * SAMPLES // batch,
         num_generations=SAMPLES,
         max_completion_length=new,
         generation_kwargs={"min_new_tokens": new},
@@ -215,13 +218,15 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=3)
     options.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
     options.add_argument("--new", type=int, default=128, help="tokens of a response")
+    options.add_argument("--trl-batch", type=int, default=PROMPTS * SAMPLES, help="samples in a micro-batch of TRL's")
     options.add_argument("--worker", choices=["coalign", "trl"], help=argparse.SUPPRESS)
     options.add_argument("--model", help="a directory, a GGUF file, or a name of the hub")
     options.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:
-        run = {"coalign": run_coalign, "trl": run_trl}[given.worker]
-        given.result.write_text(json.dumps(run(Path(given.model), given.precision[0], given.steps, given.new)))
+        work = Path(given.model), given.precision[0], given.steps, given.new
+        result = run_coalign(*work) if given.worker == "coalign" else run_trl(*work, given.trl_batch)
+        given.result.write_text(json.dumps(result))
         return
 
     import torch
@@ -246,14 +251,19 @@ def main() -> None:
                         str(given.steps),
                         "--new",
                         str(given.new),
+                        "--trl-batch",
+                        str(given.trl_batch),
                         "--model",
                         str(model),
                         "--result",
                         str(file),
                     ]
                     subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-                    for key, value in json.loads(file.read_text()).items():
+                    measured = json.loads(file.read_text())
+                    for key, value in measured.items():
                         results[precision, worker][key] += value if isinstance(value, list) else [value]
+                    steps = ", ".join(f"{seconds:.2f}" for seconds in measured["step"])
+                    print(f"{worker} {precision}: steps of {steps} s, peak {measured['peak']:.0f} MiB", flush=True)
         print(
             f"model: {parameters / 1e6:.1f}M parameters; "
             f"{PROMPTS} prompts x {SAMPLES} samples x {given.new} tokens; KL {KL}"

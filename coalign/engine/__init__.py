@@ -6,6 +6,6 @@
 - ``evaluator.py`` is the evaluation side; ``reference.py`` has references without a model of their own.
 - ``reward.py`` combines all rewards into ``self.reward``; ``vocabulary.py`` compares tokenizers.
 - ``journal.py`` writes what became of groups, ``finished_rollouts.py`` keeps what replicas have finished.
-- ``fleet.py`` decides on numbers of processes; ``image_comparison.py`` compares engines and trainers that see.
+- ``fleet.py`` decides on numbers of processes; ``sampler_comparison.py`` compares engines with their trainers.
 - ``hooks/`` is everything that watches the loop: evaluation, checkpoints, guards, records.
 """

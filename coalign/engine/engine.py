@@ -385,10 +385,12 @@ class Engine:
         """Train until the run is complete, or a hook sets ``stop``."""
         self.phase("sync")
         self.training.sync(self.step)
-        if self.config.data.images is not None:
-            from coalign.engine.image_comparison import compare_images  # imports transformers
+        policies = {name: model.module for name, model in self.plan.models.items() if model.role is Rollout}
+        # A class of one's own that does not say is not compared: it need not have an engine.
+        if others := [name for name, module in policies.items() if not getattr(module, "compares_itself", True)]:
+            from coalign.engine.sampler_comparison import compare_samplers  # imports transformers
 
-            compare_images(self)
+            compare_samplers(self, others)
         self.whole = self.snapshot()
         self.notices.extend(partial(hook.begin, self) for hook in self.hooks)
         while self.notices or not (self.complete or self.stop):

@@ -6,10 +6,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from coalign import cli
+from coalign.engine.hooks.control import StopSignals
 from coalign.engine.hooks.recorder import MetricsRecorder
 from tests.runs import MARK, command, metrics, processes_of, run, settings, wait_for, weights_hash
 
@@ -43,13 +45,14 @@ def test_killed_and_started_again_the_weights_are_the_same(tmp_path, moments, st
     assert [line["step"] for line in metrics(killed)] == list(range(1, steps + 1))
 
 
-def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("times", [1, 2])  # `timeout` sends its signal to a process, and then to its group
+def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, monkeypatch, times):
     config = settings(tmp_path, "sft", eval_at_start=False)
     record = MetricsRecorder.after_step
 
     def after_step(self, engine, stats, batch):
         record(self, engine, stats, batch)
-        if engine.step == 2:
+        for _ in range(times if engine.step == 2 else 0):
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(MetricsRecorder, "after_step", after_step)
@@ -58,6 +61,18 @@ def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, monkeypatc
     assert "SIGINT: finishing this step, then saving" in (folder / "log.txt").read_text()
     assert [line["step"] for line in metrics(config)] in ([1, 2], [1, 2, 3])
     assert (folder / "checkpoints" / f"step_{metrics(config)[-1]['step']}" / "manifest.json").exists()
+
+
+def test_a_second_ctrl_c_stops_a_run_at_once(monkeypatch):
+    clock = iter([10.0, 10.1, 11.0])
+    monkeypatch.setattr("coalign.engine.hooks.control.time", Mock(monotonic=lambda: next(clock)))
+    with StopSignals(None) as signals:
+        signals.engine = Mock()
+        for _ in range(2):  # 0.1 s after the first one
+            signal.raise_signal(signal.SIGINT)
+        assert signals.engine.stop == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.slow

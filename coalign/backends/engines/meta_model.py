@@ -230,7 +230,7 @@ class MetaModelModule(RolloutModule):
 
     adopts = True
     reads_images = True
-    compares_images = True
+    compares_itself = True
     engine: MetaModelEngine
 
     @classmethod

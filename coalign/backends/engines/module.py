@@ -15,8 +15,8 @@ from coalign.backends.base import Module
 from coalign.backends.engines.continuous import ContinuousGeneration
 from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
 from coalign.backends.engines.episodes import EpisodeRunner
-from coalign.backends.engines.image_probe import begin_probe, check_difference, compute_logprobs, sample_probe
 from coalign.backends.engines.request import begin_generation, count_missing_groups, extend_samples, plan_requests
+from coalign.backends.engines.sampler_probe import begin_probe, check_difference, compute_logprobs, sample_probe
 from coalign.backends.pretrained import get_directory
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
@@ -39,7 +39,7 @@ class RolloutModule(Module):
         "pause": (),
         "resume": (),
     }
-    compares_images: ClassVar[bool] = False  # with the model's own forward, whenever it gets its first weights
+    compares_itself: ClassVar[bool] = False  # with the model's own forward, whenever it gets its first weights
     engine: InferenceEngine
     runner: EpisodeRunner | None = None
     continuous: ContinuousGeneration | None = None  # from the first ``roll`` on
@@ -163,13 +163,14 @@ class RolloutModule(Module):
             source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
             move_module(source, self.context.device)
             self.load_weights(lora.export_merged(source), version=0, adopt=True)
-            self.compare_images(source)
+            self.compare(source)
 
-    def compare_images(self, source: PreTrainedModel) -> None:
-        """Raise ValueError where the engine reads images otherwise than ``source``, whose weights it has."""
-        if self.compares_images or (processor := self.read_processor()) is None:
+    def compare(self, source: PreTrainedModel) -> None:
+        """Raise ValueError where the engine computes another model than ``source``, whose weights it has."""
+        if self.compares_itself:
             return
-        samples = sample_probe(self, None, begin_probe(processor))
+        processor = self.read_processor()
+        samples = sample_probe(self, None, begin_probe(source.config, processor))
         if samples is not None:
             expected = compute_logprobs(source, processor, samples, self.config.sampling.temperature or 1.0)
             check_difference(self.context.model, [self.config], samples, expected)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)
+ECHO = 0.5  # seconds in which the same signal is the same request
 
 
 class RunControl(Hook):
@@ -111,8 +113,10 @@ class StopSignals:
     """Lets Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end a run, as a context manager.
 
     A run that trains ends after the step under way, with a checkpoint. A second signal, or one before training, ends it
-    at once, by a KeyboardInterrupt. ``first`` is the first signal's number. ``notice``: seconds between SIGTERM and the
-    end of the machine (None: no limit); a step that is still waiting for samples is then given up, by Preempted.
+    at once, by a KeyboardInterrupt. The same signal within ECHO seconds is no second one: `timeout` and some schedulers
+    send theirs to a process and then to its group. ``first`` is the first signal's number. ``notice``: seconds between
+    SIGTERM and the end of the machine (None: no limit); a step that is still waiting for samples is then given up, by
+    Preempted.
     """
 
     def __init__(self, notice: float | None) -> None:
@@ -120,6 +124,7 @@ class StopSignals:
         self.waits = False  # for samples or an evaluation, of which nothing is lost
         self.first: int | None = None
         self.engine: Engine | None = None  # that trains
+        self._came = 0.0  # the first signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -144,10 +149,13 @@ class StopSignals:
         self.waits = name in ("rollout", "evaluate")
 
     def _handle(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if number == self.first and now - self._came < ECHO:
+            return
         if self.first is not None or self.engine is None:
             self.first = self.first or number
             raise KeyboardInterrupt
-        self.first = number
+        self.first, self._came = number, now
         self.engine.stop = signal.Signals(number).name
         if self.notice is not None and number == signal.SIGTERM:
             log.warning("SIGTERM: saving at once, within %g s (runtime.preemption_notice)", self.notice)

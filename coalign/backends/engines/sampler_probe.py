@@ -1,17 +1,18 @@
-"""Compares what an engine samples behind pictures with the log-probs that the model's trainer, or its own forward, has.
+"""Compares what an engine samples with the log-probs that the model's trainer, or its own forward, has.
 
-An engine with classes of its own may read images otherwise than transformers: other positions, another mask, a tower
-that lost some weights. It samples all the same, and a run would learn from another model's answers.
+An engine with classes of its own may compute another model than transformers: without a bias that it does not know,
+with other positions, with a tower that lost some weights. It samples all the same, and a run would learn from another
+model's answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
 from coalign.backends.vision import ImageEmbedder, list_placeholders, list_plain_tokens
@@ -25,19 +26,23 @@ if TYPE_CHECKING:
     from coalign.cluster.future import Store
 
 SAMPLES, TOKENS = 4, 8  # that are compared
+PLAIN = 8  # tokens of a prompt without pictures
 # Mean |Δ log-prob| that rounding explains; a model that is read otherwise is about 1 away.
 LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 
 
-def begin_probe(processor: ImageProcessor) -> Batch:
-    """Return samples without a response, of a prompt with two pictures.
+def begin_probe(config: PreTrainedConfig, processor: ImageProcessor | None) -> Batch:
+    """Return samples without a response, of a prompt of plain tokens, or with two pictures for a model that sees.
 
     Each is a group of its own, so that the ranks of a trainer can share them.
     """
-    config = processor.config
-    tokens, spans = make_probe(processor, list_plain_tokens(config, config.get_text_config().vocab_size, 4))
+    plain = list_plain_tokens(config, config.get_text_config().vocab_size, PLAIN)
+    sequence: dict[str, Any] = {"group": torch.arange(SAMPLES)}
+    tokens = plain
+    if processor is not None:
+        tokens, spans = make_probe(processor, plain)
+        sequence["images"] = [tuple(spans)] * SAMPLES
     columns = {"tokens": torch.tensor(tokens * SAMPLES, dtype=torch.int32)}
-    sequence = {"group": torch.arange(SAMPLES), "images": [tuple(spans)] * SAMPLES}
     return begin_samples(Batch(torch.full((SAMPLES,), len(tokens)), columns, sequence), 1)
 
 
@@ -54,14 +59,19 @@ def sample_probe(module: RolloutModule, store: Store | None, begun: Batch) -> Ba
 
 
 @torch.inference_mode()
-def compute_logprobs(model: PreTrainedModel, processor: ImageProcessor, samples: Batch, temperature: float) -> Tensor:
+def compute_logprobs(
+    model: PreTrainedModel, processor: ImageProcessor | None, samples: Batch, temperature: float
+) -> Tensor:
     """Compute f32[T], the log-prob of each token by the model's own forward; 0 for the first of a sample."""
-    images = ImageEmbedder(model.eval(), processor, keep=0)
-    forbidden = torch.tensor(list_placeholders(model))
+    images = ImageEmbedder(model.eval(), processor, keep=0) if processor is not None else None
+    forbidden = torch.tensor(list_placeholders(model), dtype=torch.int64)
     out = []
     for row in samples.rows():
         tokens = row["tokens"].long()
-        logits = model(**images.list_plain_inputs(tokens.to(model.device), row["images"])).logits[0, :-1].float().cpu()
+        inputs: dict[str, Any] = {"input_ids": tokens[None].to(model.device)}
+        if images is not None:
+            inputs = images.list_plain_inputs(tokens.to(model.device), row["images"])
+        logits = model.eval()(**inputs).logits[0, :-1].float().cpu()
         logprobs = (logits.index_fill(1, forbidden, -torch.inf) / temperature).log_softmax(-1)
         out += [torch.zeros(1), logprobs.gather(1, tokens[1:, None])[:, 0]]
     return torch.cat(out)
@@ -73,7 +83,12 @@ def check_difference(name: str, configs: Sequence[ModelConfig], samples: Batch, 
     limit = max(LIMITS[config.compute_dtype or config.dtype] for config in configs)
     difference = (samples["rollout_logprobs"] - expected)[samples["loss_mask"]].abs().mean().item()
     if not difference <= limit:
+        load = configs[0].load
+        if "images" in samples.sequence:
+            why = f"reads images otherwise than {load} does: behind two pictures, log-probs"
+        else:
+            why = f"computes {load} otherwise than transformers does: log-probs"
         raise ValueError(
-            f"models.{name}.module is `{configs[0].module}`, which reads images otherwise than {configs[0].load} does: "
-            f"behind two pictures, log-probs differ by {difference:.2g} on average; use `native`"
+            f"models.{name}.module is `{configs[0].module}`, which {why} differ by {difference:.2g} on average; use "
+            "`native` or `transformers`"
         )
