@@ -28,9 +28,10 @@ from coalign.backends.base import Module
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.cluster.base import LocalCluster, LocalWorker, start_cluster
+from coalign.cluster.base import start_cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import BatchRef, Future, Outcome, Span
+from coalign.cluster.local import LocalCluster, LocalWorker
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SamplingConfig

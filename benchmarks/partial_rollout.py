@@ -24,7 +24,7 @@ from common import make_model
 
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.engines.request import begin_samples
-from coalign.cluster.base import LocalCluster
+from coalign.cluster.local import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.environment import Buffer, Environment, Ledger

@@ -1,4 +1,4 @@
-"""The package's threads: call queues, pools with a deadline for each call, and event loops in a thread of their own.
+"""The package's threads: call queues, calls in a thread of their own, and event loops.
 
 All of them are daemons. Python cannot stop a thread, so one that hangs is left behind and ends with the process.
 """
@@ -8,24 +8,17 @@ from __future__ import annotations
 import ast
 import asyncio
 import concurrent.futures
-import os
 import queue
 import sys
 import threading
-import time
 import traceback
 import warnings
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 CallResult = tuple[Any, BaseException | None]  # what a call returned, or what it raised
-
-_THREADS = min(32, (os.cpu_count() or 1) + 4)  # enough to overlap some waiting
-MAX_HUNG = 16  # threads that missed their deadline and still run
 
 _PARSER_LOCK = threading.RLock()
 _FOREIGN = "<foreign text>"
@@ -43,14 +36,10 @@ def parse_python(text: str, mode: str = "exec") -> Any:
 
 
 class CallTimeout(Exception):
-    """A call missed the pool's deadline. The function's own TimeoutError is another exception."""
+    """A call missed its deadline. The function's own TimeoutError is another exception."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer within {seconds:g} s")
-
-
-class TooManyHung(RuntimeError):
-    """More than MAX_HUNG threads missed their deadline and still run."""
 
 
 def start_thread(task: Callable[[], Any], name: str) -> threading.Thread:
@@ -88,7 +77,7 @@ class CallQueue:
     def call(self, task: Callable[[], Value]) -> Value:
         """Run ``task`` after all earlier ones; return or raise what it does. Not for a task of this queue."""
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.submit(partial(_call, task), done.set_result)
+        self.submit(partial(try_call, task), done.set_result)
         result, error = done.result()
         if error is not None:
             raise error
@@ -113,7 +102,8 @@ class CallQueue:
             del item, task, deliver  # what they refer to can be freed while the thread waits
 
 
-def _call(function: Callable[[], Any]) -> CallResult:
+def try_call(function: Callable[[], Any]) -> CallResult:
+    """Call a function; return what it returned, or what it raised."""
     try:
         return function(), None
     except BaseException as error:  # SystemExit too: a user's function cannot end the run by calling exit()
@@ -137,7 +127,7 @@ async def call_in_thread(function: Callable[..., Any], *arguments: Any, **keywor
             result.set_exception(RuntimeError("StopIteration") if isinstance(error, StopIteration) else error)
 
     def work() -> None:
-        outcome = _call(partial(function, *arguments, **keywords))
+        outcome = try_call(partial(function, *arguments, **keywords))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)
 
@@ -179,98 +169,3 @@ class EventLoopThread:
         self.events.run_forever()
         self.events.run_until_complete(asyncio.sleep(0))  # tasks cancelled last get to see it
         self.events.close()
-
-
-class ThreadPool:
-    """Runs plain functions in a few threads, with a deadline for each call. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._free = asyncio.Semaphore(_THREADS)
-        self._hung: list[threading.Thread] = []
-
-    async def run(self, call: Callable[[Any], Any], arguments: Sequence[Any], seconds: float) -> list[CallResult]:
-        """The result of every call, in order; a call that takes longer than ``seconds`` has raised CallTimeout.
-
-        A thread that hangs is abandoned, and another one makes the remaining calls. Raises TooManyHung (in an
-        ExceptionGroup) when more than MAX_HUNG threads hang.
-        """
-        work = _SharedCalls(call, deque(enumerate(arguments)))
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(_THREADS, len(arguments))):
-                group.create_task(self._work_off(work, seconds))
-        return [work.results[position] for position in range(len(arguments))]
-
-    async def _work_off(self, work: _SharedCalls, seconds: float) -> None:
-        async with self._free:
-            while work.todo:
-                await self._run_worker(work, seconds)
-
-    async def _run_worker(self, work: _SharedCalls, seconds: float) -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        worker = _Worker(work, lambda: loop.call_soon_threadsafe(ended.set), since=time.monotonic())
-        thread = start_thread(worker.run, "pool")
-        try:
-            while not ended.is_set():
-                left = worker.since + seconds - time.monotonic()
-                try:
-                    await asyncio.wait_for(ended.wait(), max(left, 0.001))
-                except TimeoutError:
-                    if worker.abandon_after(seconds):
-                        work.results[worker.position] = None, CallTimeout(seconds)
-                        self._count_hung(thread)
-                        return
-        finally:
-            worker.abandoned = True  # if this task was cancelled, nobody waits for the thread any more
-
-    def _count_hung(self, thread: threading.Thread) -> None:
-        self._hung = [*(t for t in self._hung if t.is_alive()), thread]
-        if len(self._hung) > MAX_HUNG:
-            raise TooManyHung(f"{len(self._hung)} threads did not return in time and still run")
-
-
-@dataclass
-class _SharedCalls:
-    """Calls that several threads take from: those still to make, and the results by position."""
-
-    call: Callable[[Any], Any]
-    todo: deque[tuple[int, Any]]
-    results: dict[int, CallResult] = field(default_factory=dict)
-
-
-@dataclass
-class _Worker:
-    """One thread's work. ``position`` and ``since`` are those of its current call; all fields are under ``lock``."""
-
-    work: _SharedCalls
-    report_end: Callable[[], Any]
-    since: float
-    position: int = -1
-    abandoned: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def run(self) -> None:
-        result: CallResult | None = None
-        while (job := self._next(result)) is not None:
-            result = _call(partial(self.work.call, *job))
-        if not self.abandoned:
-            self.report_end()
-
-    def abandon_after(self, seconds: float) -> bool:
-        """Abandon the thread if its current call has taken ``seconds``; whether it has."""
-        with self.lock:
-            self.abandoned = time.monotonic() - self.since >= seconds
-            return self.abandoned
-
-    def _next(self, result: CallResult | None) -> tuple[Any] | None:
-        """Store the last call's result; the argument of the next call, None at the end."""
-        with self.lock:
-            if self.abandoned:
-                return None
-            if result is not None:
-                self.work.results[self.position] = result
-            try:
-                self.position, argument = self.work.todo.popleft()
-            except IndexError:
-                return None
-            self.since = time.monotonic()
-            return (argument,)

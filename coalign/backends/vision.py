@@ -271,10 +271,8 @@ def place_features(row: Tensor, places: Tensor, layers: Features) -> Tensor:
     return row
 
 
-def pack_with_images(images: ImageEmbedder | None, batch: Batch, *, share_prefix: bool) -> Layout:
-    """The layout of ``batch`` for a model that sees by ``images``; None: one that reads text alone."""
-    if images is None:
-        return pack(batch, share_prefix=share_prefix)
+def pack_with_images(images: ImageEmbedder, batch: Batch, *, share_prefix: bool) -> Layout:
+    """The layout of ``batch`` for a model that sees by ``images``."""
     spans = batch.get("images") or [()] * len(batch)
     axes = [images.find_positions(n, own) for n, own in zip(batch.lengths.tolist(), spans, strict=True)]
     known = [own for own in axes if own is not None]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.base import LocalReference, LocalStore
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, merge_columns
+from coalign.cluster.local import LocalReference, LocalStore
 from coalign.cluster.worker import apply_columns, find_module_class, name_of, transform_batches
 from coalign.config.functions import list_columns
 from coalign.config.schema import ModelConfig, RunConfig

@@ -27,9 +27,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from coalign.cluster.base import LocalCluster, LocalReference, LocalStore, LocalWorker
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import WorkerHandle, WorkerRows, WorkerTask
+from coalign.cluster.local import LocalCluster, LocalReference, LocalStore, LocalWorker
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, find_accelerator
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker

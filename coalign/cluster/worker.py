@@ -1,12 +1,11 @@
 """Runs one Module in its process (or thread): executes calls, and answers each with a Meta and a payload.
 
 The same class serves the local cluster and Ray. Exceptions do not leave it; they become a WorkerFailure. The worker
-also traces calls for a profiler, and reports what was in memory when there was not enough.
+also traces calls for a profiler.
 """
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import pickle
@@ -22,10 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from coalign import devices
 from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
+from coalign.cluster.memory_report import write_memory_report
 from coalign.config.functions import list_columns, resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
@@ -76,48 +75,6 @@ class Tracer:
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
             return torch.profiler.record_function(name)
         return devices.mark_cuda_range(name) if self._tool else nullcontext()
-
-
-_ROWS = 40
-
-
-def write_memory_report(error: BaseException, folder: Path, name: str) -> str:
-    """Write what is in memory after an out-of-memory error; returns an addition to its message (empty for others).
-
-    ``folder/name.txt`` is a table of the largest tensors. On CUDA, name.pickle is the allocator's snapshot (for
-    pytorch.org/memory_viz).
-    """
-    # The CPU's allocator raises a plain RuntimeError.
-    if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "DefaultCPUAllocator" not in str(error):
-        return ""
-    table, snapshot = folder / f"{name}.txt", folder / f"{name}.pickle"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        table.write_text(list_largest_tensors())
-        has_snapshot = devices.write_cuda_snapshot(snapshot)
-    except OSError as problem:  # must not hide the error of the call
-        return f"\nwhat was in memory could not be written: {problem}"
-    where = f"; the allocator's memory is in {snapshot}" if has_snapshot else ""
-    return f"\nthe largest tensors are listed in {table}{where}"
-
-
-def list_largest_tensors() -> str:
-    """A table of the tensors that Python can see, by size: MiB, dtype, shape, device.
-
-    Views of the same memory are one row. Tensors that only autograd refers to are missing.
-    """
-    found: dict[int, Tensor] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, Parameter) and not thing.is_meta and thing.layout == torch.strided:
-            found.setdefault(thing.untyped_storage().data_ptr(), thing)
-    tensors = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
-    total = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    lines = [f"{total / 2**20:10.1f} MiB in {len(tensors)} tensors"]
-    for tensor in tensors[:_ROWS]:
-        size, dtype = tensor.untyped_storage().nbytes() / 2**20, str(tensor.dtype).removeprefix("torch.")
-        kind = "parameter" if isinstance(tensor, Parameter) else "gradient graph" if tensor.grad_fn else ""
-        lines.append(f"{size:10.1f} {dtype:<10} {list(tensor.shape)!s:<24} {tensor.device} {kind}".rstrip())
-    return "\n".join(lines) + "\n"
 
 
 Answer = tuple[Meta, Batch | None]

@@ -12,7 +12,7 @@ _MOST = 3  # keys of a section that a message translates
 
 
 # Keys of Coalign that have another name now, by their paths.
-RENAMED = {"data.on_missing_key": "data.bad_rows", "data.on_bad_image": "data.bad_rows"}
+RENAMED = {"data.on_missing_key": "data.bad_rows"}
 
 
 def describe_renaming(key: Key) -> str | None:

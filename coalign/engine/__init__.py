@@ -1,8 +1,11 @@
 """The loop of a run. Start with ``engine.py``: recipes subclass its ``Engine``.
 
 - ``environment.py`` is the roll-out side: bundles of prompts go through ``env_flow``, and steps take complete groups;
-  ``filters.py`` decides which prompts are drawn and which groups are trained on.
+  ``filters.py`` decides which prompts are drawn and which groups are trained on; ``unfinished.py`` keeps the groups
+  that the next roll-out continues.
+- ``evaluator.py`` is the evaluation side; ``reference.py`` has references without a model of their own.
 - ``reward.py`` combines all rewards into ``self.reward``; ``vocabulary.py`` compares tokenizers.
-- ``journal.py`` and ``rollout_files.py`` write what became of groups, and the tokens of samples.
+- ``journal.py`` writes what became of groups, ``finished_rollouts.py`` keeps what replicas have finished.
+- ``fleet.py`` decides on numbers of processes; ``sampler_comparison.py`` compares engines with their trainers.
 - ``hooks/`` is everything that watches the loop: evaluation, checkpoints, guards, records.
 """

@@ -1,9 +1,9 @@
 """The engine: models, the flow between them, and the one loop that runs it.
 
 A recipe subclasses ``Engine`` and writes two methods. Everything else is here, once, for synchronous and asynchronous
-training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop and
-``Evaluator`` the evaluation side; the roll-out side is in environment.py. Reference log-probs come without a second
-model in memory from the frozen weights beneath adapters (``BaseWeights``), or from a cache (``precompute``).
+training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop; the
+roll-out side is in environment.py, evaluation in evaluator.py, and references without a model of their own in
+reference.py.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from coalign.cluster.future import BatchRef, Future, PayloadLost, WatchedCalls, WorkerLost
 from coalign.cluster.slices import MAX_LOSSES
 from coalign.config.schema import RunConfig
-from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.environment import Environment, UnfinishedGroups
+from coalign.engine.environment import Environment
+from coalign.engine.evaluator import Evaluator, score
 from coalign.engine.filters import build_group_selection
+from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
+from coalign.engine.unfinished import UnfinishedGroups
 from coalign.roles import Rollout
-from coalign.types import Metric, Stat, Stats, Total, merge_stats
+from coalign.types import Stats, Total, merge_stats
 from coalign.weights.sync.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan
-    from coalign.report.display import Display
-    from coalign.roles import Trainable
 
 
 @dataclass(frozen=True)
@@ -96,27 +94,36 @@ class Hook:
 class Trainer:
     """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it.
 
-    ``main`` is the model whose metrics get no prefix.
+    ``main`` is the model whose metrics get no prefix. ``finds_learned``: whether somebody wants to know what each batch
+    was learned from.
     """
 
     def __init__(
-        self, cluster: Cluster, flow: Callable[[BatchRef], Any], syncs: Sequence[WeightSync], main: str | None
+        self,
+        cluster: Cluster,
+        flow: Callable[[BatchRef], Any],
+        syncs: Sequence[WeightSync],
+        main: str | None,
+        finds_learned: bool,
     ) -> None:
         self.cluster = cluster
         self.flow = flow
         self.main = main
+        self.finds_learned = finds_learned
         self.syncs = list(syncs)
 
-    def step(self, batch: BatchRef) -> tuple[Stats, BatchRef]:
+    def step(self, batch: BatchRef) -> tuple[Stats, BatchRef | None]:
         """Train on one batch, and wait until every model has taken its step.
 
-        Returns the metrics, and the batch with what it was learned from: advantages and the trainer's log-probs.
+        Returns the metrics, and (``finds_learned``) the batch with what it was learned from: advantages and the
+        trainer's log-probs.
         """
         begun = time.perf_counter()
         with self.cluster.watch() as calls:
             self.flow(batch)
         stats = calls.stats(self.main)
-        return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}]), find_learned(calls, batch)
+        learned = find_learned(calls, batch) if self.finds_learned else None
+        return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}]), learned
 
     def sync(self, version: int) -> Stats:
         """Send the weights of ``version`` to every target, which serves them only once they are verified.
@@ -161,81 +168,6 @@ def _has_same_rows(one: BatchRef, other: BatchRef) -> bool:
     return torch.equal(one.lengths, other.lengths) and alike
 
 
-def pass_at_k(correct: int, n: int, k: int) -> float:
-    """Return the probability that one of k samples drawn from n without replacement is right (2107.03374, eq. 1)."""
-    return 1.0 - comb(n - correct, k) / comb(n, k)
-
-
-def score(
-    reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor, *, solved: float = 1.0
-) -> dict[str, Metric]:
-    """mean@n, pass@k for k = 1, 2, 4, … n, and response length; a sample with reward >= ``solved`` is right."""
-    stats: dict[str, Metric] = {"response_tokens": Stat(float(loss_mask.sum()), float(len(reward)))}
-    _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
-    right = torch.zeros(len(sizes), dtype=torch.int64).index_add_(0, member, (reward >= solved).long())
-    n = int(sizes.max()) if len(sizes) else 0
-    stats[f"mean@{n}"] = stats["mean"] = Stat.of(reward)
-    k = 1
-    while n > 1 and k <= n:
-        rates = [pass_at_k(c, size, k) for c, size in zip(right.tolist(), sizes.tolist(), strict=True) if size >= k]
-        stats[f"pass@{k}"] = Stat(sum(rates), len(rates))
-        k *= 2
-    return stats
-
-
-class Evaluator:
-    """Runs ``flow(prompts) -> Future`` (an engine's ``eval_flow``) over a whole evaluation set.
-
-    ``on_wait()`` is called every second while results are waited for.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        flow: Callable[[BatchRef], Any],
-        loader: Loader,
-        limit: int | None,
-        on_wait: Callable[[], None],
-    ) -> None:
-        self.cluster = cluster
-        self.on_wait = on_wait
-        self.flow = flow
-        self.loader = loader
-        self.limit = limit
-
-    def evaluate(self, display: Display | None = None) -> tuple[Stats, list[BatchRef]]:
-        """Evaluate all prompts; return the metrics, named `eval/…`, and the batches that the flow returned.
-
-        With several sources each has its own as well, named `eval/<source>/…`. ``display`` shows a bar meanwhile.
-        """
-        begun = time.perf_counter()
-        futures, calls, results = [], dict[str, list[WatchedCalls]](), []
-        for source, prompts in self.loader.all(self.limit):
-            with self.cluster.watch() as own:
-                futures.append((len(prompts), self.flow(self.cluster.put(_separate_groups(prompts)))))
-            calls.setdefault(source, []).append(own)
-        total = sum(rows for rows, _ in futures)
-        with display.progress("evaluating", total) if display else nullcontext(lambda rows: None) as advance:
-            for rows, future in futures:
-                future.wait(self.on_wait)
-                results.append(future.result())
-                advance(rows)
-        parts = {source: merge_stats(each.stats() for each in own) for source, own in calls.items()}
-        named = [(f"eval/{source}/", own) for source, own in parts.items() if len(parts) > 1]
-        stats = {
-            prefix + name: metric
-            for prefix, own in (*named, ("eval/", merge_stats(parts.values())))
-            for name, metric in own.items()
-            if not name.startswith(("time/", "memory/", "tokens/", "engine/"))
-        }
-        return {**stats, "time/eval": Total(time.perf_counter() - begun)}, results
-
-
-def _separate_groups(prompts: Batch) -> Batch:
-    """Give evaluation prompts negative groups, so that they never share random numbers with training prompts."""
-    return prompts.with_(group=-1 - prompts["group"])
-
-
 class Engine:
     """Models, the flow between them, and the loop.
 
@@ -276,7 +208,7 @@ class Engine:
         self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
         self.whole: dict[str, Any] | None = None  # the `snapshot` after the last step; None while one is trained
         self.stats: Stats = {}  # metrics of the last step
-        self.learned: BatchRef | None = None  # what it learned from; None once the next one begins
+        self.learned: BatchRef | None = None  # what it learned from, if tokens are logged, until the next one begins
         self.late: Stats = {}  # metrics that came after their step was recorded: the next one records them
         self.notices: deque[Callable[[], None]] = deque()  # what hooks have yet to hear of
         self._losses = Counter[int]()  # how often processes were lost, by the step under way
@@ -297,11 +229,10 @@ class Engine:
 
     def _start_models(self) -> dict[str, DistModel[Any]]:
         planned = [model for model in self.plan.models.values() if model.base_of is None]
-        main, runtime = self.learning[:1], self.config.runtime
-        records = self.source == "prompts" and min(runtime.log_samples, runtime.keep_rollouts) > 0
+        main = self.learning[:1] if self.logs_tokens else []
         return {
             m.name: self.cluster.spawn(
-                m.name, m.config, replace(m.context, steps=self.last, records_logprobs=records and m.name in main)
+                m.name, m.config, replace(m.context, steps=self.last, records_logprobs=m.name in main)
             )
             for m in planned
         }
@@ -320,7 +251,8 @@ class Engine:
         self.tokenizer = data.tokenizer
         self.ptx_loader = data.ptx
         syncs = [self._sync_between(*pair) for pair in self.plan.syncs]
-        self.training = Trainer(self.cluster, self.train_flow, syncs, main=next(iter(self.learning), None))
+        main = next(iter(self.learning), None)
+        self.training = Trainer(self.cluster, self.train_flow, syncs, main, finds_learned=self.logs_tokens)
         serve = lambda: self.training.serve_newcomers(self.step)  # noqa: E731
         selection = build_group_selection(self.plan, self.cluster, data.train)
         options = {"max_staleness": config.runtime.max_staleness, "last": data.steps, "on_wait": serve}
@@ -421,6 +353,12 @@ class Engine:
         """Whether the run has taken all its steps, or trained on all its tokens (`runtime.tokens`)."""
         budget = self.config.runtime.tokens
         return self.step >= self.last or (budget is not None and self.tokens >= budget)
+
+    @property
+    def logs_tokens(self) -> bool:
+        """Whether the run folder gets tokens of samples, with what they were learned from."""
+        runtime = self.config.runtime
+        return self.source == "prompts" and min(runtime.log_samples, runtime.keep_rollouts) > 0
 
     @property
     def served(self) -> int:
@@ -560,37 +498,3 @@ def compute_rates(stats: Stats, seconds: float) -> Stats:
     rates["throughput/samples"] = stats.get("samples/count")
     found = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}
     return {"time/step": Total(seconds), **found}
-
-
-def drop_unread_reference(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
-    """Return ``roles`` without `reference` if ``loss`` does not read its log-probs."""
-    if loss is None:
-        return roles
-    return {name: role for name, role in roles.items() if name != "reference" or "ref" in loss.needs}
-
-
-class BaseWeights:
-    """The weights beneath a model's adapters, as a scorer: ``forward_step`` with the adapters off."""
-
-    def __init__(self, model: DistModel[Trainable]) -> None:
-        self.model = model
-
-    def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
-        """See TrainableModule.forward_step."""
-        return self.model.forward_step(batch, into=into, base=True)
-
-
-def precompute(engine: Engine, display: Display) -> None:
-    """Fill the caches of all models that have one with the rows of the run's data, then unload these models."""
-    cached = {n: model for n, model in engine.running.items() if model.config.cache}
-    loaders = [engine.environment.loader, *([engine.evaluator.loader] if engine.evaluator else [])]
-    if not cached:
-        return
-    with display.progress(f"log-probs of {', '.join(cached)}", sum(loader.rows for loader in loaders)) as advance:
-        for _, rows in (part for loader in loaders for part in loader.all()):
-            ref = engine.cluster.put(rows)
-            for scored in [model.forward_step(ref) for model in cached.values()]:
-                scored.result()
-            advance(len(set(rows["group"].tolist())))
-    for model in cached.values():
-        model.unload().result()

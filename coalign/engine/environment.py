@@ -10,12 +10,6 @@ step only while ``step - version <= max_staleness``. Groups that have become old
 and their age is asserted where they are taken. With max_staleness 0 prompts are drawn after the weights of the step
 before are in place: synchronous training. With more, replicas of the policy generate all the time, and take new weights
 between two slices of their work (coalign.cluster.slices).
-
-``UnfinishedGroups`` keeps samples between the roll-outs of synchronous training: with `rollout.round_tokens` a response
-grows by at most that many tokens in one roll-out, and the next one continues it. With `rollout.oversample` a roll-out
-ends once the minimum of groups is complete. Complete groups go to the flow. Incomplete ones are continued by the
-weights of the next roll-out (their tokens keep the log-probs and versions they were chosen with); without
-`round_tokens` they are dropped and counted.
 """
 
 from __future__ import annotations
@@ -31,20 +25,16 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.request import begin_samples
 from coalign.cluster.future import BatchRef, Future, WatchedCalls
-from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
-from coalign.engine.finished_rollouts import FinishedRollouts
 from coalign.engine.journal import CollectedBundle, Journal, describe_samples, format_groups, list_groups
+from coalign.engine.unfinished import UnfinishedGroups, find_oldest_versions
 from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
-    from coalign.cluster.dist import DistModel, ShardRecord
-    from coalign.roles import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,124 +473,6 @@ class Environment:
         return Bundle(state.get("version", 0), state["target"], state.get("prompts"), batches, before=before)
 
 
-class UnfinishedGroups:
-    """Keeps the groups that a roll-out of the policy leaves unfinished, for the next one.
-
-    Only ``carried`` waits for a roll-out under way.
-    """
-
-    def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
-        self.cluster = cluster
-        self.config = config
-        self.samples = samples  # of each prompt
-        self.carries = config.round_tokens is not None
-        self.since = 0  # groups with tokens of an older version than this are given up
-        self.min_complete: float | None = None  # the share of groups that ends the next roll-out
-        self.calls = 0
-        self.finished: FinishedRollouts | None = None  # of a run that keeps them (coalign.engine.hooks.journal)
-        self._unfinished: BatchRef | Future | None = None
-
-    @property
-    def active(self) -> bool:
-        """Whether a roll-out may leave something unfinished."""
-        return self.carries or self.config.oversample > 1
-
-    @property
-    def carried(self) -> int:
-        """Number of groups that the next roll-out continues."""
-        if self._unfinished is None:
-            return 0
-        ref: BatchRef = self.cluster.resolve(self._unfinished)
-        return len(torch.unique(ref.group)) if len(ref) else 0
-
-    def list_carried(self) -> set[int] | None:
-        """Return the numbers of the groups that the next roll-out continues; None if that is not known yet."""
-        if isinstance(self._unfinished, Future) and not self._unfinished.done():
-            return None
-        return set() if self._unfinished is None else set(list_groups(self.cluster.resolve(self._unfinished).group))
-
-    def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
-        """Generate for ``prompts`` and for the groups begun before; the result holds the complete groups."""
-        self.calls += 1
-        record: ShardRecord | None = None
-        if self.finished is not None and not policy.config.spread_samples:  # a process would have parts of groups
-            record = self.finished.open_call(sampling)
-        if policy.config.spread_samples and self._unfinished is None:  # single samples are spread over replicas
-            prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
-        if not self.active:
-            return policy.generate(prompts, record=record, **sampling)
-        if self._unfinished is not None:
-            options = {"samples": self.samples, "since": self.since}
-            prompts = self.cluster.transform(go_on, self._unfinished, prompts, **options)
-        out = policy.generate(
-            prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
-        )
-        if self.carries:
-            self._unfinished = self.cluster.transform(unfinished_groups, out)
-        return self.cluster.transform(complete_groups, out, carried=self.carries)
-
-    def check(self) -> None:
-        """Raise ValueError if the flow has not called ``generate`` once since the last check."""
-        calls, self.calls = self.calls, 0
-        if self.active and calls != 1:
-            raise ValueError(
-                f"rollout: `round_tokens` and `oversample` need an env_flow that calls `self.generate(prompts)` once; "
-                f"this one calls it {calls} times (`self.policy.generate` knows nothing of them)"
-            )
-
-    def snapshot(self) -> BatchRef | Future | None:
-        """Return where the unfinished groups are, or will be once the roll-outs begun so far have ended."""
-        return self._unfinished
-
-    def restore(self, unfinished: Batch | None) -> None:
-        """Continue with these unfinished groups."""
-        self._unfinished = None if unfinished is None else self.cluster.put(unfinished)
-
-
-def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tuple[Batch, Stats]:
-    """Put ``samples`` new samples of each prompt after the unfinished ones, which come oldest first.
-
-    Groups with a token older than version ``since`` are dropped: rollout/given_up (groups), rollout/given_up_tokens.
-    """
-    _, member = torch.unique_consecutive(unfinished["group"], return_inverse=True)
-    old = (find_oldest_versions(unfinished, default=since) < since)[member]
-    stats = count_dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
-    rest = unfinished.select(~old)
-    if "expected_tokens" in rest:  # what has ended is no work
-        ended = rest["status"] != Status.PARTIAL
-        rest = rest.with_(expected_tokens=rest["expected_tokens"].masked_fill(ended, 0))
-    return Batch.concat([rest, begin_samples(prompts, samples)]), stats
-
-
-def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:
-    """Keep the complete groups; without ``carried`` the others are counted as dropped: rollout/cut."""
-    waiting = _find_unfinished(samples)
-    stats = {} if carried else count_dropped(samples.select(waiting), "cut")
-    return samples.select(~waiting), stats
-
-
-def unfinished_groups(samples: Batch) -> tuple[Batch, Stats]:
-    """Keep the groups with an unfinished sample, their finished samples included. rollout/carried: groups."""
-    rest = samples.select(_find_unfinished(samples))
-    return rest, {"rollout/carried": Max(float(len(torch.unique(rest["group"]))))}
-
-
-def count_dropped(samples: Batch, why: str) -> Stats:
-    """Count dropped samples: rollout/<why> in groups, rollout/<why>_tokens in generated tokens."""
-    return {
-        f"rollout/{why}": Total(float(len(torch.unique(samples["group"])))),
-        f"rollout/{why}_tokens": Total(float(samples["loss_mask"].sum())),
-    }
-
-
-def _find_unfinished(samples: Batch) -> Tensor:
-    """Return bool[N]: whether the sample's group has an unfinished one."""
-    groups, member = torch.unique(samples["group"], return_inverse=True)
-    waiting = torch.zeros(len(groups), dtype=torch.bool)
-    waiting[member[samples["status"] == Status.PARTIAL]] = True
-    return waiting[member]
-
-
 def count(loss_mask: Tensor, versions: Tensor | None = None, reward: Tensor | None = None) -> dict[str, Metric]:
     """Metrics of one roll-out as it leaves its flow, before any filter."""
     stats: dict[str, Metric] = {
@@ -652,19 +524,6 @@ def describe_sources(rows: list[dict[str, Any]], group: Tensor, reward: Tensor |
         if reward is not None:
             stats[f"source/{source}/reward"] = Stat.of(reward, own & reward.isfinite())
     return stats
-
-
-def find_oldest_versions(batch: Batch, *, default: int) -> Tensor:
-    """Return i64[G]: the oldest weight version that chose a token of each group.
-
-    Groups are runs of equal neighbours, in their order; one without a chosen token gets ``default``.
-    """
-    _, member = torch.unique_consecutive(batch["group"], return_inverse=True)
-    never = torch.iinfo(torch.int64).max
-    oldest = torch.full((int(member[-1]) + 1 if len(member) else 0,), never)
-    chosen = batch["versions"] >= 0
-    oldest.scatter_reduce_(0, member[batch.segment[chosen]], batch["versions"][chosen].long(), "amin")
-    return oldest.masked_fill(oldest == never, default)
 
 
 def group_ages(batch: Batch, *, default: int) -> Batch:

@@ -22,7 +22,7 @@ from coalign.types import SOURCE_KEY, Stat, Stats, Status, Total
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
-    from coalign.engine.engine import BaseWeights
+    from coalign.engine.reference import BaseWeights
     from coalign.roles import Scorer
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from coalign.cluster.ray_space import check_ray
+from coalign.cluster.ray.space import check_ray
 from coalign.jobs.environment import JobVariable, list_variables, name_references, split_secrets
 from coalign.jobs.job import TrainingJob, list_unshipped, place_inputs, place_output
 from coalign.jobs.yaml_text import write_yaml
@@ -62,7 +62,7 @@ def submit_job(job: TrainingJob, options: RayOptions) -> int:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(options.token_file)}
         os.environ.pop("RAY_AUTH_TOKEN", None)
     packed = job.shipment.pack(LARGEST_CODE)
-    from coalign.cluster.ray_jobs import RayJobClient  # imports Ray
+    from coalign.cluster.ray.jobs import RayJobClient  # imports Ray
 
     client = RayJobClient(options.address)
     variables, secrets = _list_variables(job, options)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.cluster.placement.nodes import ACCELERATORS, Node, assign_nodes, find_accelerator
 from coalign.cluster.placement.slots import list_slots
-from coalign.cluster.ray_space import check_ray
+from coalign.cluster.ray.space import check_ray
 from coalign.cluster.worker import find_module_class
 from coalign.config.errors import ConfigError, ConfigProblem, Conflict, located_at
 from coalign.config.schema import ModelConfig, RunConfig
@@ -122,7 +122,7 @@ def _count(config: RunConfig, join: bool) -> int:
         if not join:
             return 0
         check_ray()
-        from coalign.cluster.ray import count_cluster_devices  # the extra [ray] is needed only here
+        from coalign.cluster.ray.connection import count_cluster_devices  # the extra [ray] is needed only here
 
         return count_cluster_devices(runtime.ray_address, runtime.accelerator)
     return count_devices(device)

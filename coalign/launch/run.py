@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import signal
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -20,7 +18,7 @@ from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
 from coalign.diagnosis.ending import explain_ending
-from coalign.engine.engine import Engine, Hook, precompute
+from coalign.engine.engine import Engine, Hook
 from coalign.engine.fleet import Fleet
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
@@ -30,24 +28,24 @@ from coalign.engine.hooks.checkpoint_remote import (
     find_newest_anywhere,
     is_url,
 )
-from coalign.engine.hooks.control import RunControl
+from coalign.engine.hooks.control import Preempted, RunControl, StopSignals
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
 from coalign.engine.hooks.journal import JournalHook
-from coalign.engine.hooks.profiling import StepProfiler
 from coalign.engine.hooks.provenance import Provenance
-from coalign.engine.hooks.recorder import MetricsRecorder
+from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
 from coalign.engine.hooks.recovery import Recovery, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
-from coalign.engine.hooks.timeline import Timeline
+from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
+from coalign.engine.reference import precompute
 from coalign.files import RecordFile, RecordHandler, Sink
 from coalign.launch.check import trace
 from coalign.launch.data_load import load_data
 from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
-from coalign.launch.layout import StructureRecord, describe_assigned_layout
+from coalign.launch.layout import describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.contact_sheet import write_sample_sheet
 from coalign.report.display import Display
@@ -57,7 +55,6 @@ from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)
-ECHO = 0.5  # seconds in which the same signal is the same request
 FINISHED = (
     "this run is finished: %s has step %d of %d. For more steps raise `runtime.steps` (or `epochs`, `tokens`); to "
     "train anew give another `output`, or `runtime.resume=never`"
@@ -246,66 +243,6 @@ def _find_checkpoint(
         return fetch_checkpoint(resume, disk)
     verify_checkpoint(Path(resume))
     return Path(resume)
-
-
-class Preempted(Exception):
-    """The machine will soon be taken away, and the loop was only waiting for samples."""
-
-
-class StopSignals:
-    """Lets Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end a run, as a context manager.
-
-    A run that trains ends after the step under way, with a checkpoint. A second signal, or one before training, ends it
-    at once, by a KeyboardInterrupt. The same signal within ECHO seconds is no second one: `timeout` and some schedulers
-    send theirs to a process and then to its group. ``first`` is the first signal's number. ``notice``: seconds between
-    SIGTERM and the end of the machine (None: no limit); a step that is still waiting for samples is then given up, by
-    Preempted.
-    """
-
-    def __init__(self, notice: float | None) -> None:
-        self.notice = notice
-        self.waits = False  # for samples or an evaluation, of which nothing is lost
-        self.first: int | None = None
-        self.engine: Engine | None = None  # that trains
-        self._came = 0.0  # the first signal
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
-                    self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def install(self) -> None:
-        """Handle signals again: Ray, when it starts, puts handlers of its own in the place of ours."""
-        for number in self._before:
-            signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def phase(self, name: str) -> None:
-        """The engine enters a phase."""
-        self.waits = name in ("rollout", "evaluate")
-
-    def _handle(self, number: int, frame: Any) -> None:
-        now = time.monotonic()
-        if number == self.first and now - self._came < ECHO:
-            return
-        if self.first is not None or self.engine is None:
-            self.first = self.first or number
-            raise KeyboardInterrupt
-        self.first, self._came = number, now
-        self.engine.stop = signal.Signals(number).name
-        if self.notice is not None and number == signal.SIGTERM:
-            log.warning("SIGTERM: saving at once, within %g s (runtime.preemption_notice)", self.notice)
-            if self.waits:
-                raise Preempted
-            return
-        log.warning("%s: finishing this step, then saving; once more to stop at once", self.engine.stop)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.base import choose_cluster, plan_slots
-from coalign.cluster.ray_space import check_ray
+from coalign.cluster.ray.space import check_ray
 from coalign.config.errors import ConfigError, ConfigProblem, located_at, suggest
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig

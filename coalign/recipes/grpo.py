@@ -1,7 +1,7 @@
 """GRPO and its relatives: the samples of a prompt are compared with each other."""
 
 from coalign.algorithms.shaping import shape_reward
-from coalign.engine.engine import drop_unread_reference
+from coalign.engine.reference import drop_unread_reference
 from coalign.recipes.online import Online, refuse_kl_in_reward, require_several_samples
 
 

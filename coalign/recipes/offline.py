@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig
-from coalign.engine.engine import Engine, drop_unread_reference
+from coalign.engine.engine import Engine
+from coalign.engine.reference import drop_unread_reference
 from coalign.roles import Scorer, Trainable
 
 if TYPE_CHECKING:
     from coalign.backends.base import Objective
     from coalign.cluster.dist import DistModel
-    from coalign.engine.engine import BaseWeights
+    from coalign.engine.reference import BaseWeights
 
 
 class Offline(Engine):

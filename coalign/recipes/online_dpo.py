@@ -1,7 +1,7 @@
 """Direct preference optimisation on the policy's own responses, paired by their rewards (2402.04792)."""
 
 from coalign.data.batch import Batch
-from coalign.engine.engine import drop_unread_reference
+from coalign.engine.reference import drop_unread_reference
 from coalign.recipes.online import Online
 
 

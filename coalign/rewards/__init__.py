@@ -8,8 +8,9 @@
 ``def f(samples: list[Sample], *, k=1) -> list[float]``  everything this worker scores at once: batched services
 ======================================================  ==========================================================
 
-Each may be ``async def``; functions that wait for a network should be. Calls run concurrently. What is not of this
-package runs in processes of its own (`function_process.py`): one that hangs, exits or crashes is killed and replaced.
+Each may be ``async def``; functions that wait for a network should be. Calls run concurrently, in
+threads (`thread_pool.py`). What is not of this package runs in processes of its own (`function_process.py`): one that
+hangs, exits or crashes is killed and replaced.
 Keyword-only arguments are configuration::
 
     reward:

@@ -25,8 +25,9 @@ from pydantic import AfterValidator
 from coalign.config.functions import bind, list_columns, resolve
 from coalign.config.schema import Function
 from coalign.function_process import FunctionPool, ProcessDied, build_pool, close_pools, is_coroutine_function
+from coalign.rewards.thread_pool import ThreadPool, TooManyHung
 from coalign.services import PATIENCE, ServiceError, draw_pause
-from coalign.threads import CallResult, CallTimeout, EventLoopThread, ThreadPool, TooManyHung
+from coalign.threads import CallResult, CallTimeout, EventLoopThread
 from coalign.types import SOURCE_KEY, Sample
 
 log = logging.getLogger(__name__)

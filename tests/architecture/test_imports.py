@@ -84,11 +84,7 @@ ALLOWED = {
     },
 }
 HEAVY = {
-    "ray": (
-        *("cluster/ray.py", "cluster/ray_jobs.py", "cluster/ray_nodes.py", "cluster/ray_tune.py"),
-        "cluster/placement/ray_devices.py",
-        "cluster/survivors/",
-    ),
+    "ray": ("cluster/ray/", "cluster/survivors/"),
     "vllm": "backends/engines/vllm/",
     "megatron": "backends/megatron/",
     "deepspeed": "backends/deepspeed.py",

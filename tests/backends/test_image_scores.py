@@ -142,6 +142,16 @@ def _finish(prompts: Batch, texts: list[str], policy: Path) -> Batch:
     return extend_samples(begin_samples(prompts, count), range(len(texts)), responses)
 
 
+def _score_two_answers(judge: Any, folder: Path, policy: Path) -> tuple[torch.Tensor, Batch]:
+    """The rewards of two answers to each prompt, and the questions that the judge asks its model."""
+    asked: list[Batch] = []
+    answers = judge._answers
+    judge._answers = lambda questions: asked.append(questions) or answers(questions)
+    out = judge.forward_step(_finish(load_prompts(folder, policy), ["one", "two"] * 3, policy))
+    [questions] = asked
+    return out["reward"], questions
+
+
 @pytest.mark.parametrize("kind", [pytest.param(JudgeModule, marks=pytest.mark.slow), PreferenceModule])
 def test_judges_are_shown_the_images_of_the_prompt(kind, tmp_path):
     policy, own = vision_model_dir(tmp_path / "policy"), vision_model_dir(tmp_path / "judge", "gemma3", seed=3)
@@ -153,13 +163,8 @@ def test_judges_are_shown_the_images_of_the_prompt(kind, tmp_path):
     )  # fmt: skip
     judge = kind(config, Context(model="judge", tokenizer=str(policy), images=ImagesConfig()))
     judge.setup()
-    asked: list[Batch] = []
-    answers = judge._answers
-    judge._answers = lambda questions: asked.append(questions) or answers(questions)
-    batch = _finish(load_prompts(tmp_path, policy), ["one", "two"] * 3, policy)
-    out = judge.forward_step(batch)
-    assert len(out["reward"]) == 6
-    [questions] = asked  # of each prompt both orders
+    rewards, questions = _score_two_answers(judge, tmp_path, policy)  # of each prompt both orders
+    assert len(rewards) == 6
     assert [len({span.image for span in own}) for own in questions["images"]] == [1, 1, 0, 0, 2, 2]
     shown = [collapse_images(row["tokens"], row["images"]) for row in questions.rows()]
     first = judge.examiner.tokenizer.decode(shown[0])
@@ -177,13 +182,8 @@ def test_a_judge_of_text_reads_the_prompt_as_its_row_has_it(tmp_path):
         PreferenceModule.check_architecture(planned["judge"], "judge")
     judge = PreferenceModule(planned["blind"], Context(model="blind", tokenizer=str(policy), images=ImagesConfig()))
     judge.setup()
-    asked: list[Batch] = []
-    answers = judge._answers
-    judge._answers = lambda questions: asked.append(questions) or answers(questions)
-    batch = _finish(load_prompts(tmp_path, policy), ["one", "two"] * 3, policy)
-    out = judge.forward_step(batch)
-    assert out["reward"].isfinite().all()
-    [questions] = asked
+    rewards, questions = _score_two_answers(judge, tmp_path, policy)
+    assert rewards.isfinite().all()
     assert not any(questions["images"])
     texts = [judge.examiner.tokenizer.decode(row["tokens"].tolist()) for row in questions.rows()]
     assert "<image>What? one or two?" in texts[0] and "One <image> and two <image> one or two?" in texts[4]

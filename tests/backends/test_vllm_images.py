@@ -39,6 +39,12 @@ ALL = [
 SHAPE = {"hidden": 64, "heads": 2}  # vLLM's kernels for CPUs know heads of 32 numbers
 
 
+@pytest.fixture(scope="module")
+def torchvision() -> None:
+    if not find_torchvision():
+        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
+
+
 def build_policy(path: Path) -> VLLMModule:
     settings: dict[str, Any] = {"module": "vllm", "load": str(path), "vision": {}, "vllm": SMALL}
     policy = VLLMModule(ModelConfig(**settings, sampling={"max_new_tokens": 8}), Context(model="policy", seed=5))
@@ -192,9 +198,8 @@ async def ask_twice(episode: Any) -> None:
 @VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("torchvision")
 def test_a_family_whose_images_vllm_reads_otherwise_is_refused(tmp_path):
-    if not find_torchvision():
-        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
     vision_model_dir(tmp_path / "model", "gemma3", **SHAPE)
     early, *late = call("tests.backends.test_vllm_images:refuse", str(tmp_path), scratch=tmp_path)
     assert "models.policy.load: vLLM" in early and "let no token of an image see a later one" in early
@@ -204,73 +209,54 @@ def test_a_family_whose_images_vllm_reads_otherwise_is_refused(tmp_path):
 @VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("torchvision")
 def test_a_run_whose_engine_agrees_with_its_trainer_begins(tmp_path):
-    if not find_torchvision():
-        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
     vision_model_dir(tmp_path / "model", **SHAPE)
     call("tests.backends.test_vllm_images:run_small", tmp_path, tmp_path / "model", scratch=tmp_path)
     *_, record = read_records(tmp_path / "run" / "metrics.jsonl")
     assert record["step"] == 1 and record["loss/mismatch"] < 1e-4
 
 
-def watch(folder: str) -> list[float]:
-    """The distances from the trainer of what is sampled of videos, and of images beside them. In a process that has
-    torchvision."""
+def watch(folder: str) -> list[float] | str:
+    """The distances from the trainer of what is sampled of videos, and of images beside them, or what is said of videos
+    instead. In a process that has torchvision."""
     path = Path(folder) / "model"
     make_videos(Path(folder))
     trainer, policy = build_trainer(path, max_tokens_per_micro=600), build_policy(path)
     videos, seen = load_videos(Path(folder), path, VIDEO_ROWS), load_prompts(Path(folder), path)
-    found = [compare(trainer, policy.generate(prompts, samples=3), 0) for prompts in (videos, seen, videos)]
-    policy.close()
-    return found
-
-
-@VLLM
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_vllm_samples_with_videos_of_qwen3_as_the_trainer_reads_them(tmp_path, monkeypatch):
-    if not find_torchvision():
-        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
-    monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "cache"))
-    vision_model_dir(tmp_path / "model", "qwen3_vl", **SHAPE)
-    found = call("tests.backends.test_vllm_images:watch", str(tmp_path), scratch=tmp_path)
-    assert max(found) < 1e-4, found
-
-
-def refuse_video(folder: str) -> str:
-    """What is said of a video of Qwen2.5-VL. In a process that has torchvision."""
-    path = Path(folder) / "model"
-    make_videos(Path(folder))
-    policy = build_policy(path)
     try:
-        policy.generate(load_videos(Path(folder), path, VIDEO_ROWS))
+        return [compare(trainer, policy.generate(prompts, samples=3), 0) for prompts in (videos, seen, videos)]
     except ValueError as error:
         return str(error)
     finally:
         policy.close()
-    return ""
 
 
 @VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_videos_that_vllm_reads_otherwise_are_refused(tmp_path, monkeypatch):
-    """Behind a video that is longer than it is wide, its positions go on from the last step's."""
-    if not find_torchvision():
-        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
+@pytest.mark.usefixtures("torchvision")
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [
+        ("qwen3_vl", None),
+        # Behind a video that is longer than it is wide, its positions go on from the last step's.
+        ("qwen2_5_vl", "vLLM samples with videos of families alone that write a text before each step"),
+    ],
+)
+def test_vllm_samples_with_videos_as_the_trainer_reads_them_or_refuses_them(family, refusal, tmp_path, monkeypatch):
     monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "cache"))
-    vision_model_dir(tmp_path / "model", **SHAPE)
-    said = call("tests.backends.test_vllm_images:refuse_video", str(tmp_path), scratch=tmp_path)
-    assert "vLLM samples with videos of families alone that write a text before each step" in said
+    vision_model_dir(tmp_path / "model", family, **SHAPE)
+    found = call("tests.backends.test_vllm_images:watch", str(tmp_path), scratch=tmp_path)
+    assert max(found) < 1e-4 if refusal is None else refusal in found, found
 
 
 @VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("torchvision")
 @pytest.mark.parametrize("family", ALL)
 def test_vllm_samples_with_images_as_the_trainer_reads_them(family, tmp_path):
-    if not find_torchvision():
-        pytest.skip("torchvision, which vLLM needs for images, cannot be had")
     vision_model_dir(tmp_path / "model", family, **SHAPE)
     found = call("tests.backends.test_vllm_images:play", str(tmp_path), family, scratch=tmp_path)
     for name in ("first", "another", "synced", "resumed"):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import coalign.cluster.ray as on_ray
+import coalign.cluster.ray.cluster as on_ray
 from coalign.cluster.base import start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig

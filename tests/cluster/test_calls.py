@@ -113,8 +113,8 @@ def test_reference_slices_cut_across_parts():
         Batch(torch.tensor([1, 2])).with_(tokens=torch.tensor([0, 1, 2])),
         Batch(torch.tensor([3])).with_(tokens=torch.tensor([3, 4, 5])),
     ]
-    from coalign.cluster.base import LocalReference, LocalStore
     from coalign.cluster.future import Meta
+    from coalign.cluster.local import LocalReference, LocalStore
 
     ref = BatchRef.concat([BatchRef.of(Meta.of(b), LocalReference(b), LocalStore()) for b in halves])
     assert ref.slice(1, 3).fetch()["tokens"].tolist() == [1, 2, 3, 4, 5]

@@ -68,12 +68,12 @@ def test_threads_that_hang_are_waited_for_together(monkeypatch):
 
 
 def test_ray_that_does_not_end_is_left(monkeypatch, caplog):
-    ray_cluster = pytest.importorskip("coalign.cluster.ray")
+    connection = pytest.importorskip("coalign.cluster.ray.connection")
     release, hooks = threading.Event(), []
-    monkeypatch.setattr(ray_cluster, "LEAVE_SECONDS", 0.2)
-    monkeypatch.setattr(ray_cluster.atexit, "unregister", hooks.append)
-    ray_cluster._end_in_time(lambda: None)
+    monkeypatch.setattr(connection, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(connection.atexit, "unregister", hooks.append)
+    connection.end_in_time(lambda: None)
     assert not hooks and not caplog.text
-    ray_cluster._end_in_time(release.wait)
-    assert hooks == [ray_cluster.ray.shutdown] and "Ray did not end within 0.2 s" in caplog.text
+    connection.end_in_time(release.wait)
+    assert hooks == [connection.ray.shutdown] and "Ray did not end within 0.2 s" in caplog.text
     release.set()

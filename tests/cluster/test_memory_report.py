@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coalign.cluster.future import WorkerError
-from coalign.cluster.worker import list_largest_tensors, write_memory_report
+from coalign.cluster.memory_report import list_largest_tensors, write_memory_report
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from tests.cluster.threads import thread_cluster

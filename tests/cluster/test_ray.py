@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from coalign.cluster.future import BatchRef, WorkerError
-from coalign.cluster.ray import RayWorker
+from coalign.cluster.ray import connection
+from coalign.cluster.ray.actor import RayWorker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.types import Max, Stat, Total
@@ -187,10 +188,8 @@ def _nothing(tokens):
 
 
 def test_an_address_that_does_not_answer_is_refused(monkeypatch):
-    import coalign.cluster.ray as backend
-
-    monkeypatch.setattr(backend, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "CONNECT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and says nothing
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ValueError, match=rf"runtime\.ray_address: no Ray cluster answers at {address} .*0\.3 s"):
-            backend.connect(address)
+            connection.connect(address)

@@ -18,9 +18,9 @@ START = """
 import logging, os, subprocess, sys, time
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 import psutil, ray, torch
-from coalign.cluster import ray as ray_cluster
 from coalign.cluster.base import start_cluster
-from coalign.cluster.ray_space import RayStoreError
+from coalign.cluster.ray import cluster as ray_cluster, connection, store
+from coalign.cluster.ray.space import RayStoreError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -60,10 +60,10 @@ try:
     kept = [cluster.put(big) for _ in range(20)]
 except RayStoreError as error:
     print("driver:", error)
-ray_cluster.LOOK_SECONDS, ray_cluster.FULL_SECONDS = 0.5, 1.0  # by default 120 s
+store.LOOK_SECONDS, store.FULL_SECONDS = 0.5, 1.0  # by default 120 s
 begun = time.monotonic()
 try:
-    ray_cluster._use_store(lambda: time.sleep(300))  # a payload that never comes
+    store._use_store(lambda: time.sleep(300))  # a payload that never comes
 except RayStoreError as error:
     print("reader:", error)
 print("seconds:", time.monotonic() - begun)
@@ -82,7 +82,7 @@ def test_a_store_that_is_full_is_named_where_it_is_written(tmp_path):
 
 
 SPILL = """
-ray_cluster.WATCH_SECONDS = 1.0
+store.WATCH_SECONDS = 1.0
 ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, namespace="coalign",
     object_spilling_directory=os.environ["SPILL"])
 cluster, judge = start()
@@ -100,7 +100,7 @@ def test_the_begin_of_spilling_is_logged_once(tmp_path):
 
 
 STOP = """
-ray_cluster.LEAVE_SECONDS, ray_cluster.LOOK_SECONDS = 5.0, 2.0
+connection.LEAVE_SECONDS, store.LOOK_SECONDS = 5.0, 2.0
 cluster, judge = start()
 family = psutil.Process().children(recursive=True)
 [raylet] = [process for process in family if process.name() == "raylet"]
@@ -134,7 +134,7 @@ def test_a_raylet_that_stands_still_ends_the_run_with_its_name(what, message):
 
 
 STOP_GCS = """
-ray_cluster.LEAVE_SECONDS = ray_cluster.LOOK_SECONDS = ray_cluster.GCS_SECONDS = ray_cluster.STACKS_SECONDS = 1.0
+connection.LEAVE_SECONDS = store.LOOK_SECONDS = store.GCS_SECONDS = ray_cluster.STACKS_SECONDS = 1.0
 cluster, judge = start()
 cluster.deadlines.limit = 3.0  # as runtime.call_timeout
 family = psutil.Process().children(recursive=True)
@@ -148,7 +148,7 @@ print("answered")
 worker.suspend()
 begun = time.monotonic()
 for name, what in (
-    ("call", lambda: judge.process().result()), ("read", lambda: ray_cluster._use_store(lambda: time.sleep(300)))
+    ("call", lambda: judge.process().result()), ("read", lambda: store._use_store(lambda: time.sleep(300)))
 ):
     try:
         what()
@@ -180,12 +180,12 @@ TOKEN = """
 JOIN = '''
 import logging, sys
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-from coalign.cluster import ray as ray_cluster
-ray_cluster.connect(sys.argv[1])
+from coalign.cluster.ray import connection
+connection.connect(sys.argv[1])
 '''
-ray_cluster.connect(None)
+connection.connect(None)
 address = ray.get_runtime_context().gcs_address
-print("asks:", ray_cluster._asks_for_token(ray_cluster._find_own_node()))
+print("asks:", connection._asks_for_token(connection.find_own_node()))
 joined = subprocess.run([sys.executable, "-c", JOIN, address], env=os.environ | {"RAY_AUTH_MODE": "token"})
 print("joined:", joined.returncode)
 """

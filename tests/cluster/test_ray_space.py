@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import pytest
 
-from coalign.cluster.ray_space import MIB, StoreSpace, check_ray_version, describe_open_cluster
+from coalign.cluster.ray.space import MIB, StoreSpace, check_ray_version, describe_open_cluster
 
 DiskUse = namedtuple("DiskUse", "total used free")
 
@@ -24,10 +24,11 @@ def test_a_ray_that_asks_for_a_token_is_taken(version):
 
 
 def test_an_old_ray_ends_a_run_before_it_is_imported(monkeypatch):
-    from coalign.cluster import base, ray_space
+    from coalign.cluster import base
+    from coalign.cluster.ray import space
     from coalign.config.schema import RunConfig, RuntimeConfig
 
-    monkeypatch.setattr(ray_space, "version", {"ray": "2.40.0"}.__getitem__)
+    monkeypatch.setattr(space, "version", {"ray": "2.40.0"}.__getitem__)
     with pytest.raises(ValueError, match=r"ray 2.40.0 is installed"):
         base.start_cluster(RunConfig(algorithm="none", models={}, runtime=RuntimeConfig(cluster="ray")))
 

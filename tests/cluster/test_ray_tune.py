@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("ray.tune")
 
-from coalign.cluster.ray_tune import EarlyStopping
+from coalign.cluster.ray.tune import EarlyStopping
 
 
 def report(stopping, values, step):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coalign.cluster.base import LocalCluster, LocalWorker
 from coalign.cluster.dist import DistActor
+from coalign.cluster.local import LocalCluster, LocalWorker
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig

@@ -16,7 +16,6 @@ from coalign.config.functions import bind
             "runtime.qqq: unknown key; there are: cluster, ray_address, accelerator, wait_for_devices, steps, epochs, "
             "tokens, prompts_per_step, tokens_per_step, samples_per_prompt, max_staleness, colocation, …",
         ),
-        ("data: {on_bad_image: drop}", "data.on_bad_image: is called data.bad_rows now"),
         ("data: {on_missing_key: drop}", "data.on_missing_key: is called data.bad_rows now"),
         ("runtime: {steps: '3'}", "runtime.steps: is '3'; expected a whole number"),
         ("runtime: {steps: true}", "runtime.steps: is true; expected a whole number"),

@@ -40,16 +40,18 @@ def _train(rank: int, port: int, backend: Backend, path: str, folder: Path, batc
     module.save_hf(folder / "hf")
     if backend.config.get("lora"):
         module.save_adapter(folder / "adapter")
-    saved = exported(module)
-    for batch in batches[1:]:
-        module.train_step(cut(batch))
-    ended = exported(module)
+
+    def train_on() -> tuple[dict, dict]:
+        """The weights before and after the last two steps."""
+        before = exported(module)
+        for batch in batches[1:]:
+            module.train_step(cut(batch))
+        return before, exported(module)
+
+    saved, ended = train_on()
     module.finish_saves()
     module.load(folder / "model")
-    loaded = exported(module)
-    for batch in batches[1:]:
-        module.train_step(cut(batch))
-    again = exported(module)
+    loaded, again = train_on()
     module.close()
     return {"saved": saved, "ended": ended, "loaded": loaded, "again": again}
 

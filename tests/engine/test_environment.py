@@ -8,12 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coalign.cluster.base import LocalCluster
 from coalign.cluster.future import Call, Future, Outcome
+from coalign.cluster.local import LocalCluster
 from coalign.config.schema import RolloutConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.environment import BUNDLES, Bundle, Environment, UnfinishedGroups
+from coalign.engine.environment import BUNDLES, Bundle, Environment
 from coalign.engine.filters import GroupSelection
+from coalign.engine.unfinished import UnfinishedGroups
 from coalign.types import EffectiveSize, Max, Stat, Total, merge_stats
 
 

@@ -1,7 +1,7 @@
 import torch
 from pytest import approx
 
-from coalign.engine.engine import pass_at_k, score
+from coalign.engine.evaluator import pass_at_k, score
 
 
 def test_pass_at_k_by_hand():

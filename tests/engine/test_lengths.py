@@ -2,12 +2,12 @@
 
 import torch
 
-from coalign.cluster.base import LocalStore
-from coalign.cluster.dist import shard_rows
 from coalign.cluster.future import BatchRef, Meta
+from coalign.cluster.local import LocalStore
+from coalign.cluster.shards import shard_rows
 from coalign.data.batch import Batch
-from coalign.engine.environment import go_on
 from coalign.engine.filters import ResponseLengths, response_lengths
+from coalign.engine.unfinished import go_on
 from coalign.types import Status
 
 STORE = LocalStore()

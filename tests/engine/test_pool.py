@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from coalign.cluster.base import LocalStore
 from coalign.cluster.future import BatchRef, Meta
+from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
 from coalign.engine.environment import GroupPool
 

@@ -9,7 +9,7 @@ import torch
 from coalign import load_config
 from coalign.api import evaluate
 from coalign.backends.base import Module
-from coalign.cluster.base import LocalCluster
+from coalign.cluster.local import LocalCluster
 from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from coalign.algorithms.advantages import rloo
-from coalign.cluster.base import LocalStore
 from coalign.cluster.future import BatchRef, Meta
+from coalign.cluster.local import LocalStore
 from coalign.cluster.worker import apply_columns
 from coalign.data.batch import Batch
 from coalign.environments.conversation import simulated_user

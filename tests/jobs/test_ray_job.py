@@ -77,7 +77,7 @@ def test_without_the_dashboard_the_extra_is_named(here, monkeypatch):
 
 
 def test_a_cluster_that_has_just_started_is_waited_for(monkeypatch):
-    from coalign.cluster import ray_jobs
+    from coalign.cluster.ray import jobs
 
     asked = []
 
@@ -88,11 +88,11 @@ def test_a_cluster_that_has_just_started_is_waited_for(monkeypatch):
                 raise RuntimeError("Request failed: No available agent to submit job, try again\nx")
             return "job-1"
 
-    client = ray_jobs.RayJobClient.__new__(ray_jobs.RayJobClient)
+    client = jobs.RayJobClient.__new__(jobs.RayJobClient)
     client.address, client._client = "http://head:8265", Dashboard()
-    monkeypatch.setattr(ray_jobs, "POLL_SECONDS", 0)
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0)
     assert client.submit("run", "true", "file:///code.zip", {}) == "job-1" and asked == [{"name": "run"}] * 3
-    monkeypatch.setattr(ray_jobs, "AGENT_SECONDS", -1)
+    monkeypatch.setattr(jobs, "AGENT_SECONDS", -1)
     with pytest.raises(ValueError, match=r"^no node of http://head:8265 starts jobs: .*No available agent.*again$"):
         client.submit("run", "never", "file:///code.zip", {})
 
@@ -188,7 +188,7 @@ def test_a_wrong_token_is_one_line_and_starts_nothing(cluster, tmp_path):
 
 SUBMIT_WITH_A_FILE = """
 import sys
-from coalign.cluster.ray_jobs import RayJobClient
+from coalign.cluster.ray.jobs import RayJobClient
 address, archive = sys.argv[1:]
 client = RayJobClient(address)
 ask = "ray.get(ray.remote(lambda: __import__('mine').value).remote())"

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pytest
 
 from coalign import cli, load_config
-from coalign.cluster import ray_space
 from coalign.cluster.base import start_cluster
+from coalign.cluster.ray import space
 from coalign.config.functions import resolve_class
 from coalign.config.schema import TrackerConfig
 from coalign.launch import validate
@@ -181,7 +181,7 @@ def test_ray_that_is_missing_is_named(tmp_path, monkeypatch):
 
     config = configured(tmp_path, "trainer", {})
     runtime = config.runtime.model_copy(update={"cluster": "ray"})
-    monkeypatch.setattr(ray_space, "version", find_none)
+    monkeypatch.setattr(space, "version", find_none)
     for start in (lambda one: check(one, Display()), start_cluster):
         with pytest.raises(ImportError, match=r"runtime\.cluster: .*pip install 'coalign\[ray\]'$") as error:
             start(config.model_copy(update={"runtime": runtime}))

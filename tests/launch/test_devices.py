@@ -163,7 +163,7 @@ def test_devices_of_a_ray_cluster_are_counted_there(tmp_path, machine, monkeypat
         asked.append((address, resource))
         return 16
 
-    monkeypatch.setattr("coalign.cluster.ray.count_cluster_devices", count)
+    monkeypatch.setattr("coalign.cluster.ray.connection.count_cluster_devices", count)
     plan = planned(tmp_path, "runtime.ray_address=head:6379")
     assert {numbers(plan)[name] for name in ALL} == {16} and groups(plan) == [ALL]
     assert asked == [("head:6379", "GPU")]
@@ -182,7 +182,7 @@ def test_devices_of_a_ray_cluster_are_counted_there(tmp_path, machine, monkeypat
 def test_the_examples_for_gpus_fit_on_them(tmp_path, machine, monkeypatch, example, gpus, layout):
     """Nodes of eight GPUs hold them; ``layout``: processes of each model, and the devices of each."""
     machine(min(gpus, 8))
-    monkeypatch.setattr("coalign.cluster.ray.count_cluster_devices", lambda address, resource: gpus)
+    monkeypatch.setattr("coalign.cluster.ray.connection.count_cluster_devices", lambda address, resource: gpus)
     model = settings(tmp_path, "grpo")["models"]["policy"]["load"]
     data = write_data(tmp_path, "grpo")
     overrides = [f"models.policy.load={model}", f"data.train={data}", f"data.eval={data}"]

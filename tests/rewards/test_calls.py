@@ -17,8 +17,8 @@ from coalign.rewards.calls import (
     RewardFunction,
     read_outcomes,
 )
+from coalign.rewards.thread_pool import MAX_HUNG
 from coalign.services import ServiceError
-from coalign.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
 SAMPLES = [sample(f"{g}{i}", group=g, index=i) for g in range(3) for i in range(2)]
@@ -332,7 +332,7 @@ def test_of_a_class_one_object_is_made_with_the_arguments(caller):
         RewardFunction("counter", Counter, {"begin": 5})
 
 
-@pytest.mark.slow  # tests/test_threads.py shows the same of the threads alone, without torch
+@pytest.mark.slow  # tests/rewards/test_thread_pool.py shows the same of the threads alone, without torch
 def test_hung_threads_do_not_keep_the_process_alive():
     import subprocess
 

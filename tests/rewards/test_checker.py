@@ -10,7 +10,7 @@ import pytest
 from coalign import rewards
 from coalign.rewards.calls import RewardCaller, RewardFunction
 from coalign.rewards.checker import AT_ONCE, Checker, check, read_literal
-from coalign.threads import MAX_HUNG
+from coalign.rewards.thread_pool import MAX_HUNG
 from tests.rewards.samples import sample
 from tests.rewards.test_math_answer import math
 

@@ -2,5 +2,6 @@
 
 ``fsdp.py`` has FSDPModule, and what it has in common with DeepSpeed's. ``heads.py`` computes log-probs, values or
 scores. ``rows.py`` cuts rows over ranks, ``parallel.py`` layers and experts. ``layers.py`` recomputes, compiles and
-rounds decoder layers.
+rounds decoder layers, ``exact.py`` adds up gradients in an order of its own, and ``checks.py`` refuses what a model
+cannot do.
 """

@@ -28,6 +28,7 @@ from coalign.backends.attention import check_kernel, choose_kernel
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.checkpoint import BackgroundSaves
 from coalign.backends.engines.native import kernels
+from coalign.backends.hf.checks import check_routers, check_rows, check_vision, find_hidden_routers
 from coalign.backends.hf.exact import LeafReduction, check_exact
 from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
 from coalign.backends.hf.layers import (
@@ -53,7 +54,7 @@ from coalign.backends.layout import Layout
 from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
 from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
-from coalign.backends.vision import ImageEmbedder, find_owner, list_placeholders, name_parts
+from coalign.backends.vision import ImageEmbedder, list_placeholders, name_parts
 from coalign.config.errors import located_at
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
 from coalign.data.batch import Batch
@@ -181,20 +182,25 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             lengths = (int(micro.lengths.max()) for micro in micros if len(micro))
             pretrained.check_rope_length(*limit, max(lengths, default=0))
         self.model.train(loss is not None)
-        routers = self.model.routers
-        routers.enabled = loss is not None and not self.config.compile
+        routers = self.model.routers if self.model.routers.found else None
+        if routers is not None:
+            routers.enabled = loss is not None and not self.config.compile
         if loss is not None:  # the optimizer step releases it
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)
-        add_router_loss = self._prepare_router_loss(micros, needs) if loss is not None else None
+        add_router_loss = None
+        if loss is not None and routers is not None:
+            add_router_loss = self._prepare_router_loss(micros, needs, routers)
         results = []
         for number, micro in enumerate(micros):
             leaf = nullcontext() if loss is None else self._train_leaf(number, len(micros))
             with torch.set_grad_enabled(loss is not None), leaf:
                 outputs = self._forward(self._pack(micro), needs)
-                if loss is not None and add_router_loss is not None:
-                    self._backward(add_router_loss(loss(micro, outputs)))
+                if loss is not None:
+                    value = loss(micro, outputs)
+                    self._backward(value if add_router_loss is None else add_router_loss(value))
             results.append({name: out.detach() for name, out in outputs.items()})
-        routers.forget()
+        if routers is not None:
+            routers.forget()
         return results
 
     def _train_leaf(self, number: int, count: int) -> AbstractContextManager[None]:
@@ -207,13 +213,15 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     # ---- experts
 
-    def _prepare_router_loss(self, micros: Sequence[Batch], needs: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    def _prepare_router_loss(
+        self, micros: Sequence[Batch], needs: Sequence[str], routers: Routers
+    ) -> Callable[[Tensor], Tensor]:
         """Return the function that adds the routers' losses for the last forward to a loss, and counts their choices.
 
         The loss that balances experts needs the tokens of each expert over all micro-batches and ranks before the first
         backward. If this rank has several micro-batches, they are counted by a forward of their own.
         """
-        routers, own = self.model.routers, self.config
+        own = self.config
         (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
         factors = RouterCoefficients(own.router_aux_loss_coef, own.router_z_loss_coef, len(routers.found), tokens)
         everything: Tensor | None = None
@@ -246,6 +254,8 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         return values
 
     def describe_routing(self) -> Stats:
+        if not self.model.routers.found:
+            return {}
         return self.routing.describe(lambda values: self._add_up(values.to(self.device)))
 
     def _set_learning_rate(self) -> None:
@@ -390,46 +400,6 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         scales = {"tower": vision.tower_lr_scale, "projector": vision.projector_lr_scale, "language": 1.0}
         model = self.model.model
         return {model.get_parameter(name): scales[part] for name, part in name_parts(model).items()}
-
-
-def check_rows(rows: str, config: ModelConfig, name: str) -> None:
-    """Raises ValueError for settings that need packed rows, and for `single` rows over several processes, which would
-    call the layers different numbers of times."""
-    if rows == "packed":
-        return
-    why = f"and models.{name} computes `rows: {rows}`"
-    keys = ("tensor_parallel", "context_parallel", "expert_parallel")
-    if key := next((key for key in keys if getattr(config, key) > 1), None):
-        raise ValueError(f"models.{name}.{key} is {getattr(config, key)}, {why}: it needs packed rows")
-    if rows == "single" and (config.processes > 1 or config.reduction == "exact") and not config.frozen:
-        several = f"has {config.processes} processes" if config.processes > 1 else "adds up exactly (`reduction`)"
-        raise ValueError(f"models.{name} {several}, {why}: it needs packed or padded rows")
-    if rows == "single" and (config.router_aux_loss_coef or config.router_z_loss_coef):
-        raise ValueError(f"models.{name} has losses of routers, {why}: they need packed or padded rows")
-
-
-def check_vision(model: PackedModel, config: ModelConfig, name: str) -> None:
-    """Raises ValueError or NotImplementedError for a model, without weights, that cannot read images as configured."""
-    if model.rows != "packed":
-        raise NotImplementedError(
-            f"models.{name}: {type(model.model).__name__} computes {model.rows} rows, and images need packed ones"
-        )
-    find_owner(model.model)
-    if config.fp8:
-        raise ValueError(f"models.{name}.fp8: not with images yet (data.images); leave it out")
-
-
-def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
-    """Raises ValueError for keys about routers that a model cannot follow."""
-    keys = ("router_aux_loss_coef", "router_z_loss_coef")
-    wanted = None if config.frozen else next((key for key in keys if getattr(config, key)), None)
-    if wanted and (reason := find_hidden_routers(routers, config)):
-        raise ValueError(f"models.{name}.{wanted} is {getattr(config, wanted)}: {reason}")
-
-
-def find_hidden_routers(routers: Routers, config: ModelConfig) -> str | None:
-    """Why the routers of a model cannot be watched; None if they can."""
-    return routers.unfit or ("layers that are compiled do not show their routers (compile)" if config.compile else None)
 
 
 def widest_output(model: PreTrainedModel) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any, cast
@@ -70,13 +70,16 @@ class PackedModel(nn.Module):
         if self.images is not None:
             inputs = self.images.embed(layout.tokens, layout.images, layout.offset)
             inputs["position_ids"] = layout.positions[None] if layout.axes is None else layout.axes[:, None]
-        with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
+        with self._watch_routers(cast(Tensor, layout.copies), layout.experts):
             return body(
                 **inputs,
                 use_cache=False,
                 layout=layout,
                 heads=self.heads,
             ).last_hidden_state[0]
+
+    def _watch_routers(self, weights: Tensor, experts: Tensor | None) -> AbstractContextManager[None]:
+        return self.routers.watch(weights, experts) if self.routers.found else nullcontext()
 
     def _compute_unpacked(self, layout: Layout) -> Tensor:
         """[P, hidden], from rows of one sequence each. Padding is on the right, where no token of a decoder sees it."""
@@ -105,7 +108,7 @@ class PackedModel(nn.Module):
         experts = None
         if layout.experts is not None:
             experts = torch.where(real[..., None, None], layout.experts[places], UNKNOWN_EXPERT).flatten(0, 1)
-        with self.routers.watch(copies.flatten(), experts):
+        with self._watch_routers(copies.flatten(), experts):
             return body(**self._name_inputs(body, tokens)).last_hidden_state
 
     def _name_inputs(self, module: nn.Module, tokens: Tensor) -> dict[str, Any]:
@@ -131,7 +134,10 @@ class PackedModel(nn.Module):
 
     def pack(self, batch: Batch, *, share_prefix: bool = True) -> Layout:
         """The layout of ``batch`` as this model computes it."""
-        return pack_with_images(self.images, batch, share_prefix=share_prefix and self.rows == "packed")
+        share_prefix = share_prefix and self.rows == "packed"
+        if self.images is None:
+            return pack(batch, share_prefix=share_prefix)
+        return pack_with_images(self.images, batch, share_prefix=share_prefix)
 
     def _pack_image_probe(self, images: ImageEmbedder) -> tuple[Layout, list[list[int]], list[ImageSpan]]:
         """The layout of two answers to a prompt with pictures, which they share; their tokens, prompt included; and

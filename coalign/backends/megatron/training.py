@@ -53,7 +53,7 @@ from coalign.algorithms.routing import count_choices
 from coalign.backends.base import Measure, Outputs
 from coalign.backends.checkpoint import BackgroundWriter, copy_to_host
 from coalign.backends.hf.rows import RowSharding
-from coalign.backends.layout import Layout
+from coalign.backends.layout import Layout, pack
 from coalign.backends.megatron.lora import sum_partial_gradients
 from coalign.backends.megatron.model import PackedGPT
 from coalign.backends.routers import ExpertChoice, RouterCoefficients, RouterTotals
@@ -191,10 +191,8 @@ class MegatronPipeline:
         stages = self.group.size()
         rest = -len(micros) % stages if len(self.models) > 1 else 0
         seen = self.models[0].seen
-        layouts = (
-            pack_with_images(seen and seen.embedder, micro, share_prefix=share_prefix)
-            for micro in (*micros, *[idle] * rest)
-        )
+        arrange = pack if seen is None else partial(pack_with_images, seen.embedder)
+        layouts = (arrange(micro, share_prefix=share_prefix) for micro in (*micros, *[idle] * rest))
         shards = [self.rows.cut(layout) for layout in layouts]
         results: list[Outputs] = []
 

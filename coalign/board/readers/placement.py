@@ -25,7 +25,7 @@ def read_placement(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_placement(folder: Path) -> dict[str, Any] | None:
-    """Return placement.json (coalign.launch.layout.describe_placement); None if the run wrote none."""
+    """Return placement.json (coalign.engine.hooks.recorder.describe_placement); None if the run wrote none."""
     try:
         placement = read_object(folder, "placement.json")
     except FileNotFoundError:

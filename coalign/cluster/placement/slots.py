@@ -140,6 +140,13 @@ def list_slots(slots: Mapping[str, Slot]) -> list[Slot]:
     return list({id(slot): slot for slot in slots.values()}.values())
 
 
+def list_models_sharing_devices(slots: Mapping[str, Slot], name: str) -> list[str]:
+    """List the models that wait while this one computes."""
+    slot = slots[name]
+    held = {other: {place for places in ranks for place in places} for other, ranks in slot.places.items()}
+    return [other for other in held if other != name and not held[name].isdisjoint(held[other])]
+
+
 def list_movable_parts(config: ModelConfig, devices: int, colocated: bool) -> frozenset[str]:
     """The parts that may leave the ``devices`` of each process of a model."""
     if config.offload != "auto":

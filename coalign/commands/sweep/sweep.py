@@ -29,7 +29,7 @@ from coalign.report.step_line import format_number
 from coalign.run_files.lock import lock_folder
 
 if TYPE_CHECKING:
-    from coalign.cluster.ray_tune import EarlyStopping
+    from coalign.cluster.ray.tune import EarlyStopping
 
 log = logging.getLogger(__name__)
 SECONDS = "time/"  # how names of metrics begin that nobody means
@@ -71,7 +71,7 @@ def build_scheduler(config: SweepConfig, run: RunConfig) -> EarlyStopping | None
     if config.scheduler == "none":
         return None
     try:
-        from coalign.cluster.ray_tune import EarlyStopping
+        from coalign.cluster.ray.tune import EarlyStopping
     except ModuleNotFoundError as error:
         raise ImportError(
             f"scheduler: {config.scheduler} is Ray Tune's, and {error.name} is not installed: pip install "

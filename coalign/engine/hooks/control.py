@@ -1,8 +1,14 @@
-"""Does what a run is asked for between two steps: save, stop, or compute with other numbers of processes."""
+"""Does what a run is asked for between two steps: save, stop, or compute with other numbers of processes.
+
+``RunControl`` serves requests of other processes, ``StopSignals`` the signals of the system.
+"""
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)
+ECHO = 0.5  # seconds in which the same signal is the same request
 
 
 class RunControl(Hook):
@@ -96,3 +103,63 @@ def _try(verb: str, work: Callable[[Engine], str], engine: Engine) -> ControlRes
     except Exception as problem:  # writers of tensors report a full disk by errors of their own
         text = str(problem) if isinstance(problem, ValueError) else describe_problem(problem)
         return ControlResult(verb, False, f"refused: {text}")
+
+
+class Preempted(Exception):
+    """The machine will soon be taken away, and the loop was only waiting for samples."""
+
+
+class StopSignals:
+    """Lets Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end a run, as a context manager.
+
+    A run that trains ends after the step under way, with a checkpoint. A second signal, or one before training, ends it
+    at once, by a KeyboardInterrupt. The same signal within ECHO seconds is no second one: `timeout` and some schedulers
+    send theirs to a process and then to its group. ``first`` is the first signal's number. ``notice``: seconds between
+    SIGTERM and the end of the machine (None: no limit); a step that is still waiting for samples is then given up, by
+    Preempted.
+    """
+
+    def __init__(self, notice: float | None) -> None:
+        self.notice = notice
+        self.waits = False  # for samples or an evaluation, of which nothing is lost
+        self.first: int | None = None
+        self.engine: Engine | None = None  # that trains
+        self._came = 0.0  # the first signal
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def install(self) -> None:
+        """Handle signals again: Ray, when it starts, puts handlers of its own in the place of ours."""
+        for number in self._before:
+            signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def phase(self, name: str) -> None:
+        """The engine enters a phase."""
+        self.waits = name in ("rollout", "evaluate")
+
+    def _handle(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if number == self.first and now - self._came < ECHO:
+            return
+        if self.first is not None or self.engine is None:
+            self.first = self.first or number
+            raise KeyboardInterrupt
+        self.first, self._came = number, now
+        self.engine.stop = signal.Signals(number).name
+        if self.notice is not None and number == signal.SIGTERM:
+            log.warning("SIGTERM: saving at once, within %g s (runtime.preemption_notice)", self.notice)
+            if self.waits:
+                raise Preempted
+            return
+        log.warning("%s: finishing this step, then saving; once more to stop at once", self.engine.stop)

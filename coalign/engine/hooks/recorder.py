@@ -1,4 +1,8 @@
-"""Writes a run's metrics and samples: metrics.jsonl, samples.jsonl, rollouts/, the trackers and the step line."""
+"""Writes a run's metrics and samples: metrics.jsonl, samples.jsonl, rollouts/, the trackers and the step line.
+
+``StructureRecord`` says for programs that load no torch (`coalign board`) what the run consists of: flow.json and
+placement.json.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,22 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 from operator import methodcaller
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coalign.cluster.dry import FlowGraph, describe_graph
+from coalign.cluster.placement.slots import list_models_sharing_devices
 from coalign.data.batch import Batch
 from coalign.data.templates import read_samples
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
+from coalign.files import Sink, write_text_atomically
 from coalign.types import Stats
 
 if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
     from coalign.cluster.future import BatchRef
     from coalign.config.schema import RunConfig
     from coalign.engine.engine import Engine
@@ -116,3 +125,53 @@ def _to_cells(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a table shows of a sample: texts and numbers."""
     cells = {key: value for key, value in row.items() if key not in ("phase", "versions", "messages")}
     return {k: json.dumps(v, ensure_ascii=False) if isinstance(v, dict | list) else v for k, v in cells.items()}
+
+
+def describe_placement(cluster: Cluster) -> dict[str, Any]:
+    """Return where each process is, as JSON has it.
+
+    ``nodes`` are their names. ``models`` has for each model its ``processes`` by rank, each [number of the node, names
+    of its devices there] (none: it computes on the CPU), and the models that wait while it computes (``in_turn_with``).
+    """
+    return {
+        "nodes": [node.name for node in cluster.nodes],
+        "models": {
+            name: {
+                "processes": [[process.node, list(process.devices)] for process in processes],
+                "in_turn_with": list_models_sharing_devices(cluster.slots, name),
+            }
+            for name, processes in cluster.placements.items()
+        },
+    }
+
+
+class StructureRecord(Hook):
+    """Writes flow.json when the run begins, and placement.json then and after each step that changed a placement.
+
+    flow.json has the ``algorithm`` and the ``calls`` of one step (coalign.cluster.dry.describe_graph). placement.json
+    is the result of ``describe_placement``, with the ``step`` since which it holds.
+    """
+
+    def __init__(self, folder: Path, graph: FlowGraph) -> None:
+        self.folder = folder
+        self.graph = graph
+        self._written: dict[str, Any] | None = None
+        self._sink = Sink(f"{folder / 'placement.json'}")
+
+    def begin(self, engine: Engine) -> None:
+        flow = {"algorithm": engine.config.algorithm, "calls": describe_graph(self.graph)}
+        with self._sink.survive():
+            write_text_atomically(self.folder / "flow.json", json.dumps(flow))
+        self._write_placement(engine)
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        self._write_placement(engine)
+
+    def _write_placement(self, engine: Engine) -> None:
+        placement = describe_placement(engine.cluster)
+        if placement == self._written:
+            return
+        with self._sink.survive():
+            path = self.folder / "placement.json"
+            write_text_atomically(path, json.dumps({"step": engine.step, **placement}))
+            self._written = placement

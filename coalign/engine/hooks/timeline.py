@@ -1,6 +1,7 @@
 """What every worker did in a step, when, and what waited: idle shares as metrics, and a trace for Perfetto.
 
-Every call reports when each worker computed, so this measures nothing of its own.
+Every call reports when each worker computed, so the timeline measures nothing of its own. ``StepProfiler`` has the
+processes trace what they do inside of the calls of some steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.future import MOVE, Call, Future, Outcome, Span
+from coalign.cluster.future import MOVE, Call, Future, Outcome, Span, WorkerError
+from coalign.config.schema import ProfileConfig
 from coalign.engine.engine import Hook
 from coalign.files import Sink
 from coalign.types import Stat, Stats
@@ -82,6 +84,36 @@ class Timeline(Hook):
             with self._sink.survive():
                 self.folder.mkdir(exist_ok=True)
                 (self.folder / f"step_{engine.step}.json").write_text(json.dumps(trace))
+
+
+class StepProfiler(Hook):
+    """Starts traces before a step and ends them after it; see coalign.cluster.worker.
+
+    With staleness, a trace shows what a model computes during the step, also for other steps. Models that share one
+    process are in one trace.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: Path, engine: Engine) -> None:
+        self.config = config
+        self.folder = folder
+        self.models = [engine.running[name] for name in config.models or engine.running]
+        if engine.cluster.store.in_process and config.tool == "torch":
+            self.models = self.models[:1]  # torch traces a process, not a model
+        self._engine = engine
+
+    def phase(self, name: str) -> None:
+        """The engine enters a phase; `rollout` is the first one of a step."""
+        step = self._engine.step + 1
+        if name == "rollout" and step in self.config.steps:
+            for future in [model.start_trace(self.config, step) for model in self.models]:
+                future.result()
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        if engine.step in self.config.steps:
+            directory = (self.folder / f"step_{engine.step}").resolve()
+            for future in [model.stop_trace(str(directory)) for model in self.models]:
+                with Sink(str(directory)).survive(WorkerError):
+                    future.result()
 
 
 def build_phase_events(entered: Sequence[tuple[float, str]], ended: float) -> list[CallEvent]:

@@ -11,7 +11,7 @@ import torch
 from coalign.cluster.future import WorkerError
 from coalign.config import ConfigError, load
 from coalign.config.schema import ProfileConfig
-from coalign.engine.hooks.profiling import StepProfiler
+from coalign.engine.hooks.timeline import StepProfiler
 from tests.cluster.threads import thread_cluster
 from tests.runs import run, settings
 

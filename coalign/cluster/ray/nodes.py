@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from coalign.cluster.ray import connect
+from coalign.cluster.ray.connection import connect
 
 Value = TypeVar("Value")
 CLOCK_CALLS = 5  # of which the quickest tells a clock's offset best

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import coalign
 from coalign.data.batch import Batch
-from coalign.engine.rollout_files import RolloutFiles, decode_piece, list_excess
+from coalign.engine.hooks.rollout_files import RolloutFiles, decode_piece, list_excess
 from coalign.report.display import Display
 from coalign.run_files.rollouts import find_rollouts, list_rollout_steps, read_rollouts
 from tests.environments.test_training import calculating

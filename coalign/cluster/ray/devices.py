@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from coalign.cluster.future import LOAD_SECONDS
 from coalign.cluster.placement.nodes import Domain, Node, ProcessPlacement, group_devices, read_nvidia_buses
-from coalign.cluster.ray_space import RayStoreError
+from coalign.cluster.ray.space import RayStoreError
 
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 READY_SECONDS = 3.0  # the same for replicas, before they count as waiting

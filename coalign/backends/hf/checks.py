@@ -1,0 +1,48 @@
+"""What trainers of transformers' models refuse: rows, images and routers that a model cannot compute as configured."""
+
+from __future__ import annotations
+
+from coalign.backends.hf.heads import PackedModel
+from coalign.backends.routers import Routers
+from coalign.backends.vision import find_owner
+from coalign.config.schema import ModelConfig
+
+
+def check_rows(rows: str, config: ModelConfig, name: str) -> None:
+    """Raises ValueError for settings that need packed rows, and for `single` rows over several processes, which would
+    call the layers different numbers of times."""
+    if rows == "packed":
+        return
+    why = f"and models.{name} computes `rows: {rows}`"
+    keys = ("tensor_parallel", "context_parallel", "expert_parallel")
+    if key := next((key for key in keys if getattr(config, key) > 1), None):
+        raise ValueError(f"models.{name}.{key} is {getattr(config, key)}, {why}: it needs packed rows")
+    if rows == "single" and (config.processes > 1 or config.reduction == "exact") and not config.frozen:
+        several = f"has {config.processes} processes" if config.processes > 1 else "adds up exactly (`reduction`)"
+        raise ValueError(f"models.{name} {several}, {why}: it needs packed or padded rows")
+    if rows == "single" and (config.router_aux_loss_coef or config.router_z_loss_coef):
+        raise ValueError(f"models.{name} has losses of routers, {why}: they need packed or padded rows")
+
+
+def check_vision(model: PackedModel, config: ModelConfig, name: str) -> None:
+    """Raises ValueError or NotImplementedError for a model, without weights, that cannot read images as configured."""
+    if model.rows != "packed":
+        raise NotImplementedError(
+            f"models.{name}: {type(model.model).__name__} computes {model.rows} rows, and images need packed ones"
+        )
+    find_owner(model.model)
+    if config.fp8:
+        raise ValueError(f"models.{name}.fp8: not with images yet (data.images); leave it out")
+
+
+def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
+    """Raises ValueError for keys about routers that a model cannot follow."""
+    keys = ("router_aux_loss_coef", "router_z_loss_coef")
+    wanted = None if config.frozen else next((key for key in keys if getattr(config, key)), None)
+    if wanted and (reason := find_hidden_routers(routers, config)):
+        raise ValueError(f"models.{name}.{wanted} is {getattr(config, wanted)}: {reason}")
+
+
+def find_hidden_routers(routers: Routers, config: ModelConfig) -> str | None:
+    """Why the routers of a model cannot be watched; None if they can."""
+    return routers.unfit or ("layers that are compiled do not show their routers (compile)" if config.compile else None)

@@ -1,0 +1,229 @@
+"""Splits the rows of a batch into shards for workers, and puts what they answer back into the order of the batch.
+
+The driver knows the lengths and groups of a batch, not its contents. That is enough to split the rows into shards that
+take equally long, and to put the results back into order. Rows can also be taken before the whole call has ended: where
+independent replicas answer one by one, the next model computes on the rows that are there (``stream_rows``). Which rows
+are computed together depends on the numbers of replicas alone, never on which replica was first, so results are
+reproducible.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store, WorkerHandle, WorkerRows, WorkerTask
+from coalign.cluster.leaves import Leaves, cut_leaves
+from coalign.data.batch import estimate_costs, partition, split_ranges
+from coalign.types import merge_stats
+
+MAX_BUNDLES = 8  # of rows that are streamed from one call
+MAX_STREAM_CALLS = 256  # each bundle is a call on every replica that takes rows; there are two bundles at least
+By = Literal["work", "cost", "order"]  # how a batch is split
+
+
+class ShardRecord(Protocol):
+    """Keeps what the shards of calls gave, so that a run which is resumed need not call for it again."""
+
+    def find(self, rows: BatchRef) -> tuple[Meta, Any] | None:
+        """Return the description of what these rows gave, and the reference to it; None if it is not known."""
+        ...
+
+    def keep(self, rows: BatchRef, task: WorkerTask) -> None:
+        """Keep what a task returns for these rows, once it does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """A batch in shards: shard i has the rows ``rows[i]`` (i64) of the batch, in this order.
+
+    ``updates`` i32[N], in a training step: the update to which each row of the batch belongs. ``leaves``: that, and
+    how it is cut into micro-batches, if the driver does so.
+    """
+
+    batch: BatchRef
+    rows: tuple[Tensor, ...]
+    updates: Tensor | None = None
+    leaves: Leaves | None = None
+
+    @property
+    def parts(self) -> list[BatchRef]:
+        return [self.batch.select(rows) for rows in self.rows]
+
+    @property
+    def worker_rows(self) -> list[WorkerRows]:
+        """The shards as workers get them."""
+        shards = [part.worker_rows for part in self.parts]
+        if self.leaves is not None:
+            return self.leaves.label(shards, self.rows)
+        if self.updates is None:
+            return shards
+        pairs = zip(shards, self.rows, strict=True)
+        return [replace(shard, update=self.updates[rows].numpy()) for shard, rows in pairs]
+
+    def order(self, metas: Sequence[Meta]) -> Tensor | None:
+        """How to put the concatenated results of the shards with rows into the order of the batch.
+
+        Row i is row order[i] of the results; None if they are in order already. A worker returns a row for each of its
+        rows, or (generation) rows of the same groups.
+        """
+        filled = [rows for rows in self.rows if len(rows)]
+        if not filled or metas[0].lengths is None:
+            return None
+        groups = [meta.group for meta in metas if meta.group is not None]
+        sizes = [len(meta.lengths) for meta in metas if meta.lengths is not None]
+        if sizes == [len(rows) for rows in filled]:
+            place = torch.cat(filled)
+        elif self.batch.group is not None and len(groups) == len(metas):
+            place = _first_rows(self.batch.group, torch.cat(groups))
+        else:
+            return None
+        order = torch.argsort(place, stable=True)
+        return None if torch.equal(order, torch.arange(len(order))) else order
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedCall:
+    """The calls of workers that one call of a model becomes: each with its rank, arguments and keywords.
+
+    ``shards`` are those of its first batch, ``numbers`` those that the calls are for.
+    """
+
+    calls: Sequence[tuple[WorkerHandle, tuple[tuple[Any, ...], dict[str, Any]]]]
+    shards: Shards | None = None
+    numbers: Sequence[int] = ()
+
+    def find_known(self, record: ShardRecord | None) -> dict[int, WorkerTask]:
+        """Return the tasks, already done, of the calls whose result is known, by their position."""
+        found: dict[int, WorkerTask] = {}
+        if record is None or self.shards is None:
+            return found
+        for position in range(len(self.calls)):
+            if (known := record.find(self._select_rows(position))) is not None:
+                task = WorkerTask(self.calls[position][0].where, concurrent.futures.Future(), known[1])
+                task.meta.set_result(replace(known[0], verb="call", start=task.since))
+                found[position] = task
+        return found
+
+    def keep(self, record: ShardRecord | None, position: int, task: WorkerTask) -> None:
+        """Let the record keep what a task of the call at this position returns."""
+        if record is not None and self.shards is not None:
+            record.keep(self._select_rows(position), task)
+
+    def _select_rows(self, position: int) -> BatchRef:
+        assert self.shards is not None, "a call without a batch has no rows"
+        return self.shards.batch.select(self.shards.rows[self.numbers[position]])
+
+    def restore_order(self, outcome: Outcome, metas: Sequence[Meta]) -> Outcome:
+        """The outcome with its rows in the order of the batch; ``metas``: the answer for each of the ``numbers``."""
+        if self.shards is None:
+            return outcome
+        filled = [meta for number, meta in zip(self.numbers, metas, strict=True) if len(self.shards.rows[number])]
+        return reorder(outcome, self.shards.order(filled))
+
+
+def reorder(outcome: Outcome, order: Tensor | None) -> Outcome:
+    """The outcome with row order[i] of its result as row i (None: unchanged)."""
+    return outcome if order is None else replace(outcome, result=outcome.result.select(order), order=order)
+
+
+def concat_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
+    """Merge the outcomes of several batches into that of their concatenation."""
+    result = BatchRef.concat([outcome.result for outcome in outcomes])
+    stats = merge_stats(outcome.stats for outcome in outcomes)
+    return Outcome(result, stats, max(outcome.memory for outcome in outcomes))
+
+
+def shard_rows(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True) -> Shards:
+    """Split a batch into ``parts`` shards; ``whole_groups``: no group (equal neighbours in column `group`) is split.
+
+    By ``work``: balances the expected cost of generation, the longest first in each shard, so that none is left for the
+    end; without an estimate each shard gets neighbours, equally many. By ``cost``: balances the cost of a forward pass;
+    a shard keeps the order of the batch, so on one rank nothing is moved. By ``order``: neighbours of equal tokens, for
+    methods that may return other rows than they got.
+    """
+    keep = batch.group if whole_groups else None
+    if by == "order" or batch.group is None or (by == "work" and batch.work is None):
+        ranges = split_ranges(batch.lengths, parts, keep=keep, by="sequences" if by == "work" else "tokens")
+        return Shards(batch, tuple(torch.arange(start, stop) for start, stop in ranges))
+    unit = torch.arange(len(batch)) if keep is None else torch.unique_consecutive(keep, return_inverse=True)[1]
+    costs = batch.work.double() if by == "work" and batch.work is not None else estimate_costs(batch.lengths)
+    sums = torch.zeros(int(unit[-1]) + 1 if len(unit) else 0, dtype=torch.float64).index_add_(0, unit, costs)
+    part, turn = torch.empty(len(sums), dtype=torch.int64), torch.arange(len(sums))
+    for number, members in enumerate(partition(sums.tolist(), parts)):
+        part[members] = number
+    if by == "work":
+        turn[torch.argsort(sums, descending=True, stable=True)] = turn.clone()
+    rows = torch.argsort(part[unit] * len(sums) + turn[unit], stable=True)
+    return Shards(batch, rows.split(torch.bincount(part[unit], minlength=parts).tolist()))
+
+
+def shard_updates(batch: BatchRef, parts: int, updates: int, *, whole_groups: bool = True) -> Shards:
+    """Split the batch of a training step into ``parts`` shards, each update on its own and by cost.
+
+    An update is a run of the batch as Batch.split cuts it (and as a module on one rank does), so its rows do not depend
+    on ``parts``.
+    """
+    ranges = split_ranges(batch.lengths, updates, keep=batch.group)
+    split = [
+        shard_rows(batch.slice(start, stop), parts, "cost", whole_groups=whole_groups).rows for start, stop in ranges
+    ]
+    runs = [[start + rows for rows in each] for (start, _), each in zip(ranges, split, strict=True)]
+    number = torch.arange(updates, dtype=torch.int32).repeat_interleave(torch.tensor([b - a for a, b in ranges]))
+    return Shards(batch, tuple(torch.cat(own) for own in zip(*runs, strict=True)), number)
+
+
+def shard_leaves(
+    batch: BatchRef, parts: int, updates: int, max_tokens: int | None, *, whole_groups: bool = False
+) -> Shards:
+    """Deal the leaves of each update of a batch to ``parts`` shards in turn, so that a leaf never depends on them."""
+    leaves = cut_leaves(batch, updates, max_tokens, whole=whole_groups)
+    return Shards(batch, leaves.split(parts), leaves=leaves)
+
+
+def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:
+    """The first row of each wanted group."""
+    groups, member = torch.unique(group, return_inverse=True)
+    first = torch.full((len(groups),), len(group)).scatter_reduce(0, member, torch.arange(len(group)), "amin")
+    return first[torch.searchsorted(groups, wanted)]
+
+
+def is_streamed(call: Future) -> bool:
+    """Whether the rows of this call's result come in parts. Waits until its tasks have started."""
+    return len(call.partial_results.result()) > 1
+
+
+def stream_rows(call: Future, store: Store, takers: int) -> Iterator[dict[int, BatchRef]]:
+    """Yield the rows of a call's result in bundles, as they come, for ``takers`` replicas of the next model.
+
+    Each item has all bundles that are there, by position. Raises what the call raises.
+    """
+    parts = call.partial_results.result()
+    count = min(len(parts), MAX_BUNDLES, max(2, MAX_STREAM_CALLS // takers))
+    cuts = pairwise(len(parts) * i // count for i in range(count + 1))
+    missing = {position: parts[start:stop] for position, (start, stop) in enumerate(cuts)}
+    while missing:
+        there = {position: futures for position, futures in missing.items() if all(each.done() for each in futures)}
+        if not there:
+            waiting = [future for future in chain(*missing.values()) if not future.done()]
+            concurrent.futures.wait([cast(Any, call.ended), *waiting], return_when=concurrent.futures.FIRST_COMPLETED)
+        done = {position: [future.result() for future in futures] for position, futures in there.items()}
+        if call.done() or any(_has_failed(task) for task in chain(*done.values())):
+            call.result()  # raises, if anything went wrong
+        if done:
+            yield {
+                position: BatchRef.concat([BatchRef.of(task.meta.result(), task.payload, store) for task in tasks])
+                for position, tasks in done.items()
+            }
+            missing = {position: futures for position, futures in missing.items() if position not in done}
+
+
+def _has_failed(task: WorkerTask) -> bool:
+    return task.meta.exception() is not None or task.meta.result().failure is not None

@@ -1,0 +1,96 @@
+"""Evaluates a model on prompts that it does not learn from: mean reward, pass@k, length of responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coalign.cluster.future import BatchRef, WatchedCalls
+from coalign.data.batch import Batch
+from coalign.data.loader import Loader
+from coalign.types import Metric, Stat, Stats, Total, merge_stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
+    from coalign.report.display import Display
+
+
+def pass_at_k(correct: int, n: int, k: int) -> float:
+    """Return the probability that one of k samples drawn from n without replacement is right (2107.03374, eq. 1)."""
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def score(
+    reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor, *, solved: float = 1.0
+) -> dict[str, Metric]:
+    """mean@n, pass@k for k = 1, 2, 4, … n, and response length; a sample with reward >= ``solved`` is right."""
+    stats: dict[str, Metric] = {"response_tokens": Stat(float(loss_mask.sum()), float(len(reward)))}
+    _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
+    right = torch.zeros(len(sizes), dtype=torch.int64).index_add_(0, member, (reward >= solved).long())
+    n = int(sizes.max()) if len(sizes) else 0
+    stats[f"mean@{n}"] = stats["mean"] = Stat.of(reward)
+    k = 1
+    while n > 1 and k <= n:
+        rates = [pass_at_k(c, size, k) for c, size in zip(right.tolist(), sizes.tolist(), strict=True) if size >= k]
+        stats[f"pass@{k}"] = Stat(sum(rates), len(rates))
+        k *= 2
+    return stats
+
+
+class Evaluator:
+    """Runs ``flow(prompts) -> Future`` (an engine's ``eval_flow``) over a whole evaluation set.
+
+    ``on_wait()`` is called every second while results are waited for.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        flow: Callable[[BatchRef], Any],
+        loader: Loader,
+        limit: int | None,
+        on_wait: Callable[[], None],
+    ) -> None:
+        self.cluster = cluster
+        self.on_wait = on_wait
+        self.flow = flow
+        self.loader = loader
+        self.limit = limit
+
+    def evaluate(self, display: Display | None = None) -> tuple[Stats, list[BatchRef]]:
+        """Evaluate all prompts; return the metrics, named `eval/…`, and the batches that the flow returned.
+
+        With several sources each has its own as well, named `eval/<source>/…`. ``display`` shows a bar meanwhile.
+        """
+        begun = time.perf_counter()
+        futures, calls, results = [], dict[str, list[WatchedCalls]](), []
+        for source, prompts in self.loader.all(self.limit):
+            with self.cluster.watch() as own:
+                futures.append((len(prompts), self.flow(self.cluster.put(_separate_groups(prompts)))))
+            calls.setdefault(source, []).append(own)
+        total = sum(rows for rows, _ in futures)
+        with display.progress("evaluating", total) if display else nullcontext(lambda rows: None) as advance:
+            for rows, future in futures:
+                future.wait(self.on_wait)
+                results.append(future.result())
+                advance(rows)
+        parts = {source: merge_stats(each.stats() for each in own) for source, own in calls.items()}
+        named = [(f"eval/{source}/", own) for source, own in parts.items() if len(parts) > 1]
+        stats = {
+            prefix + name: metric
+            for prefix, own in (*named, ("eval/", merge_stats(parts.values())))
+            for name, metric in own.items()
+            if not name.startswith(("time/", "memory/", "tokens/", "engine/"))
+        }
+        return {**stats, "time/eval": Total(time.perf_counter() - begun)}, results
+
+
+def _separate_groups(prompts: Batch) -> Batch:
+    """Give evaluation prompts negative groups, so that they never share random numbers with training prompts."""
+    return prompts.with_(group=-1 - prompts["group"])
