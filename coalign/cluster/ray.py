@@ -20,8 +20,8 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -77,6 +77,8 @@ from coalign.cluster.survivors.claim import (
     read_workers,
 )
 from coalign.cluster.survivors.head import RayHead, set_environment
+from coalign.cluster.survivors.keeper import has_keepers
+from coalign.cluster.survivors.keepers import Keepers
 from coalign.cluster.survivors.takeover import find_key, list_groups, take_over
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
@@ -197,7 +199,8 @@ class Actor:
     ) -> None:
         os.environ.update(visible)  # not before: Ray hides all devices from an actor that asks it for none
         self._stacks = listen()
-        self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None)
+        node = ray.get_runtime_context().get_node_id()
+        self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None, node)
         self._space: StoreSpace | None = None  # as it was measured first
         self._sources = LoadedSources()
         self._sources.note()
@@ -355,6 +358,7 @@ class RayCluster(Cluster):
         self._numbers: dict[str, list[int]] = {}  # of a model's processes, in the order of their placements
         self._owner = not ray.is_initialized()
         self._ended = threading.Event()
+        self._call_seconds = config.runtime.call_timeout or STORE_SECONDS
         try:
             if self._owner:
                 connect(config.runtime.ray_address or self._hold_ray(claim))
@@ -524,6 +528,13 @@ class RayCluster(Cluster):
     def _function_worker(self) -> WorkerHandle:
         return self._functions
 
+    def open_keepers(self, run: Path, models: Sequence[str]) -> Keepers | None:
+        if self.keepers is None and (len(self._devices.update()) > 1 or has_keepers(run)):
+            self.keepers = Keepers(run, self._devices.ids, self.own_node, self._call_seconds)
+        if self.keepers is not None:
+            self.keepers.choose({name: [place.node for place in self.placements[name]] for name in models})
+        return self.keepers
+
     def _forget_placements(self) -> None:
         """Processes are elsewhere than the record says: another driver cannot use them."""
         if self._record and self._record.placements:
@@ -682,6 +693,8 @@ class RayCluster(Cluster):
         self._leave()
 
     def _leave(self) -> None:
+        if self.keepers is not None:
+            self.keepers.close()
         if self._owner:
             ray.shutdown()
 
@@ -705,6 +718,24 @@ def count_cluster_devices(address: str, resource: str) -> int:
         connect(address)
     try:
         return int(ray.cluster_resources().get(resource, 0))
+    finally:
+        if not joined:
+            ray.shutdown()
+
+
+@contextmanager
+def join_keepers(address: str, run: Path, seconds: float | None) -> Iterator[Keepers]:
+    """Yield the keepers of a run's checkpoints, before the run has a cluster. ValueError if no Ray cluster answers.
+
+    They may take ``seconds`` for what they are asked (None: half an hour).
+    """
+    joined = ray.is_initialized()
+    if not joined:
+        connect(address)
+    try:
+        keepers = Keepers(run, [ray.get_runtime_context().get_node_id()], 0, seconds or STORE_SECONDS)
+        yield keepers
+        keepers.close()
     finally:
         if not joined:
             ray.shutdown()
