@@ -532,7 +532,8 @@ class RayCluster(Cluster):
         if self.keepers is None and (len(self._devices.update()) > 1 or has_keepers(run)):
             self.keepers = Keepers(run, self._devices.ids, self.own_node, self._call_seconds)
         if self.keepers is not None:
-            self.keepers.choose({name: [place.node for place in self.placements[name]] for name in models})
+            ranks = {name: [place.node for place in self.placements[name]] for name in models}
+            self.keepers.choose(ranks, [node.name for node in self.nodes])
         return self.keepers
 
     def _forget_placements(self) -> None:

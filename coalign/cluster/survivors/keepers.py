@@ -81,14 +81,17 @@ class Keepers:
         self._first: dict[str, str] = {}  # where rank 0 is, by model
         self._recorded = _read_record(run)  # nodes that may have files
 
-    def choose(self, ranks: Mapping[str, Sequence[int]]) -> None:
+    def choose(self, ranks: Mapping[str, Sequence[int]], names: Sequence[str]) -> None:
         """Let the nodes take part that have ``ranks`` of trained models (numbers, by model and rank).
 
-        Raises KeeperLost if a keeper cannot be started.
+        ``names`` are those of the nodes, by number. Raises KeeperLost if a keeper cannot be started.
         """
         self._first = {model: self._ids[nodes[0]] for model, nodes in ranks.items()}
         there = {self._own, *(self._ids[node] for nodes in ranks.values() for node in nodes)}
-        self._nodes = [node for node in self._ids if node in there]
+        before, self._nodes = self._nodes, [node for node in self._ids if node in there]
+        if self._nodes != before:
+            chosen = ", ".join(names[self._ids.index(node)] for node in self._nodes)
+            log.info("checkpoints in memory are on %s; each holds a copy of the one before it", chosen)
         self._start(self._nodes)
         self._record([*dict.fromkeys((*self._recorded, *self._nodes))])
 
