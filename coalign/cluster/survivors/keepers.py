@@ -188,28 +188,34 @@ class Keepers:
     def _start(self, nodes: Collection[str]) -> None:
         """Start the keepers that are missing. Raises KeeperLost."""
         missing = [node for node in nodes if node not in self._actors]
-        living = [node["NodeID"] for node in ray.nodes() if node["Alive"]] if missing else []
+        living = self._find_living() if missing else set[str]()
         for node in missing:
-            name = f"{Path(self._base).name}:{node[:DIGITS]}"
-            _end_former(name)
-            remote = cast(Any, ray.remote)(KeeperActor).options(
-                name=name,
-                num_cpus=0,
-                max_restarts=0,
-                max_concurrency=THREADS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            self._actors[node] = remote.remote(self._base, node, str(self._run), living)
+            self._actors[node] = self._start_actor(node, living)
         self._ask("list_files", {node: ("",) for node in missing})  # waits for their processes
 
     def _start_recorded(self) -> None:
         """Start keepers on all living nodes that may have files; this one may have some of a run on it alone."""
         missing = [node for node in (*self._recorded, self._own) if node not in self._actors]
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if missing else set[str]()
+        living = self._find_living() if missing else set[str]()
         for node in missing:
             if node in living:
                 with suppress(KeeperLost):
                     self._start([node])
+
+    def _find_living(self) -> set[str]:
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+    def _start_actor(self, node: str, living: Collection[str]) -> Any:
+        name = f"{Path(self._base).name}:{node[:DIGITS]}"
+        _end_former(name)
+        remote = cast(Any, ray.remote)(KeeperActor).options(
+            name=name,
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=THREADS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        return remote.remote(self._base, node, str(self._run), living)
 
     def _ask(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """Call a method of the keepers of some nodes at the same time. Raises OSError, KeeperLost."""

@@ -58,7 +58,7 @@ def open_memory_folder(run: Path) -> Checkpoints:
 def find_memory(memory: Checkpoints, run: Path, config: RuntimeConfig) -> Iterator[Checkpoints]:
     """Yield where the run's checkpoints in memory are, before it has a cluster: in this machine's ``memory``, or in
     that of nodes. ValueError if their Ray cluster does not answer."""
-    if has_keepers(run) and config.ray_address is not None:
+    if has_keepers(run) and config.ray_address is not None and config.resume == "auto":
         with join_keepers(config.ray_address, run, config.call_timeout) as keepers:
             yield NodeCheckpoints(keepers, memory)
     else:
@@ -151,7 +151,7 @@ class Recovery(Hook):
         self.folder = folder
         self.every = every
         self._sink = Sink(f"the checkpoint in memory ({memory.directory}; runtime.save_in_memory_every)")
-        memory.on_complete = self._prune
+        memory.on_complete = self._tidy
 
     def open(self, engine: Engine, checkpoint: Path | None) -> Path | None:
         """Get ready once the cluster has started; return where the ``checkpoint`` that the run goes on from is now.
@@ -233,14 +233,16 @@ class Recovery(Hook):
         keepers = engine.cluster.open_keepers(self.folder.path, engine.learning)
         if keepers is not None and self.memory.directory != keepers.folder:
             self.memory = NodeCheckpoints(keepers, self.memory)
-            self.memory.on_complete = self._prune
+            self.memory.on_complete = self._tidy
 
     def _spread_what_is_there(self, engine: Engine) -> None:
         if has_keepers(self.folder.path) or self.memory.steps():
             self._spread(engine)
 
-    def _prune(self, step: int) -> None:
-        self.memory.prune(None)
+    def _tidy(self, step: int) -> None:
+        """Take note of a checkpoint that has become complete."""
+        with self._sink.survive():
+            self.memory.prune(None)
 
     def _begin(self, engine: Engine) -> None:
         self._spread(engine)
@@ -252,14 +254,13 @@ class Recovery(Hook):
     @contextmanager
     def _survive(self) -> Iterator[None]:
         """Log an error in place of raising it, unless a process is lost."""
-        lost: WorkerLost | None = None
-        with self._sink.survive(Exception):
-            try:
-                yield
-            except WorkerLost as error:
-                lost = error
-        if lost is not None:
-            raise lost
+        try:
+            yield
+        except WorkerLost:
+            raise
+        except Exception as problem:
+            with self._sink.survive(Exception):
+                raise problem
 
 
 def find_newest(memory: Checkpoints, disk: Checkpoints) -> Path | None:
