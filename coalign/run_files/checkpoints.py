@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from coalign.files import describe_problem, hash_file, read_json_object
 
 MANIFEST = "manifest.json"
 MEMORY = Path("/dev/shm")  # checkpoints in memory, each run in a folder `coalign-USER-HASH`, or one `…-NODE` a node
+LEFT_SECONDS = 24 * 3600.0
 RUN = "run"  # in such a folder: a link to the folder of the run
 
 
@@ -28,6 +30,18 @@ def name_memory_folder(run: Path) -> Path:
     """Return where the checkpoints in memory of the run in this folder are; of each of several nodes `…-NODE`."""
     digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()
     return MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
+
+
+def list_left_memory(memory: Path) -> list[Path]:
+    """Return the user's folders in ``memory`` of runs that were deleted, to which nobody has written for a day."""
+    return [path for path in memory.glob(f"coalign-{os.getuid()}-*") if _is_left(path)]
+
+
+def _is_left(folder: Path) -> bool:
+    try:
+        return not (folder / RUN).readlink().exists() and time.time() - folder.stat().st_mtime > LEFT_SECONDS
+    except OSError:  # it has no link, or another process has just deleted it
+        return False
 
 
 def find_step(path: Path) -> int:

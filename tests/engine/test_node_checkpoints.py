@@ -51,7 +51,7 @@ class LocalKeepers(Keepers):
     def _start_actor(self, node, living):
         return LocalKeeper(self._base, node, str(self._run), living)
 
-    def _call(self, method, arguments):
+    def _call(self, method, arguments, seconds):
         answers, problems = {}, {}
         for node, own in arguments.items():
             try:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from coalign.files import delete_path, delete_report, read_report
-from coalign.run_files.checkpoints import MANIFEST, RUN, list_steps, parse_manifest
+from coalign.run_files.checkpoints import MANIFEST, RUN, list_left_memory, list_steps, parse_manifest
 
 NAME = ".keepers"  # in the run folder: which nodes have files
 DIGITS = 16  # of a node's id that are in the name of its folder
@@ -138,13 +138,13 @@ class Keeper:
     """
 
     def __init__(self, base: str, node: str, run: str, living: Collection[str]) -> None:
-        """Delete what is left of nodes that do not live; ``run`` is the run's folder. Raises PermissionError."""
+        """Delete what is left of nodes that do not live, and of runs that are gone; ``run`` is the run's folder."""
         self._folder = Path(name_folder(base, node))
         self._run = run
-        there = {name_folder(base, other) for other in living}
-        for other in self._folder.parent.glob(f"{os.path.basename(base)}-*"):
-            if str(other) not in there:
-                delete_path(other)
+        memory, there = self._folder.parent, {name_folder(base, other) for other in living}
+        left = [path for path in memory.glob(f"{os.path.basename(base)}-*") if str(path) not in there]
+        for path in (*left, *list_left_memory(memory)):
+            delete_path(path)
 
     def open(self) -> None:
         """Make the folder, and delete what was being written and is not complete. Raises PermissionError."""

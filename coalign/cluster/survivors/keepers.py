@@ -40,6 +40,7 @@ from coalign.run_files.checkpoints import find_step, format_manifest, name_memor
 log = logging.getLogger(__name__)
 AHEAD = 3  # blocks that are on their way at once
 THREADS = 16  # of a keeper: it sends while it receives
+LOOK_SECONDS = 60.0  # how long it may take to list or delete files
 KILL_SECONDS = 10.0  # how long the keeper of an earlier driver may take to end
 
 
@@ -219,14 +220,14 @@ class Keepers:
 
     def _ask(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """Call a method of the keepers of some nodes at the same time. Raises OSError, KeeperLost."""
-        answers, problems = self._call(method, arguments)
+        answers, problems = self._call(method, arguments, self._seconds)
         for problem in problems.values():
             raise problem
         return answers
 
     def _ask_living(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Call a method of all keepers; those that are lost give no answer."""
-        answers, problems = self._call(method, {node: arguments for node in self._actors})
+        answers, problems = self._call(method, {node: arguments for node in self._actors}, LOOK_SECONDS)
         for node, problem in problems.items():
             log.info("%s", problem)
             if not isinstance(problem, KeeperLost):
@@ -234,26 +235,26 @@ class Keepers:
         return answers
 
     def _call(
-        self, method: str, arguments: Mapping[str, tuple[Any, ...]]
+        self, method: str, arguments: Mapping[str, tuple[Any, ...]], seconds: float
     ) -> tuple[dict[str, Any], dict[str, OSError | KeeperLost]]:
         """Call a method of the keepers of some nodes; answers and problems by node."""
         answers, problems = dict[str, Any](), dict[str, OSError | KeeperLost]()
         if gone := [node for node in arguments if node not in self._actors]:
             return {}, {node: KeeperLost(f"there is no keeper on node {node[:DIGITS]}") for node in gone}
         tasks = {node: getattr(self._actors[node], method).remote(*own) for node, own in arguments.items()}
-        end = time.monotonic() + self._seconds
+        end = time.monotonic() + seconds
         for node, task in tasks.items():
             try:
                 answers[node] = ray.get(task, timeout=max(0.0, end - time.monotonic()))
             except RayError as error:
-                problems[node] = self._describe(node, error)
+                problems[node] = self._describe(node, error, seconds)
         return answers, problems
 
-    def _describe(self, node: str, error: RayError) -> OSError | KeeperLost:
+    def _describe(self, node: str, error: RayError, seconds: float) -> OSError | KeeperLost:
         """Return what it means that a keeper has not done what it was asked; one that is lost is forgotten."""
         where = f"the keeper of checkpoints on node {node[:DIGITS]}"
         if isinstance(error, GetTimeoutError):
-            return OSError(f"{where} has not answered within {self._seconds:g} s")
+            return OSError(f"{where} has not answered within {seconds:g} s")
         cause = error.cause if isinstance(error, RayTaskError) else error
         text = str(cause).strip().partition("\n")[0]
         if isinstance(error, RayTaskError) and not isinstance(cause, RayActorError | ObjectLostError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +23,14 @@ from coalign.engine.hooks.checkpoint import MODELS, rewind_engine, write_engine_
 from coalign.engine.hooks.checkpoint_folder import Checkpoints, CheckpointWriting, UnfinishedFiles
 from coalign.engine.hooks.run_folder import RunFolder
 from coalign.files import Sink, delete_path
-from coalign.run_files.checkpoints import MANIFEST, RUN, CorruptCheckpoint, find_step, name_memory_folder
+from coalign.run_files.checkpoints import (
+    MANIFEST,
+    RUN,
+    CorruptCheckpoint,
+    find_step,
+    list_left_memory,
+    name_memory_folder,
+)
 from coalign.types import Stats
 
 if TYPE_CHECKING:
@@ -35,7 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 KEPT = 2  # one is complete while the next one is written
-LEFT_SECONDS = 24 * 3600.0
 
 
 def open_memory_folder(run: Path) -> Checkpoints:
@@ -48,9 +53,8 @@ def open_memory_folder(run: Path) -> Checkpoints:
         raise PermissionError(f"{folder} would hold checkpoints of {run}, and belongs to another user")
     if not (run / "config.yaml").exists():  # nobody has trained here since the folder was made
         delete_path(folder)
-    for other in folder.parent.glob(f"coalign-{os.getuid()}-*"):
-        if _is_left(other):
-            delete_path(other)
+    for left in list_left_memory(folder.parent):
+        delete_path(left)
     return Checkpoints(folder, KEPT, hashes=False)
 
 
@@ -63,14 +67,6 @@ def find_memory(memory: Checkpoints, run: Path, config: RuntimeConfig) -> Iterat
             yield NodeCheckpoints(keepers, memory)
     else:
         yield memory
-
-
-def _is_left(folder: Path) -> bool:
-    """Whether a folder in memory is of a run that was deleted, and nobody has written to it for a day."""
-    try:
-        return not (folder / RUN).readlink().exists() and time.time() - folder.stat().st_mtime > LEFT_SECONDS
-    except OSError:  # it has no link, or another process has just deleted it
-        return False
 
 
 class NodeCheckpoints(Checkpoints):
