@@ -733,11 +733,11 @@ def join_keepers(address: str, run: Path, seconds: float | None) -> Iterator[Kee
     joined = ray.is_initialized()
     if not joined:
         connect(address)
+    keepers = Keepers(run, [ray.get_runtime_context().get_node_id()], 0, seconds or STORE_SECONDS)
     try:
-        keepers = Keepers(run, [ray.get_runtime_context().get_node_id()], 0, seconds or STORE_SECONDS)
         yield keepers
-        keepers.close()
     finally:
+        keepers.close()
         if not joined:
             ray.shutdown()
 

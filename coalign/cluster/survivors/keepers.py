@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 import uuid
 from collections import deque
@@ -81,6 +82,7 @@ class Keepers:
         self._nodes = [self._own]  # that take part
         self._first: dict[str, str] = {}  # where rank 0 is, by model
         self._recorded = _read_record(run)  # nodes that may have files
+        self._fetching = threading.Lock()  # models are loaded at the same time, and lie in one directory
 
     def choose(self, ranks: Mapping[str, Sequence[int]], names: Sequence[str]) -> None:
         """Let the nodes take part that have ``ranks`` of trained models (numbers, by model and rank).
@@ -92,7 +94,8 @@ class Keepers:
         before, self._nodes = self._nodes, [node for node in self._ids if node in there]
         if self._nodes != before:
             chosen = ", ".join(names[self._ids.index(node)] for node in self._nodes)
-            log.info("checkpoints in memory are on %s; each holds a copy of the one before it", chosen)
+            copies = "each holds a copy of the one before it" if len(self._nodes) > 1 else "there is no copy"
+            log.info("checkpoints in memory are on %s; %s", chosen, copies)
         self._start(self._nodes)
         self._record([*dict.fromkeys((*self._recorded, *self._nodes))])
 
@@ -166,15 +169,16 @@ class Keepers:
         return self.folder / f"step_{step}"
 
     def _fetch(self, step: int, nodes: Collection[str], folder: str, without: str) -> None:
-        self._start(nodes)
-        if (spread := self.list_steps().get(step)) is None or spread.lost:
-            raise KeeperLost(f"the checkpoint of step {step} in the memory of nodes has lost files")
-        self._ask("open_step", {node: (step, spread.manifest) for node in nodes})
-        plans = {node: spread.plan_fetches(node, folder, without) for node in nodes}
-        while any(plans.values()):
-            now = {node: plan.popitem() for node, plan in plans.items() if plan}
-            calls = {node: (f"step_{step}", files, self._actors[source]) for node, (source, files) in now.items()}
-            self._ask("fetch", calls)
+        with self._fetching:
+            self._start(nodes)
+            if (spread := self.list_steps().get(step)) is None or spread.lost:
+                raise KeeperLost(f"the checkpoint of step {step} in the memory of nodes has lost files")
+            self._ask("open_step", {node: (step, spread.manifest) for node in nodes})
+            plans = {node: spread.plan_fetches(node, folder, without) for node in nodes}
+            while any(plans.values()):
+                now = {node: plan.popitem() for node, plan in plans.items() if plan}
+                calls = {node: (f"step_{step}", files, self._actors[source]) for node, (source, files) in now.items()}
+                self._ask("fetch", calls)
 
     # ---- actors
 
