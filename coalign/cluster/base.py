@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from coalign.cluster import stacks
 from coalign.cluster.dist import DistActor, DistModel
@@ -46,12 +47,16 @@ from coalign.cluster.ray.space import check_ray
 from coalign.cluster.residency import Residency
 from coalign.cluster.slices import MAX_LOSSES
 from coalign.cluster.survivors.claim import RunClaim
+from coalign.cluster.survivors.keeper import NodePath
 from coalign.cluster.worker import find_module_class, name_of
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.threads import CallQueue, start_thread
+
+if TYPE_CHECKING:
+    from coalign.cluster.survivors.keepers import Keepers
 
 log = logging.getLogger(__name__)
 PING_SECONDS = 60.0  # a living worker is done with what it had to do by then
@@ -94,6 +99,7 @@ class Cluster(ABC):
         self.nodes: list[Node] = []
         self.own_node = 0  # of them, where the driver is
         self.placements: dict[str, list[ProcessPlacement]] = {}  # of each model's processes, by rank
+        self.keepers: Keepers | None = None  # see open_keepers
 
     # ---- for flows ------------------------------------------------------------------------------------------------
 
@@ -324,6 +330,26 @@ class Cluster(ABC):
             self._wait_and_end(rank)
         return processes
 
+    def open_keepers(self, run: Path, models: Sequence[str]) -> Keepers | None:
+        """Return what keeps the checkpoints of the run in a folder in the memory of its nodes, with those of now.
+
+        The nodes are the driver's and those with processes of ``models``. None where this machine's memory is enough,
+        as all processes are there. Raises KeeperLost.
+        """
+        return None
+
+    def localize(self, directory: str) -> str | NodePath:
+        """Return a directory as workers take it: one in memory stands for one on each node."""
+        return directory if self.keepers is None else self.keepers.localize(directory)
+
+    def fetch_files(self, directory: str, name: str) -> None:
+        """Let the nodes of a model's processes get what they lack of a directory in memory.
+
+        Raises OSError if there is no room for it, KeeperLost if it is lost.
+        """
+        if self.keepers is not None:
+            self.keepers.fetch(directory, {place.node for place in self.placements[name]})
+
     def has_place(self, name: str) -> bool:
         """Return whether a replica that a model lacks can be started: its devices are there, or were not asked for."""
         return False
@@ -516,6 +542,14 @@ def start_cluster(
     from coalign.cluster.ray.cluster import RayCluster  # the extra [ray] is needed only here
 
     return RayCluster(config, models, claim)
+
+
+def join_keepers(address: str, run: Path, seconds: float | None) -> AbstractContextManager[Keepers]:
+    """Find the checkpoints of a run in the memory of the nodes of a Ray cluster, before the run has a cluster."""
+    check_ray()
+    from coalign.cluster.ray.cluster import join_keepers as join  # the extra [ray] is needed only here
+
+    return join(address, run, seconds)
 
 
 def choose_cluster(config: RunConfig) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 from coalign import devices
 from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
 from coalign.cluster.memory_report import write_memory_report
+from coalign.cluster.survivors.keeper import NodePath
 from coalign.config.functions import list_columns, resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
@@ -103,10 +104,11 @@ class Worker:
     With an ``arena``, every answer reports what the module has on its device.
     """
 
-    def __init__(self, store: Store, threads: int | None, arena: Arena | None = None) -> None:
+    def __init__(self, store: Store, threads: int | None, arena: Arena | None = None, node: str = "") -> None:
         self.store = store
         self.threads = threads
         self.arena = arena
+        self.node = node  # whose memory a NodePath leads to
         self._module: Module | None = None
         self.context = Context()
         self.tracer = Tracer()
@@ -167,7 +169,7 @@ class Worker:
         return Meta(), None
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
-        """Call a method of the module; WorkerRows among the arguments become Batches."""
+        """Call a method of the module; WorkerRows among the arguments become Batches, a NodePath a path."""
         arguments, keywords = self._receive(method, arguments, keywords)
         with self.tracer.range(f"{self.context.model}.{method}"):
             result = getattr(self.module, method)(*arguments, **keywords)
@@ -216,13 +218,15 @@ class Worker:
     def _receive(
         self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, with WorkerRows fetched. RuntimeError if the module cannot be called now."""
+        """The arguments of a call as the module takes them. RuntimeError if it cannot be called now."""
         self.module.check_fit()
         if self.arena is not None:
             needs = self.module.needs.get(method, PARTS)
             self.arena.require(self.context.model, needs, f"{self.context.model}.{method}")
 
         def fetch(value: Any) -> Any:
+            if isinstance(value, NodePath):
+                return value.find(self.node)
             return value.gather(self.store) if isinstance(value, WorkerRows) else value
 
         return tuple([fetch(value) for value in arguments]), {name: fetch(value) for name, value in keywords.items()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from coalign.cluster.future import WorkerError, WorkerLost
 from coalign.config.schema import AutoscaleConfig
+from coalign.engine.hooks.checkpoint import MODELS
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Fleet:
         if name in engine.learning:
             saved = self._save(engine)
             found = engine.cluster.resize(name, processes)
-            engine.running[name].load(str(saved / "models" / name)).result()
+            engine.running[name].load(str(saved / MODELS / name)).result()
         else:
             found = engine.cluster.resize(name, processes)
             self._targets[name] = processes

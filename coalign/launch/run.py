@@ -35,7 +35,7 @@ from coalign.engine.hooks.guards import UNHEALTHY, Guards
 from coalign.engine.hooks.journal import JournalHook
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
-from coalign.engine.hooks.recovery import Recovery, open_memory_folder
+from coalign.engine.hooks.recovery import Recovery, find_memory, open_memory_folder
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
@@ -97,7 +97,9 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         memory = open_memory_folder(folder.path)
         url = config.runtime.save_copies_to
         remote = RemoteCheckpoints(url, checkpoints) if url else None
-        checkpoint = _find_checkpoint(config, memory, checkpoints, remote)
+        with find_memory(memory, folder.path, config.runtime) as found:
+            checkpoint = _find_checkpoint(config, found, checkpoints, remote)
+        recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
         if checkpoint is not None:
             state = read_state(checkpoint, config)
             provenance.compare(state["hooks"].get("Provenance"))
@@ -127,11 +129,10 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                 log.info("loading %s", ", ".join(plan.started))
                 engine = plan.recipe(plan, cluster, data)
                 engine.hooks += [provenance, StructureRecord(folder.path, graph)]
-                recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
                 return _learn(engine, recovery, remote, checkpoint, display, watchdog, hooks, signals, goodput)
         finally:
             display.close()
-            for each in (memory, checkpoints):
+            for each in (recovery.memory, checkpoints):
                 each.abandon()
             cluster.shutdown()
 
@@ -160,6 +161,7 @@ def _learn(
     control = RunControl(folder.path, save, Fleet(runtime.autoscale, recovery.save_now))
     engine.hooks.extend([goodput, record, *journal, save, recovery, control])
     _refuse_namesakes(engine.hooks)
+    checkpoint = recovery.open(engine, checkpoint)
     if checkpoint is None:
         folder.move_records_aside()  # of an earlier run
     else:

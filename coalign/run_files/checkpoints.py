@@ -6,19 +6,42 @@ every other file. It is written last (coalign.engine.hooks.checkpoint_folder), s
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coalign.files import describe_problem, hash_file, read_json_object
 
 MANIFEST = "manifest.json"
-MEMORY = Path("/dev/shm")  # checkpoints in memory, each run in a folder `coalign-USER-HASH`
+MEMORY = Path("/dev/shm")  # checkpoints in memory, each run in a folder `coalign-USER-HASH`, or one `…-NODE` a node
+LEFT_SECONDS = 24 * 3600.0
 RUN = "run"  # in such a folder: a link to the folder of the run
 
 
 class CorruptCheckpoint(OSError):
     """A checkpoint whose files do not match its manifest."""
+
+
+def name_memory_folder(run: Path) -> Path:
+    """Return where the checkpoints in memory of the run in this folder are; of each of several nodes `…-NODE`."""
+    digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()
+    return MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
+
+
+def list_left_memory(memory: Path) -> list[Path]:
+    """Return the user's folders in ``memory`` of runs that were deleted, to which nobody has written for a day."""
+    return [path for path in memory.glob(f"coalign-{os.getuid()}-*") if _is_left(path)]
+
+
+def _is_left(folder: Path) -> bool:
+    try:
+        return not (folder / RUN).readlink().exists() and time.time() - folder.stat().st_mtime > LEFT_SECONDS
+    except OSError:  # it has no link, or another process has just deleted it
+        return False
 
 
 def find_step(path: Path) -> int:
@@ -30,6 +53,27 @@ def find_step(path: Path) -> int:
 def list_steps(directory: Path) -> list[int]:
     """Return the steps that have a checkpoint's directory below this one, ascending, complete or not."""
     return sorted(step for path in directory.glob("step_*") if (step := find_step(path)) >= 0)
+
+
+def format_manifest(sizes: Mapping[str, int], token: str) -> str:
+    """Return the manifest of a checkpoint whose files lie on several nodes; ``token`` tells it from all others."""
+    return json.dumps({"files": {name: {"size": size} for name, size in sizes.items()}, "spread": token}, indent=1)
+
+
+def parse_manifest(text: str) -> dict[str, int]:
+    """Return the bytes of each file by a manifest's text. ValueError for another text."""
+    try:
+        return {name: entry["size"] for name, entry in json.loads(text)["files"].items()}
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"no {MANIFEST}: {describe_problem(problem)}") from problem
+
+
+def is_spread(path: Path) -> bool:
+    """Whether a checkpoint in memory lies on several nodes, so that some of its files may not be here."""
+    try:
+        return "spread" in read_json_object(path / MANIFEST)
+    except (OSError, ValueError):
+        return False
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str | None]]:

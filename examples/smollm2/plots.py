@@ -1,7 +1,7 @@
 """The curves of all four stages in one picture.
 
-    python -m examples.smollm2.plots stages.png                       # of runs/smollm2, or of RUNS
-    python -m examples.smollm2.plots beside_trl.png runs/curves       # of benchmarks/curves_vs_trl.py's folder
+python -m examples.smollm2.plots stages.png                       # of runs/smollm2, or of RUNS
+python -m examples.smollm2.plots beside_trl.png runs/curves       # of benchmarks/curves_vs_trl.py's folder
 """
 
 from __future__ import annotations

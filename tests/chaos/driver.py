@@ -4,13 +4,15 @@ Called as ``python -m tests.chaos.driver CONFIG FAULTS``: two JSON files. A faul
 ``delay`` seconds after the engine enters a phase of the step, the process is killed (SIGKILL) or stopped (SIGSTOP), or
 its connections with the process ``other`` are cut. ``process`` is a part of an actor's name, such as `:trainer:rank1`,
 or `driver`. Without a process, bits of weights that are sent are flipped (``how`` is `flip`, drawn by ``seed``), or the
-run folder's disk is filled or freed (`fill`, `free`). Each fault happens once, also over several starts: those that
+run folder's disk is filled or freed (`fill`, `free`). With a process id as ``raylet`` that node is lost with all of its
+processes, and with its memory, by the id ``node``. Each fault happens once, also over several starts: those that
 happened are in FAULTS.done.
 """
 
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -21,6 +23,8 @@ from typing import Any
 import psutil
 
 import coalign
+from coalign.cluster.survivors.keeper import DIGITS
+from coalign.run_files.checkpoints import MEMORY
 from tests.chaos.damage import cut_connections, fill_disk, flip_weights_once, free_disk
 from tests.runs import MARK
 
@@ -42,7 +46,9 @@ class Faults(coalign.Hook):
         happened = [line["fault"] for line in read_lines(self.done) if "fault" in line]
         for number, fault in enumerate(self.faults):
             if fault["phase"] == name and fault["step"] == self.engine.step and number not in happened:
-                if "process" in fault:
+                if "raylet" in fault:
+                    threading.Thread(target=self.lose_node, args=(number, fault), daemon=True).start()
+                elif "process" in fault:
                     threading.Thread(target=self.strike, args=(number, fault), daemon=True).start()
                 else:
                     self.note(fault=number)
@@ -54,6 +60,15 @@ class Faults(coalign.Hook):
             flip_weights_once(random.Random(fault["seed"]))
         else:
             {"fill": fill_disk, "free": free_disk}[fault["how"]](folder)
+
+    def lose_node(self, number: int, fault: dict[str, Any]) -> None:
+        time.sleep(fault.get("delay", 0.0))
+        self.note(fault=number)
+        raylet = psutil.Process(fault["raylet"])
+        for process in (raylet, *raylet.children(recursive=True)):
+            process.kill()
+        for folder in MEMORY.glob(f"coalign-*-{fault['node'][:DIGITS]}"):
+            shutil.rmtree(folder)
 
     def strike(self, number: int, fault: dict[str, Any]) -> None:
         time.sleep(fault.get("delay", 0.0))

@@ -37,7 +37,7 @@ def test_a_lost_node_is_all_of_its_processes_at_once(tmp_path):
     with start_machines(cpus=1) as machines:
         second = machines.add("second")
         config["runtime"] |= {"ray_address": machines.address}
-        wait_until(lambda: len(_list_nodes(machines.address)) == 2)
+        wait_until(lambda: len(list_nodes(machines.address)) == 2)
         process = command(config)
         wait_for(lambda: len(metrics(config)) >= 2, process, 600)
         machines.kill(second)
@@ -96,7 +96,7 @@ def test_nodes_come_and_go(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
 
 
-def _list_nodes(address: str) -> list[str]:
+def list_nodes(address: str) -> list[str]:
     """The nodes that a Ray cluster says are alive; asked in a process of its own, since a process has one Ray only."""
     code = "import json, ray, sys; ray.init(sys.argv[1]); print(json.dumps([n['NodeID'] for n in ray.nodes()]))"
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}

@@ -13,11 +13,11 @@ from coalign.cluster.future import Call, WorkerFailure, WorkerLost
 from coalign.commands.explain import explain
 from coalign.engine.engine import Hook, Trainer
 from coalign.engine.environment import Environment
-from coalign.engine.hooks import recovery
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import EvaluationHook
 from coalign.engine.hooks.recovery import find_newest, open_memory_folder
 from coalign.files import report_written
+from coalign.run_files import checkpoints
 from tests.runs import metrics, run, settings, weights_hash
 
 
@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
     """The directory that stands for /dev/shm."""
-    monkeypatch.setattr(recovery, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(checkpoints, "MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     return tmp_path / "memory"
 

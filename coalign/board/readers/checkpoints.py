@@ -18,6 +18,7 @@ from coalign.run_files.checkpoints import (
     MEMORY,
     RUN,
     CorruptCheckpoint,
+    is_spread,
     list_steps,
     read_manifest,
     verify_checkpoint,
@@ -72,7 +73,7 @@ def read_verification(folder: Path, params: Mapping[str, str]) -> dict[str, Any]
 def _list_memory_folders(folder: Path) -> list[Path]:
     """Return the folders in this machine's memory whose link leads to the run's folder (coalign.engine.hooks.recovery).
 
-    There is one, or none; on another machine than the run's there is none.
+    There is one, or none; on a machine that no trained model or driver of the run is on there is none.
     """
     run = folder.resolve()
     return [path for path in MEMORY.glob(f"coalign-{os.getuid()}-*") if (path / RUN).resolve() == run]
@@ -88,6 +89,8 @@ def _describe(path: Path, step: int, place: str) -> dict[str, Any]:
 
 
 def _find_problem(path: Path, *, hashes: bool) -> str | None:
+    if is_spread(path):  # the others know of the files that are not here
+        return None
     try:
         verify_checkpoint(path, hashes=hashes)
     except (CorruptCheckpoint, OSError) as problem:

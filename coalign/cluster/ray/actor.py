@@ -49,7 +49,8 @@ class Actor:
     ) -> None:
         os.environ.update(visible)  # not before: Ray hides all devices from an actor that asks it for none
         self._stacks = listen()
-        self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None)
+        node = ray.get_runtime_context().get_node_id()
+        self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None, node)
         self._space: StoreSpace | None = None  # as it was measured first
         self._sources = LoadedSources()
         self._sources.note()

@@ -13,8 +13,8 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from coalign.cluster.ray.connection import connect, end_in_time
 from coalign.cluster.ray.devices import DeviceReservations
 from coalign.cluster.ray.placements import ProcessPlacer
 from coalign.cluster.ray.space import RayStoreError
-from coalign.cluster.ray.store import RayStore, watch_stores
+from coalign.cluster.ray.store import STORE_SECONDS, RayStore, watch_stores
 from coalign.cluster.stacks import StackFile, collect_stacks
 from coalign.cluster.survivors.claim import (
     BEAT_SECONDS,
@@ -53,6 +53,8 @@ from coalign.cluster.survivors.claim import (
     read_workers,
 )
 from coalign.cluster.survivors.head import RayHead
+from coalign.cluster.survivors.keeper import has_keepers
+from coalign.cluster.survivors.keepers import Keepers
 from coalign.cluster.survivors.takeover import find_key, list_groups, take_over
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.threads import begin_in_thread, start_thread
@@ -105,6 +107,7 @@ class RayCluster(Cluster):
         self._numbers: dict[str, list[int]] = {}  # of a model's processes, in the order of their placements
         self._owner = not ray.is_initialized()
         self._ended = threading.Event()
+        self._call_seconds = config.runtime.call_timeout or STORE_SECONDS
         try:
             if self._owner:
                 connect(config.runtime.ray_address or self._hold_ray(claim))
@@ -251,6 +254,14 @@ class RayCluster(Cluster):
     def _function_worker(self) -> WorkerHandle:
         return self._functions
 
+    def open_keepers(self, run: Path, models: Sequence[str]) -> Keepers | None:
+        if self.keepers is None and (len(self._devices.update()) > 1 or has_keepers(run)):
+            self.keepers = Keepers(run, self._devices.ids, self.own_node, self._call_seconds)
+        if self.keepers is not None:
+            ranks = {name: [place.node for place in self.placements[name]] for name in models}
+            self.keepers.choose(ranks, [node.name for node in self.nodes])
+        return self.keepers
+
     def _forget_placements(self) -> None:
         """Processes are elsewhere than the record says: another driver cannot use them."""
         if self._record and self._record.placements:
@@ -339,5 +350,25 @@ class RayCluster(Cluster):
         self._leave()
 
     def _leave(self) -> None:
+        if self.keepers is not None:
+            self.keepers.close()
         if self._owner:
+            ray.shutdown()
+
+
+@contextmanager
+def join_keepers(address: str, run: Path, seconds: float | None) -> Iterator[Keepers]:
+    """Yield the keepers of a run's checkpoints, before the run has a cluster. ValueError if no Ray cluster answers.
+
+    They may take ``seconds`` for what they are asked (None: half an hour).
+    """
+    joined = ray.is_initialized()
+    if not joined:
+        connect(address)
+    keepers = Keepers(run, [ray.get_runtime_context().get_node_id()], 0, seconds or STORE_SECONDS)
+    try:
+        yield keepers
+    finally:
+        keepers.close()
+        if not joined:
             ray.shutdown()

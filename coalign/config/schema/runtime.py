@@ -169,8 +169,9 @@ class RuntimeConfig(Section):
     save_minutes: ResultNeutral[NonNegativeFloat] = 10.0
     """Minutes between checkpoints; 0: by `save_every` alone."""
     save_in_memory_every: ResultNeutral[NonNegativeInt] = 0
-    """Steps between checkpoints in this machine's memory (/dev/shm), 0: none. With 1 a run that loses a trainer, or its
-    driver, repeats at most one step. They take up to three times the memory of the training state."""
+    """Steps between checkpoints in the memory (/dev/shm) of the machines that train, 0: none. With 1 a run that loses a
+    trainer, its driver or, on several nodes of Ray, a node repeats at most one step. They take up to three times the
+    memory of a machine's part of the training state; on several nodes twice as much, as each holds another's part."""
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
     save_copies_to: ResultNeutral[str | None] = None

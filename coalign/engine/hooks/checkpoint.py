@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+MODELS = "models"  # in a checkpoint: what the trained models' processes write
 
 
 class ModelFiles:
@@ -86,7 +87,7 @@ def write_engine_state(
     try:
         for i, (name, begin) in enumerate(zip(engine.learning, begun, strict=True)):
             model, suffix = engine.running[name], "" if i == 0 else f"_{name}"
-            paths = [directory / "models" / name]
+            paths = [directory / MODELS / name]
             saves.append(model.save(str(paths[0])))
             if exports:
                 paths.append(directory / f"hf{suffix}")
@@ -149,7 +150,7 @@ def rewind_engine(engine: Engine, directory: Path, *, repeat: bool) -> None:
 
 def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
     """Load the trained models, the state of rewards and recipe, and the step."""
-    loads = [engine.running[name].load(str(directory / "models" / name)) for name in engine.learning]
+    loads = [engine.running[name].load(str(directory / MODELS / name)) for name in engine.learning]
     for load in loads:
         load.result()
     engine.step, engine.tokens = state["step"], state["tokens"]

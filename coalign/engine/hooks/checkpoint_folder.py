@@ -45,7 +45,7 @@ class UnfinishedFiles(Protocol):
         ...
 
 
-class _Writing:
+class CheckpointWriting:
     """A checkpoint that is being written."""
 
     def __init__(self, step: int, aside: Path, files: UnfinishedFiles | None, cleanup: ExitStack) -> None:
@@ -55,22 +55,9 @@ class _Writing:
         self.cancelled = threading.Event()
         self.done: Future[None]  # of the thread that completes it
 
-    def has_all_reports(self) -> bool:
-        return all(read_report(path) is not None for path in (self.files.paths if self.files else ()))
-
-    def wait_for_reports(self) -> None:
-        """Wait until all files are written. OSError if one cannot be; _Cancelled."""
-        waiting = list(self.files.paths) if self.files else []
-        while waiting:
-            reports = {path: read_report(path) for path in waiting}
-            for problem in filter(None, reports.values()):
-                raise OSError(problem)
-            waiting = [path for path, report in reports.items() if report is None]
-            if self.cancelled.wait(_PAUSE if waiting else 0):
-                raise _Cancelled
-        for path in self.files.paths if self.files else ():
-            delete_report(path)
-        self.reported.set()
+    @property
+    def paths(self) -> list[Path]:
+        return self.files.paths if self.files else []
 
 
 class _Cancelled(Exception):
@@ -89,7 +76,7 @@ class Checkpoints:
         self.keep = keep
         self.hashes = hashes
         self.on_complete: Callable[[int], None] = lambda step: None
-        self._writing: _Writing | None = None
+        self._writing: CheckpointWriting | None = None
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Their files are not verified."""
@@ -110,7 +97,7 @@ class Checkpoints:
             aside = cleanup.enter_context(write_atomically(self.path(step)))
             aside.mkdir(parents=True)
             files = write_files(aside)
-            self._writing = _Writing(step, aside, files, cleanup.pop_all())
+            self._writing = CheckpointWriting(step, aside, files, cleanup.pop_all())
         self._writing.done = begin_in_thread(partial(self._complete, self._writing), "coalign-checkpoint")
 
     def poll(self) -> None:
@@ -149,7 +136,7 @@ class Checkpoints:
         if self._writing is not None and self._writing.files is not None:
             with suppress(Exception):
                 self._writing.files.finish()  # those that live
-            if not self._writing.reported.is_set() and not self._writing.has_all_reports():
+            if not self._writing.reported.is_set() and not self._has_all_reports(self._writing):
                 self._writing.cancelled.set()
         self.finish()
 
@@ -164,14 +151,41 @@ class Checkpoints:
         self.finish()
         return self.path(step)
 
-    def _complete(self, writing: _Writing) -> None:
+    def clear(self) -> None:
+        """Delete all checkpoints."""
+        delete_path(self.directory)
+
+    def _complete(self, writing: CheckpointWriting) -> None:
         """Seal and verify a checkpoint once its files are written. The work of a thread."""
         with writing.cleanup:
-            writing.wait_for_reports()
+            self._wait_for_reports(writing)
             self._seal(writing)
         flush_path(self.directory)
 
-    def _seal(self, writing: _Writing) -> None:
+    def _wait_for_reports(self, writing: CheckpointWriting) -> None:
+        """Wait until all files are written. OSError if one cannot be; _Cancelled."""
+        waiting = [*writing.paths]
+        while waiting:
+            reports = {path: self._read_report(path) for path in waiting}
+            for problem in filter(None, reports.values()):
+                raise OSError(problem)
+            waiting = [path for path, report in reports.items() if report is None]
+            if writing.cancelled.wait(_PAUSE if waiting else 0):
+                raise _Cancelled
+        for path in writing.paths:
+            self._delete_report(path)
+        writing.reported.set()
+
+    def _has_all_reports(self, writing: CheckpointWriting) -> bool:
+        return all(self._read_report(path) is not None for path in writing.paths)
+
+    def _read_report(self, path: Path) -> str | None:
+        return read_report(path)
+
+    def _delete_report(self, path: Path) -> None:
+        delete_report(path)
+
+    def _seal(self, writing: CheckpointWriting) -> None:
         aside, entries = writing.aside, dict[str, dict[str, Any]]()
         for file in sorted(path for path in aside.rglob("*") if path.is_file()):
             if writing.cancelled.is_set():

@@ -1,37 +1,46 @@
 """Checkpoints in this machine's memory, from which a run goes on after it has lost a process.
 
 They are written like those on disk, but often, without directories for other programs, and to /dev/shm: there they
-outlast every process of the run, the driver included. They do not outlast the machine.
+outlast every process of the run, the driver included. They do not outlast the machine. On a Ray cluster of several
+nodes each node's files are held by another node, too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coalign.cluster.future import WorkerLost
+from coalign.cluster.base import choose_cluster, join_keepers
+from coalign.cluster.future import Call, WorkerFailure, WorkerLost
+from coalign.cluster.survivors.keeper import KeeperLost, has_keepers
 from coalign.engine.engine import Hook
-from coalign.engine.hooks.checkpoint import rewind_engine, write_engine_state
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
+from coalign.engine.hooks.checkpoint import MODELS, rewind_engine, write_engine_state
+from coalign.engine.hooks.checkpoint_folder import Checkpoints, CheckpointWriting, UnfinishedFiles
 from coalign.engine.hooks.run_folder import RunFolder
 from coalign.files import Sink, delete_path
-from coalign.run_files.checkpoints import MEMORY, RUN, CorruptCheckpoint, find_step
+from coalign.run_files.checkpoints import (
+    MANIFEST,
+    RUN,
+    CorruptCheckpoint,
+    find_step,
+    list_left_memory,
+    name_memory_folder,
+)
 from coalign.types import Stats
 
 if TYPE_CHECKING:
     from coalign.cluster.future import BatchRef
+    from coalign.cluster.survivors.keepers import Keepers
+    from coalign.config.schema import RuntimeConfig
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 KEPT = 2  # one is complete while the next one is written
-LEFT_SECONDS = 24 * 3600.0
 
 
 def open_memory_folder(run: Path) -> Checkpoints:
@@ -39,24 +48,90 @@ def open_memory_folder(run: Path) -> Checkpoints:
 
     Raises PermissionError if they are another user's.
     """
-    digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()
-    folder = MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
+    folder = name_memory_folder(run)
     if folder.exists() and folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} would hold checkpoints of {run}, and belongs to another user")
     if not (run / "config.yaml").exists():  # nobody has trained here since the folder was made
         delete_path(folder)
-    for other in MEMORY.glob(f"coalign-{os.getuid()}-*"):
-        if _is_left(other):
-            delete_path(other)
+    for left in list_left_memory(folder.parent):
+        delete_path(left)
     return Checkpoints(folder, KEPT, hashes=False)
 
 
-def _is_left(folder: Path) -> bool:
-    """Whether a folder in memory is of a run that was deleted, and nobody has written to it for a day."""
-    try:
-        return not (folder / RUN).readlink().exists() and time.time() - folder.stat().st_mtime > LEFT_SECONDS
-    except OSError:  # it has no link, or another process has just deleted it
-        return False
+@contextmanager
+def find_memory(memory: Checkpoints, run: Path, config: RuntimeConfig) -> Iterator[Checkpoints]:
+    """Yield where the run's checkpoints in memory are, before it has a cluster: in this machine's ``memory``, or in
+    that of nodes. ValueError if their Ray cluster does not answer."""
+    if has_keepers(run) and config.ray_address is not None and config.resume == "auto":
+        with join_keepers(config.ray_address, run, config.call_timeout) as keepers:
+            yield NodeCheckpoints(keepers, memory)
+    else:
+        yield memory
+
+
+class NodeCheckpoints(Checkpoints):
+    """Checkpoints in the memory of several nodes, each with the files that were written there and those of another one.
+
+    ``directory`` is that of this node, where the driver writes its small files. A path there stands for one on each
+    node (``Cluster.localize``).
+    """
+
+    def __init__(self, keepers: Keepers, memory: Checkpoints) -> None:
+        """Go on with what is in this machine's ``memory``."""
+        super().__init__(keepers.folder, memory.keep, hashes=False)
+        self.keepers = keepers
+        if memory.directory.exists():
+            self.directory.mkdir(mode=0o700, exist_ok=True)
+            for step in memory.steps():
+                if not self.path(step).exists():
+                    memory.path(step).rename(self.path(step))
+            memory.clear()
+
+    def steps(self) -> list[int]:
+        return [*self.keepers.list_steps()]
+
+    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> None:
+        self.keepers.open()
+        super().begin(step, write_files)
+
+    def find_newest(self) -> Path | None:
+        """Return the newest checkpoint of which living nodes hold all files; those of the driver are here then.
+
+        CorruptCheckpoint if there are some and none is whole. Raises OSError, KeeperLost.
+        """
+        problems = []
+        for step, spread in reversed(self.keepers.list_steps().items()):
+            if not spread.lost:
+                return self.keepers.fetch_state(step, MODELS)
+            lost = spread.lost
+            problems.append(f"step {step}: no node that lives holds {lost[0]}, one of {len(lost)} files")
+            log.warning("of the checkpoint in memory of %s; trying the one before", problems[-1])
+        if problems:
+            raise CorruptCheckpoint(f"no checkpoint in memory is whole ({'; '.join(problems)})")
+        return None
+
+    def prune(self, best: int | None, held: Collection[int] = ()) -> None:
+        self.keepers.keep(self.steps()[-self.keep :])
+
+    def clear(self) -> None:
+        self.keepers.clear()
+
+    def _seal(self, writing: CheckpointWriting) -> None:
+        manifest = self.keepers.copy(writing.aside, writing.step)
+        (writing.aside / MANIFEST).write_text(manifest)
+        delete_path(self.path(writing.step))
+
+    def _has_all_reports(self, writing: CheckpointWriting) -> bool:
+        try:
+            return super()._has_all_reports(writing)
+        except (OSError, KeeperLost):
+            return False
+
+    def _read_report(self, path: Path) -> str | None:
+        return self.keepers.read_report(path)
+
+    def _delete_report(self, path: Path) -> None:
+        self.keepers.delete_report(path)
 
 
 class Recovery(Hook):
@@ -72,22 +147,31 @@ class Recovery(Hook):
         self.folder = folder
         self.every = every
         self._sink = Sink(f"the checkpoint in memory ({memory.directory}; runtime.save_in_memory_every)")
-        memory.on_complete = lambda step: memory.prune(None)
+        memory.on_complete = self._tidy
+
+    def open(self, engine: Engine, checkpoint: Path | None) -> Path | None:
+        """Get ready once the cluster has started; return where the ``checkpoint`` that the run goes on from is now.
+
+        Raises OSError, KeeperLost.
+        """
+        before = self.memory.directory
+        self._spread_what_is_there(engine)
+        moved = checkpoint is not None and checkpoint.parent == before
+        return self.memory.path(find_step(checkpoint)) if checkpoint is not None and moved else checkpoint
 
     def forget_others(self, checkpoint: Path | None) -> None:
         """Delete what is in memory, unless the run goes on from there."""
         if checkpoint is None or checkpoint.parent != self.memory.directory:
-            delete_path(self.memory.directory)
+            self.memory.clear()
 
     def begin(self, engine: Engine) -> None:
-        """Write the first checkpoint. ValueError if a trained model has processes on another machine."""
+        """Write the first checkpoint. ValueError if processes of a trained model cannot use the same memory."""
         cluster = engine.cluster
         nodes = {place.node for name in engine.learning for place in cluster.placements.get(name, ())}
-        if self.every and nodes.difference({cluster.own_node}):
-            others = ", ".join(cluster.nodes[node].name for node in sorted(nodes.difference({cluster.own_node})))
+        if self.every and choose_cluster(engine.config) == "torchrun" and nodes.difference({cluster.own_node}):
             raise ValueError(
-                f"runtime.save_in_memory_every is {self.every}, and trained models have processes on {others}: a "
-                "checkpoint in memory has to be on the driver's machine; set it to 0, and save_every to a few steps"
+                f"runtime.save_in_memory_every is {self.every}: with processes that torchrun starts there are no "
+                "checkpoints in memory; set it to 0, and save_every to a few steps, or use `runtime.cluster: ray`"
             )
         if self.every and not {*self.memory.steps(), *self.disk.steps()}.intersection({engine.step}):
             self._write(engine)
@@ -107,13 +191,19 @@ class Recovery(Hook):
         if engine.step not in self.memory.steps():
             self._begin(engine)
             self.memory.finish()
+        self._spread(engine)
         return self.memory.path(engine.step)
 
     def restore(self, engine: Engine) -> bool:
         for each in (self.memory, self.disk):
             with suppress(Exception):  # the lost process may have been writing
                 each.settle()
-        newest = find_newest(self.memory, self.disk)
+        try:
+            self._spread_what_is_there(engine)
+            newest = find_newest(self.memory, self.disk)
+        except KeeperLost as problem:  # its node was lost meanwhile
+            failure = WorkerFailure("checkpoint lost", str(problem), "")
+            raise WorkerLost(Call(None, "restore"), [], failure) from problem
         if newest is None:
             return False
         lost = engine.step
@@ -125,7 +215,7 @@ class Recovery(Hook):
     def end(self, engine: Engine) -> None:
         """Free the memory: what the run has made is on the disk."""
         self.before_training(engine)
-        delete_path(self.memory.directory)
+        self.memory.clear()
 
     def _write(self, engine: Engine) -> None:
         engine.phase("save")
@@ -134,7 +224,24 @@ class Recovery(Hook):
             self._begin(engine)
         engine.phase("hooks")
 
+    def _spread(self, engine: Engine) -> None:
+        """Where the cluster has several nodes, let the memory of those that now train hold the checkpoints."""
+        keepers = engine.cluster.open_keepers(self.folder.path, engine.learning)
+        if keepers is not None and self.memory.directory != keepers.folder:
+            self.memory = NodeCheckpoints(keepers, self.memory)
+            self.memory.on_complete = self._tidy
+
+    def _spread_what_is_there(self, engine: Engine) -> None:
+        if has_keepers(self.folder.path) or self.memory.steps():
+            self._spread(engine)
+
+    def _tidy(self, step: int) -> None:
+        """Take note of a checkpoint that has become complete."""
+        with self._sink.survive():
+            self.memory.prune(None)
+
     def _begin(self, engine: Engine) -> None:
+        self._spread(engine)
         self.memory.directory.mkdir(mode=0o700, exist_ok=True)
         if not (link := self.memory.directory / RUN).is_symlink():
             link.symlink_to(self.folder.path.absolute())
@@ -143,14 +250,13 @@ class Recovery(Hook):
     @contextmanager
     def _survive(self) -> Iterator[None]:
         """Log an error in place of raising it, unless a process is lost."""
-        lost: WorkerLost | None = None
-        with self._sink.survive(Exception):
-            try:
-                yield
-            except WorkerLost as error:
-                lost = error
-        if lost is not None:
-            raise lost
+        try:
+            yield
+        except WorkerLost:
+            raise
+        except Exception as problem:
+            with self._sink.survive(Exception):
+                raise problem
 
 
 def find_newest(memory: Checkpoints, disk: Checkpoints) -> Path | None:
