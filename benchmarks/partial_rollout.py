@@ -27,8 +27,9 @@ from coalign.backends.engines.request import begin_samples
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.environment import Buffer, Environment, Ledger
+from coalign.engine.environment import Environment
 from coalign.engine.filters import build_group_selection
+from coalign.engine.unfinished import UnfinishedGroups
 from coalign.launch.plan import Plan, find_recipe
 from coalign.roles import Context
 
@@ -62,7 +63,7 @@ class HeavyTailed(NativeModule):
 class Prompts:
     """Prompts of 16 tokens without end."""
 
-    batch_size, drawn = 0, 0
+    batch_size, drawn, sources = 0, 0, ("",)
 
     def next(self, rows: int) -> Batch:
         group = torch.arange(self.drawn, self.drawn + rows)
@@ -102,11 +103,11 @@ def measure(args: argparse.Namespace, model: Path, rollout: dict[str, Any]) -> d
     with LocalCluster(config) as cluster:
         context = Context(samples_per_prompt=args.samples, tokenizer=str(model), threads=args.threads)
         running = cluster.spawn("policy", policy, context)
-        loader, ledger = Prompts(), Ledger(cluster, config.rollout, args.samples)
-        flow = lambda prompts: ledger.generate(running, prompts)  # noqa: E731
+        loader, unfinished = Prompts(), UnfinishedGroups(cluster, config.rollout, args.samples)
+        flow = lambda prompts: unfinished.generate(running, prompts)  # noqa: E731
         selection = build_group_selection(Plan(config, find_recipe("grpo"), {}, {}), cluster, loader)
-        buffer = Buffer(0, args.steps)
-        environment = Environment(cluster, flow, loader, buffer, ledger, selection)
+        options = {"max_staleness": 0, "last": args.steps, "on_wait": lambda: None}
+        environment = Environment(cluster, flow, loader, unfinished, selection, **options)
         if selection.groups is None:
             loader.next = lambda rows=None, draw=loader.next: draw(args.prompts)
         for step in range(args.steps):

@@ -1,4 +1,4 @@
-"""The curves of all four stages in one picture.
+"""The curves of the stages that have run in one picture.
 
 python -m examples.smollm2.plots stages.png                       # of runs/smollm2, or of RUNS
 python -m examples.smollm2.plots beside_trl.png runs/curves       # of benchmarks/curves_vs_trl.py's folder
@@ -6,6 +6,7 @@ python -m examples.smollm2.plots beside_trl.png runs/curves       # of benchmark
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from itertools import accumulate
@@ -30,14 +31,16 @@ PANELS = (
         "dpo",
         (("training", "loss/accuracy", 5), ("held-out questions", "eval/loss/accuracy", 1)),
     ),
-    ("GRPO: right answers of all drawn", "share", "grpo", (("training", "reward/mean", 5),)),
+    ("GRPO: right answers of all drawn", "share", "grpo", (("training", "rollout/reward", 5),)),
 )
 SIDES = {"coalign": "Coalign", "trl": "TRL 1.16"}
 
 
 def draw_stages(folder: Path, file: Path) -> None:
-    figure = open_figure(9, 6.4, layout="constrained")
-    for axes, (title, unit, run, curves) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+    present = [panel for panel in PANELS if (folder / panel[2] / "metrics.jsonl").exists()]
+    figure = open_figure(4.5 * len(present), 3.2, layout="constrained")
+    panels = figure.subplots(1, len(present), squeeze=False)[0]
+    for axes, (title, unit, run, curves) in zip(panels, present, strict=True):
         rows = list(read_records(folder / run / "metrics.jsonl"))
         for color, (label, metric, mean) in zip(pick_colors(2), curves, strict=False):
             found = [(row["step"], row[metric]) for row in rows if metric in row]
@@ -54,7 +57,7 @@ def draw_sides(folder: Path, file: Path) -> None:
     for axes, stage in zip(figure.subplots(1, len(present), squeeze=False)[0], present, strict=True):
         title, unit, mean = stages[stage]
         for color, (side, label) in zip(pick_colors(2), SIDES.items(), strict=True):
-            values = [row["value"] for row in read_records(folder / f"{stage}_{side}.jsonl")]
+            values = [json.loads(line)["value"] for line in (folder / f"{stage}_{side}.jsonl").open()]
             _draw_curve(axes, list(enumerate(values, 1)), color, label, mean)
         _finish_panel(axes, title, unit)
     save_figure(figure, file)
