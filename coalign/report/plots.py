@@ -51,10 +51,14 @@ def open_figure(width: float, height: float, **settings: Any) -> Figure:
 def new_figure(title: str, unit: str, height: float = 4.2) -> tuple[Figure, Axes]:
     """Return a figure of ``height`` inches and its axes, in the style of all pictures."""
     figure = open_figure(7.5, height)
+    return figure, style_axes(figure.add_subplot(), title, unit)
+
+
+def style_axes(axes: Axes, title: str, unit: str, size: int = 12) -> Axes:
+    """Give axes over steps the style of all pictures; ``size`` is the title's, in points. Returns them."""
     from matplotlib.ticker import MaxNLocator  # there, as open_figure has found
 
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    axes.set_title(title, loc="left", fontsize=size, fontweight="bold")
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -62,7 +66,7 @@ def new_figure(title: str, unit: str, height: float = 4.2) -> tuple[Figure, Axes
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
-    return figure, axes
+    return axes
 
 
 def save_figure(figure: Figure, path: Path) -> Path:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from coalign.report.plots import open_figure, pick_colors, save_figure
+from coalign.report.plots import open_figure, pick_colors, save_figure, style_axes
 from coalign.run_files.records import read_records
 
 # Title and unit of each panel, its run, and its curves: label, metric, steps of a running mean.
@@ -45,7 +45,7 @@ def draw_stages(folder: Path, file: Path) -> None:
         for color, (label, metric, mean) in zip(pick_colors(2), curves, strict=False):
             found = [(row["step"], row[metric]) for row in rows if metric in row]
             _draw_curve(axes, found, color, label, mean)
-        _finish_panel(axes, title, unit)
+        style_axes(axes, title, unit, size=10).legend(fontsize=8, frameon=False)
     save_figure(figure, file)
 
 
@@ -59,7 +59,7 @@ def draw_sides(folder: Path, file: Path) -> None:
         for color, (side, label) in zip(pick_colors(2), SIDES.items(), strict=True):
             values = [json.loads(line)["value"] for line in (folder / f"{stage}_{side}.jsonl").open()]
             _draw_curve(axes, list(enumerate(values, 1)), color, label, mean)
-        _finish_panel(axes, title, unit)
+        style_axes(axes, title, unit, size=10).legend(fontsize=8, frameon=False)
     save_figure(figure, file)
 
 
@@ -72,15 +72,6 @@ def _draw_curve(axes: Any, points: list[tuple[int, float]], color: str, label: s
         values = [(sums[i + 1] - sums[max(0, i + 1 - mean)]) / min(i + 1, mean) for i in range(len(values))]
         label += f" (mean of {mean} steps)"
     axes.plot(steps, values, color=color, label=label, marker="o" if len(steps) < 6 else "")
-
-
-def _finish_panel(axes: Any, title: str, unit: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
-    axes.legend(fontsize=8, frameon=False)
 
 
 if __name__ == "__main__":

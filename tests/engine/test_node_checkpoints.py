@@ -21,7 +21,7 @@ from coalign.engine.hooks.recovery import NodeCheckpoints, find_newest
 from coalign.files import report_written
 from coalign.run_files import checkpoints
 from coalign.run_files.checkpoints import CorruptCheckpoint, name_memory_folder
-from tests.engine.test_recovery import configure, lose, replaced, steps, undisturbed  # noqa: F401 (fixtures)
+from tests.engine.test_recovery import configure, end_driver, lose, replaced, steps, undisturbed  # noqa: F401 (fixtures)
 from tests.runs import run, weights_hash
 
 IDS = ["", "b" * 56, "c" * 56]  # workers of this process are on the first one
@@ -224,17 +224,7 @@ def test_a_lost_trainer_goes_on_from_the_copy(tmp_path, monkeypatch, replaced, n
 
 def test_the_next_driver_goes_on_from_the_copy(tmp_path, monkeypatch, nodes, undisturbed):  # noqa: F811
     config = configure(tmp_path, save_in_memory_every=1)
-    real = Trainer.step
-
-    def die(self, batch):
-        if len(steps(config)) == 3:
-            raise SystemExit("killed")
-        return real(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", die)
-        with pytest.raises(SystemExit):
-            run(config)
+    end_driver(config, monkeypatch)
     shutil.rmtree(nodes[0].folder)
 
     def find(memory, run, runtime):

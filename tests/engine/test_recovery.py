@@ -170,8 +170,8 @@ def test_the_same_loss_three_times_is_no_bad_luck(tmp_path, monkeypatch, replace
     assert replaced == ["trainer", "trainer"] and steps(config) == [1, 2]
 
 
-def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory, undisturbed):
-    config = configure(tmp_path, save_in_memory_every=1)
+def end_driver(config, monkeypatch):
+    """Run until the driver ends in the training of step 4."""
     real = Trainer.step
 
     def die(self, batch):
@@ -183,6 +183,11 @@ def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory, u
         patch.setattr(Trainer, "step", die)
         with pytest.raises(SystemExit):
             run(config)
+
+
+def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory, undisturbed):
+    config = configure(tmp_path, save_in_memory_every=1)
+    end_driver(config, monkeypatch)
     [folder] = memory.iterdir()
     assert folder == open_memory_folder(Path(config["output"])).directory
     assert (folder / "step_3" / "manifest.json").exists() and not (folder / "step_3" / "hf").exists()

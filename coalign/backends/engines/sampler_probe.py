@@ -63,15 +63,15 @@ def compute_logprobs(
     model: PreTrainedModel, processor: ImageProcessor | None, samples: Batch, temperature: float
 ) -> Tensor:
     """Compute f32[T], the log-prob of each token by the model's own forward; 0 for the first of a sample."""
-    images = ImageEmbedder(model.eval(), processor, keep=0) if processor is not None else None
+    model.eval()
+    images = None if processor is None else ImageEmbedder(model, processor, keep=0)
     forbidden = torch.tensor(list_placeholders(model), dtype=torch.int64)
     out = []
     for row in samples.rows():
         tokens = row["tokens"].long()
-        inputs: dict[str, Any] = {"input_ids": tokens[None].to(model.device)}
-        if images is not None:
-            inputs = images.list_plain_inputs(tokens.to(model.device), row["images"])
-        logits = model.eval()(**inputs).logits[0, :-1].float().cpu()
+        here = tokens.to(model.device)
+        inputs = {"input_ids": here[None]} if images is None else images.list_plain_inputs(here, row["images"])
+        logits = model(**inputs).logits[0, :-1].float().cpu()
         logprobs = (logits.index_fill(1, forbidden, -torch.inf) / temperature).log_softmax(-1)
         out += [torch.zeros(1), logprobs.gather(1, tokens[1:, None])[:, 0]]
     return torch.cat(out)
