@@ -22,6 +22,7 @@ from tests.chaos.test_nodes import list_nodes
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 STEPS = 7
+FOURTH = {f"step_{step}; step {step + 1} is made again" for step in (3, 4)}  # its copy may not have been complete
 
 
 def configure(directory: Path, name: str, **runtime: Any) -> dict[str, Any]:
@@ -80,9 +81,6 @@ def test_nodes_with_ranks_of_the_trainer_are_lost_with_their_memory(undisturbed)
     assert "cannot be read" not in output
 
 
-FOURTH = {f"step_{step}; step {step + 1} is made again" for step in (3, 4)}  # its copy may not have been complete
-
-
 def test_a_driver_on_a_node_without_ranks_is_killed_and_the_trainer_moves(undisturbed):
     """The next driver finds the checkpoints of both nodes; then the trainer's node is lost, and the driver's has the
     copy."""
@@ -91,13 +89,13 @@ def test_a_driver_on_a_node_without_ranks_is_killed_and_the_trainer_moves(undist
     config["models"]["trainer"] |= {"num_gpu": 1}
     config["models"]["policy"] |= {"num_process": 1, "num_gpu": 0}
     with start_machines(cpus=2) as machines:
-        second, third = machines.add("second", chips=1), machines.add("third", chips=1)
+        second = machines.add("second", chips=1)
+        machines.add("third", chips=1)
         config["runtime"] |= {"ray_address": machines.address}
         wait_until(lambda: len(list_nodes(machines.address)) == 3)
         faults = [{"step": 3, "phase": "train", "process": "driver", "delay": 0.01}]
-        faults += [lose(node, 5, "train", 0.01) for node in (second,)]
+        faults += [lose(second, 5, "train", 0.01)]
         output, _ = train(config, faults)
-        assert third.node_id
     check(config, expected)
     assert "taking over" in output
     shown = read_log(config)

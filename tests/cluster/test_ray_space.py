@@ -41,21 +41,19 @@ def test_an_open_cluster_is_named_with_what_closes_it():
 
 
 @pytest.mark.parametrize(
-    ("free", "payload", "lacks"),
-    [(10, 14, False), (10, 20, True), (50, 40, False), (4, 10, False), (4, 11, True), (0, 80, True)],
+    ("free", "payload", "can"), [(100, 9, True), (100, 10, False), (90, 0, False), (91, 0, True), (10, 0, False)]
 )
-def test_a_store_lacks_space_if_it_can_neither_keep_nor_spill(monkeypatch, free, payload, lacks):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUse(100 * MIB, (100 - free) * MIB, free * MIB))
-    space = StoreSpace("host", 80 * MIB, 70 * MIB, 48 * MIB, "/spill")
-    assert space.lacks(payload * MIB) == lacks
+def test_a_store_can_spill_onto_what_is_free_below_ray_s_limit(monkeypatch, free, payload, can):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUse(200 * MIB, (200 - free) * MIB, free * MIB))
+    assert StoreSpace("host", 80 * MIB, 48 * MIB, "/spill").can_spill(payload * MIB) == can
 
 
 def test_a_full_store_is_described_with_sizes_and_what_to_set(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUse(60 * MIB, 60 * MIB, 0))
-    text = StoreSpace("host", 80 * MIB, 70 * MIB, 48 * MIB, "/spill").describe()
+    text = StoreSpace("host", 80 * MIB, 48 * MIB, "/spill").describe()
     assert "on node host is full: its 80 MiB of memory" in text and "48 MiB were spilled to /spill" in text
     assert "0 of 60 MiB left" in text and "--object-store-memory=BYTES --object-spilling-directory=DIRECTORY" in text
 
 
 def test_the_disk_of_another_machine_is_taken_to_have_space(tmp_path):
-    assert not StoreSpace("host", 80, 80, 0, str(tmp_path / "not here")).lacks(1)
+    assert StoreSpace("host", 80, 0, str(tmp_path / "not here")).can_spill(1)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import numpy as np
 import ray
 from ray.util.placement_group import get_placement_group, remove_placement_group
 
@@ -134,12 +135,18 @@ class Actor:
             return None
 
     def _find_lack(self, payload: int) -> str | None:
-        """Describe a store that cannot take ``payload`` bytes: Ray would lose a result, and say nothing."""
+        """Describe a store that cannot take ``payload`` bytes: Ray would lose a result, and say nothing.
+
+        Where little can be spilled, so many bytes are stored for a moment. Free bytes do not tell: they lie in pieces.
+        """
         self._space = self._space or self._measure_space()
-        if self._space is None or self._space.count_spillable() > self._space.size + payload:
-            return None  # it need not be asked
-        space = self._measure_space()
-        return space.describe() if space is not None and space.lacks(payload) else None
+        if self._space is None or self._space.can_spill(payload):
+            return None
+        try:
+            RayStore().put(np.empty(payload, np.uint8))
+        except RayStoreError as problem:
+            return str(problem)
+        return None
 
 
 class RayWorker:

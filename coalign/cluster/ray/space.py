@@ -22,14 +22,13 @@ class RayStoreError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StoreSpace:
-    """The object store of a node, in bytes: its size, what it must keep, what it has spilled, and where it spills to.
+    """The object store of a node, in bytes: its size, what it has spilled, and where it spills to.
 
-    Example: ``StoreSpace("host", 80 * MIB, 70 * MIB, 0, "/tmp/ray").lacks(20 * MIB)`` is true if that disk is full.
+    Example: ``StoreSpace("host", 80 * MIB, 0, "/tmp/ray").can_spill(20 * MIB)`` is false if that disk is full.
     """
 
     node: str
     size: int
-    kept: int
     spilled: int
     directory: str
 
@@ -41,9 +40,9 @@ class StoreSpace:
             return math.inf
         return max(0.0, disk.free - (1 - FULL_SHARE) * disk.total)
 
-    def lacks(self, payload: int) -> bool:
-        """Whether the store can neither keep nor spill ``payload`` more bytes."""
-        return payload > self.size - self.kept + self.count_spillable()
+    def can_spill(self, payload: int) -> bool:
+        """Whether Ray can spill all that the store may hold, and ``payload`` more bytes."""
+        return self.count_spillable() > self.size + payload
 
     def describe_spilling(self) -> str:
         """Describe a store that has begun to spill."""

@@ -128,7 +128,6 @@ def measure_store(node: Mapping[str, Any]) -> StoreSpace:
     return StoreSpace(
         node["NodeName"],
         stats.object_store_bytes_avail,  # of all, not of those that are free
-        stats.object_store_bytes_primary_copy,
         stats.spilled_bytes_total,
         spilling.get("params", {}).get("directory_path", ""),
     )
