@@ -109,9 +109,12 @@ def time_decoding(shape: str) -> Job:
             tokens=tokens, group=torch.arange(PROMPTS), rows=[{} for _ in range(PROMPTS)]
         )
         seconds = time_call(lambda: module.generate(prompts), options.device, repeats=2)
+        module.engine.graphs = False
+        without = time_call(lambda: module.generate(prompts), options.device, repeats=2)
         copied = read_rate(folder, "copy")
         return {
             "seconds": seconds,
+            "seconds_without_graphs": without,
             "tokens_per_second": PROMPTS * SAMPLES * new / seconds,
             # Each step reads the weights once; keys and values come on top.
             "of_floor": new * size / (copied / 2) / seconds if copied else None,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 Device = torch.device | str
 Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 _generators: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
 _generators_lock = threading.Lock()
 
@@ -84,6 +86,55 @@ def seed_generator(device: Device, seed: int) -> Iterator[None]:
         else:
             torch.default_generator.manual_seed(seed)
         yield
+
+
+class DeviceGraph(Protocol):
+    """Kernels that a device runs again, in the same order, on the same memory."""
+
+    def replay(self) -> None:
+        """Launch them."""
+
+    def pool(self) -> Any:
+        """Return the id of the memory that they have for themselves."""
+        ...
+
+
+def has_graphs(device: Device) -> bool:
+    """Whether torch captures kernels of ``device`` in graphs: on CUDA, on ROCm, and where torch.accelerator does."""
+    if torch.device(device).type == "cuda":
+        return True
+    try:
+        return is_accelerator(device) and torch.accelerator.Graph() is not None
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def capture_graph(compute: Callable[[], Value], device: torch.device, pool: Any = None) -> tuple[DeviceGraph, Value]:
+    """Capture what ``compute`` launches, which does not run; return the graph, and what ``compute`` returned.
+
+    ``pool`` is that of a graph which never runs at the same time: they share memory. Raises RuntimeError where
+    ``compute`` waits for the device, and OutOfMemoryError.
+    """
+    # Other threads may allocate memory meanwhile, which CUDA would refuse by default.
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        begin = partial(graph.capture_begin, pool, "thread_local")
+    else:
+        graph = torch.accelerator.Graph(pool=pool, capture_error_mode="thread_local")
+        begin = graph.capture_begin
+    here, aside = torch.accelerator.current_stream(device), torch.Stream(device)
+    aside.wait_stream(here)
+    with aside:
+        begin()
+        try:
+            result = compute()
+        except BaseException:
+            with suppress(RuntimeError):  # that the graph is incomplete
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    here.wait_stream(aside)
+    return graph, result
 
 
 # ---- CUDA alone

@@ -75,6 +75,21 @@ def test_the_sampler_and_the_trainer_agree(path):
     assert float((again - out["rollout_logprobs"])[mask].abs().mean()) < 1e-4
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 0.9}, {"repetition_penalty": 1.2}])
+def test_graphs_choose_the_tokens_of_single_kernels(path, sampling):
+    trainer, found = build(FSDPModule, path), []
+    prompts = Batch(torch.tensor([3, 5, 9])).with_(
+        tokens=torch.arange(17, dtype=torch.int32), group=torch.arange(3), rows=[{}, {}, {}]
+    )
+    for graphs in (True, False):
+        given = {"native": {"graphs": graphs}, "sampling": SamplingConfig(max_new_tokens=40, **sampling)}
+        policy = build(NativeModule, path, module="native", **given)
+        policy.load_weights(trainer.export_weights(), version=0)
+        found.append(policy.generate(prompts))
+    assert torch.equal(found[0]["tokens"], found[1]["tokens"])
+    torch.testing.assert_close(found[0]["rollout_logprobs"], found[1]["rollout_logprobs"], rtol=1e-4, atol=1e-4)
+
+
 def test_a_training_step_learns(path):
     trainer = build(FSDPModule, path, optimizer={"lr": 1e-2})
     batch = rollout((5, 9, 12), 3)

@@ -7,8 +7,11 @@ Its kernels are the CPU's, so results are comparable bit for bit. What differs i
 - Streams run by themselves: whoever has not waited for another stream's work reads NaN, always (native/streams.h).
 - Copies with ``non_blocking`` are made when somebody waits for them, and no sooner.
 - Every card has its own random generator and a limit of memory.
+- What a graph captures runs when it is replayed, and not before. It refuses what CUDA's refuses, and memory that was
+  freed since. Memory that graphs share is not simulated.
 
-It counts kernels, copies and waits. It does not simulate speed, graphs, collectives or the choice of a kernel.
+It counts kernels, copies and waits; a graph is one kernel. It does not simulate speed, collectives or the choice of a
+kernel.
 Registering is for good, and must come before the process's first backward: so tests on it run in processes of their
 own (`pytest -m device tests/standin`).
 """

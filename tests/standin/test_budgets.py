@@ -60,15 +60,15 @@ def test_tensors_of_one_dtype_travel_together():
 
 
 @pytest.mark.parametrize(
-    ("settings", "waits"),
+    ("settings", "waits", "kernels"),
     [
-        ({}, 1),
-        ({"temperature": 0.0}, 1),
-        ({"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}, 1),
-        ({"top_p": 0.9}, 2),  # whether the nucleus was among the likeliest tokens
+        ({}, 1, 10),
+        ({"temperature": 0.0}, 1, 10),
+        ({"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}, 1, 10),
+        ({"top_p": 0.9}, 2, 100),  # whether the nucleus was among the likeliest tokens: drawn outside the graph
     ],
 )
-def test_a_step_of_decoding_waits_once(tmp_path, settings, waits):
+def test_a_step_of_decoding_waits_once_and_is_one_graph(tmp_path, settings, waits, kernels):
     path = tiny_model_dir(tmp_path, vocab=2048)
     module = build_engine("native", path, Context(model="policy", device=CARD, samples_per_prompt=4))
     sampling = SamplingConfig(max_new_tokens=40, **settings)
@@ -82,6 +82,7 @@ def test_a_step_of_decoding_waits_once(tmp_path, settings, waits):
         with counting() as counts, module.engine.stepping():
             session.step()
     assert (counts.waits, counts.host_to_device) == (waits, 0)
+    assert counts.kernels["graph"] == 1 and counts.launched <= kernels, counts.kernels
 
 
 def test_a_layer_is_a_few_kernels_where_one_call_attends_to_a_row(tmp_path, monkeypatch):

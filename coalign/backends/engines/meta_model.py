@@ -70,6 +70,7 @@ class MetaModel:
         _materialise_buffers(self.module, self.device)
         self._aliases = _find_aliases(self.module)
         self._adopted: set[str] = set()  # names whose storage belongs to another model
+        self.loads = 0  # how often weights were loaded: then parameters may be other tensors
 
     def check(self) -> None:
         """Raise ValueError or NotImplementedError for an architecture that the engine cannot run; all is on meta."""
@@ -94,6 +95,7 @@ class MetaModel:
         Otherwise they are copied into own storage, which is allocated the first time. Raises ValueError for missing,
         unexpected or misshapen weights.
         """
+        self.loads += 1
         unexpected = []
         for name, tensor in weights:
             if name not in self._aliases:

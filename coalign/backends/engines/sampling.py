@@ -59,6 +59,11 @@ def sample(
     return tokens, _log(probs.gather(1, tokens[:, None])[:, 0])
 
 
+def may_wait(sampling: SamplingConfig) -> bool:
+    """Whether ``sample`` may wait for the device: for top-p, to see whether the likeliest tokens hold the nucleus."""
+    return sampling.temperature != 0 and sampling.top_p < 1
+
+
 def read_choices(
     tokens: Tensor, logprobs: Tensor, groups: Sequence[int], version: int
 ) -> tuple[list[int], list[float]]:

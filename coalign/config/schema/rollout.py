@@ -35,6 +35,8 @@ class NativeConfig(Section):
     """Capacity of the KV cache in tokens, over all sequences; None: enough for max_sequences of the longest."""
     prefill_tokens: PositiveInt = 4096
     """Prompt tokens computed in one forward pass."""
+    graphs: bool = True
+    """On a device with graphs (CUDA's): launch the decode step as one, in place of kernel by kernel."""
 
 
 class TransformersConfig(Section):

@@ -105,6 +105,7 @@ Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Sca
   return at::histc_out(result, x, bins, low, high);
 }
 Tensor& histc_out(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high, Tensor& result) {
+  refuse_capture("aten::histc");
   Work work(current_number(x.device().index()), "aten::histc");
   {
     std::lock_guard<std::mutex> guard(books);
@@ -158,6 +159,10 @@ const bool started = [] {
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { run_on_cpu(op, stack); }
 
 }  // namespace standin
+
+namespace at {
+REGISTER_GRAPH_IMPL(STANDIN, standin::CardGraph);
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   using namespace standin;

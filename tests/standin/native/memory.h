@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 namespace standin {
@@ -22,6 +23,8 @@ constexpr size_t kLarge = size_t{1} << 20;  // freed blocks from here on go back
 constexpr int kGarbage = 0xFF;
 
 inline bool forked = false;
+inline uint64_t blocks_taken = 0;
+inline thread_local std::set<uint64_t>* taken_by_capture = nullptr;  // blocks of the graph that this thread captures
 inline thread_local c10::DeviceIndex current_card = 0;
 
 struct OnCard {  // the current card within a scope; a negative index changes nothing
@@ -42,6 +45,7 @@ struct Access {
 struct Block {
   size_t size = 0;
   size_t asked = 0;
+  uint64_t serial = 0;  // no two blocks have the same one, also at one address
   std::vector<Access> accesses;
 };
 
@@ -110,11 +114,23 @@ inline void* take(size_t asked) {
   size_t at = hole->first, left = hole->second - size;
   card.holes.erase(hole);
   if (left) card.holes[at + size] = left;
-  card.blocks[at] = Block{size, asked, {}};
+  card.blocks[at] = Block{size, asked, ++blocks_taken, {}};
+  if (taken_by_capture) taken_by_capture->insert(blocks_taken);
   card.allocated += size;
   card.peak = std::max(card.peak, card.allocated);
   memset(card.bytes + at, kGarbage, size);
   return card.addresses + at;
+}
+
+// The block that holds an address of a card, and where it begins; with the books. Null without one.
+inline std::pair<Block*, size_t> block_of(const void* address) {
+  Card& card = cards[card_of(address)];
+  size_t at = static_cast<const char*>(address) - card.addresses;
+  auto after = card.blocks.upper_bound(at);
+  if (after == card.blocks.begin()) return {nullptr, 0};
+  auto& [start, block] = *std::prev(after);
+  if (at >= start + block.size) return {nullptr, 0};
+  return {&block, start};
 }
 
 inline void give_back(void* address) {

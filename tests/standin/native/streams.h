@@ -54,6 +54,23 @@ inline int number_of(c10::DeviceIndex card, c10::StreamId id) { return card * (k
 inline int number_of(const c10::Stream& stream) { return number_of(stream.device_index(), stream.id()); }
 inline int current_number(c10::DeviceIndex card) { return number_of(card, current_stream[card]); }
 
+// The graph that this thread captures, if it does: what its stream is given, in order, to be run by every replay.
+struct Capture {
+  std::vector<std::function<void()>> work;
+  std::set<uint64_t> own;                            // blocks taken meanwhile
+  std::map<uint64_t, std::vector<char>> before;      // what other blocks held that its work writes to
+  std::map<uint64_t, const void*> addresses;         // of those blocks
+  bool is_broken = false;
+};
+inline thread_local Capture* capturing = nullptr;
+
+// Refuse what cannot be captured, as CUDA does: it spoils the whole graph.
+inline void refuse_capture(const std::string& what) {
+  if (!capturing) return;
+  capturing->is_broken = true;
+  TORCH_CHECK(false, "standin error: operation not permitted when stream is capturing (", what, ")");
+}
+
 // Make the copies that `known` has waited for. Kernels need those from the host, only the host and copies those to it.
 inline void make_copies(const Clock& known, bool to_host = true) {
   std::lock_guard<std::recursive_mutex> one(draining);
@@ -73,6 +90,7 @@ inline void make_copies(const Clock& known, bool to_host = true) {
 
 // The host waits for all that `known` has waited for.
 inline void host_waits(const Clock& known) {
+  refuse_capture("the host waits");
   make_copies(known);
   std::lock_guard<std::mutex> guard(books);
   join(host, known);
@@ -104,16 +122,14 @@ struct Work {
 
   // Note that the work uses bytes of the block at `address`. Whether another stream uses them, unwaited for.
   bool uses(const void* address, size_t begin, size_t end, bool writes) {
-    if (!address || begin >= end) return false;
+    if (capturing || !address || begin >= end) return false;  // what is captured does not run
     std::lock_guard<std::mutex> guard(books);
-    Card& card = cards[card_of(address)];
-    size_t at = static_cast<const char*>(address) - card.addresses;
-    auto after = card.blocks.upper_bound(at);
-    if (after == card.blocks.begin()) return false;
-    auto& [start, block] = *std::prev(after);
+    auto [block, start] = block_of(address);
+    if (!block) return false;
+    size_t at = static_cast<const char*>(address) - cards[card_of(address)].addresses;
     begin += at - start, end += at - start;
     bool races_here = false;
-    auto& all = block.accesses;
+    auto& all = block->accesses;
     for (size_t i = 0; i < all.size();) {
       Access& a = all[i];
       bool overlaps = a.begin < end && begin < a.end, ordered = a.tick <= known[a.stream];

@@ -34,11 +34,13 @@ from coalign.backends.engines.native.attention import (
     PrefillAttention,
     PrefillSequence,
 )
+from coalign.backends.engines.native.graphs import DecodeGraphs
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import read_choices, sample, uniforms
+from coalign.backends.engines.sampling import may_wait, read_choices, sample, uniforms
 from coalign.backends.layout import join_neighbours
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
+from coalign.devices import has_graphs
 from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
 
 # Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream, and
@@ -87,6 +89,7 @@ class SequenceSlots:
 
     def __init__(self, model: NativeModel, *, note_seen: bool, reserve: Callable[[int], None]) -> None:
         self.count = self.longest = 0
+        self.changes = 0  # how often the memory of cache or state was replaced
         self.cache = KVCache(0, 0, reserve)
         self.state = torch.zeros(4, 0, dtype=torch.int64, device=model.device)
         self.seen: Tensor | None = None  # bool[slots, V]: the tokens that each sequence holds
@@ -113,6 +116,7 @@ class SequenceSlots:
         while len(self._taken) > count:
             self.remove(self._taken[-1])
         self.count, self.longest = count, longest
+        self.changes += 1
         rows = -(-count // ROWS) * ROWS  # the surplus holds padding rows; the first position of each is touched
         length = -(-longest // STRIDE) * STRIDE
         taken = len(self._taken)
@@ -163,6 +167,7 @@ class SequenceSlots:
         """Free all slots."""
         self._taken.clear()
         self._active = 0
+        self.changes += 1
         self.state = torch.zeros_like(self.state)  # in place it could change within a step only
 
     def remove(self, sequence: ActiveSequence) -> None:
@@ -225,6 +230,11 @@ class NativeSession(GenerationSession):
         self.ended: deque[tuple[int, int]] = deque()  # conversations that have had their last turn
         note_seen = sampling.repetition_penalty != 1
         self.slots = SequenceSlots(self.model, note_seen=note_seen, reserve=partial(engine.reserve, self))
+        self._graphs: DecodeGraphs | None = None
+        if engine.graphs and has_graphs(self.model.device):
+            self._graphs = DecodeGraphs(self._compute_step, self.model.device, type(self.model.module).__name__)
+        self._memory: list[Tensor] = []  # all that a step reads and writes, and
+        self._memory_of = (-1, -1)  # the loads of the model and changes of the slots that it was listed after
 
     @property
     def unfinished(self) -> bool:
@@ -267,6 +277,11 @@ class NativeSession(GenerationSession):
         self.ended.extend(sequence.submitted.sample for sequence in self.slots.kept)
         for queued in self.waiting:
             queued.logits = queued.prefix = None
+
+    def free_graphs(self) -> None:
+        """Free the memory that the graphs of this session have for themselves."""
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def step(self) -> None:
         self._drop_ended()
@@ -346,7 +361,7 @@ class NativeSession(GenerationSession):
             for queued in started:
                 if not queued.waiting:
                     queued.logits = queued.prefix = None
-            self._choose(logits, first)
+            self._record(first, *self._draw(logits, slice(first, first + len(logits))))
 
     def _find_kept(self, queued: QueuedRequest) -> ActiveSequence | None:
         """Find the conversation's last turn, if its keys and values have been kept."""
@@ -399,25 +414,56 @@ class NativeSession(GenerationSession):
         active = self.slots.active
         if not active:
             return
-        rows = -(-len(active) // ROWS) * ROWS
-        tokens, positions = self.slots.state[TOKEN, :rows], self.slots.state[POSITION, :rows]
         columns = max(s.length for s in active)
-        rotary = positions if self.model.images is None else positions - self.slots.state[SHIFT, :rows]
-        logits = self.model.forward(tokens, rotary, DecodeAttention(self.slots.cache, positions, columns), None)
-        self._choose(logits[: len(active)], 0)
+        if (found := self._replay(len(active), columns)) is None:
+            found = (self._compute_logits(-(-len(active) // ROWS) * ROWS, columns),)
+        if len(found) == 1:
+            found = self._draw(found[0][: len(active)], slice(0, len(active)))
+        self._record(0, *found)
 
-    def _choose(self, logits: Tensor, first: int) -> None:
-        """Draw and record the next token of the slots from ``first`` on. logits [their number, V]."""
-        sequences = self.slots.active[first:]
-        here = slice(first, first + len(sequences))
+    def _compute_logits(self, rows: int, columns: int) -> Tensor:
+        """Compute the logits [rows, V] behind the last tokens of the slots 0..rows-1."""
+        tokens, positions = self.slots.state[TOKEN, :rows], self.slots.state[POSITION, :rows]
+        rotary = positions if self.model.images is None else positions - self.slots.state[SHIFT, :rows]
+        return self.model.forward(tokens, rotary, DecodeAttention(self.slots.cache, positions, columns), None)
+
+    def _compute_step(self, rows: int, columns: int, live: Tensor) -> tuple[Tensor, ...]:
+        """The step that graphs capture: tokens and log-probs; the logits alone where drawing waits for the device."""
+        logits = self._compute_logits(rows, columns)
+        return (logits,) if may_wait(self.sampling) else self._draw(logits, slice(0, rows), live)
+
+    def _replay(self, count: int, columns: int) -> tuple[Tensor, ...] | None:
+        """Replay a graph of the step of the first ``count`` slots; None without one."""
+        if self._graphs is None:
+            return None
+        slots, cache = self.slots, self.slots.cache
+        if self._memory_of != (now := (self.model.loads, slots.changes)):
+            keys_and_values = (storage for layer in cache.layers.values() for storage in layer)
+            seen = [] if slots.seen is None else [slots.seen]
+            self._memory = [slots.state, *seen, *keys_and_values, *self.model.module.parameters()]
+            self._memory += self.model.module.buffers()
+            self._memory_of = now
+        return self._graphs.run(count, columns, (cache.slots, cache.length), self._memory)
+
+    def _draw(self, logits: Tensor, here: slice, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Draw the next token of the slots ``here``. logits [their number, V]. Returns tokens i64 and log-probs f32.
+
+        Slots that are not ``live`` (bool; None: all are) stay at their position, or it would leave the cache at last.
+        """
         state = self.slots.state[:, here]
         seen = None if self.slots.seen is None else self.slots.seen[here]
         logits = self.model.forbid(logits)
         tokens, logprobs = sample(logits, uniforms(state[KEY], state[POSITION] + 1), self.sampling, seen)
         state[TOKEN] = tokens
-        state[POSITION] += 1
+        state[POSITION] += 1 if live is None else live
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
+        return tokens, logprobs
+
+    def _record(self, first: int, tokens: Tensor, logprobs: Tensor) -> None:
+        """Read the tokens and log-probs of the slots from ``first`` on, perhaps with others behind, and record them."""
+        sequences = self.slots.active[first:]
+        tokens, logprobs = tokens[: len(sequences)], logprobs[: len(sequences)]
         groups = [each.submitted.request.group for each in sequences]
         choices = zip(sequences, *read_choices(tokens, logprobs, groups, self.engine.version), strict=True)
         self.tokens_chosen += len(sequences)
@@ -448,8 +494,8 @@ class NativeEngine(MetaModelEngine):
     """Generates with ``model``, with keys and values in slots.
 
     max_sequences: decoded at once. kv_tokens: tokens the KV cache may hold (None: enough for max_sequences of the
-    longest). prefill_tokens: prompt tokens in one forward (a longer prompt goes alone). ``settings`` are those of
-    MetaModelEngine.
+    longest). prefill_tokens: prompt tokens in one forward (a longer prompt goes alone). graphs: replay the decode
+    step where the device can. ``settings`` are those of MetaModelEngine.
 
     ``is_invariant``, known once weights are loaded: a token has the same bits in any batch.
     """
@@ -458,12 +504,20 @@ class NativeEngine(MetaModelEngine):
     is_invariant = False
 
     def __init__(
-        self, model: NativeModel, *, max_sequences: int, kv_tokens: int | None, prefill_tokens: int, **settings: Any
+        self,
+        model: NativeModel,
+        *,
+        max_sequences: int,
+        kv_tokens: int | None,
+        prefill_tokens: int,
+        graphs: bool = True,
+        **settings: Any,
     ) -> None:
         super().__init__(model, **settings)
         self.max_sequences = max_sequences
         self.kv_tokens = kv_tokens
         self.prefill_tokens = prefill_tokens
+        self.graphs = graphs
 
     @property
     def experts(self) -> tuple[int, int] | None:
@@ -476,6 +530,7 @@ class NativeEngine(MetaModelEngine):
             try:
                 yield session
             finally:
+                session.free_graphs()
                 self.reserve(session, 0)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
@@ -546,5 +601,6 @@ class NativeModule(MetaModelModule):
             max_sequences=native.max_sequences,
             kv_tokens=native.kv_tokens,
             prefill_tokens=native.prefill_tokens,
+            graphs=native.graphs,
             **self.find_engine_settings(architecture),
         )
