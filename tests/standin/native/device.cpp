@@ -104,18 +104,29 @@ Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Sca
   Tensor result = at::empty({bins}, x.options());
   return at::histc_out(result, x, bins, low, high);
 }
-Tensor& histc_out(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high, Tensor& result) {
-  refuse_capture("aten::histc");
+void histc_here(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high, const Tensor& result) {
   Work work(current_number(x.device().index()), "aten::histc");
-  {
-    std::lock_guard<std::mutex> guard(books);
-    counts.kernels["aten::histc"]++;
-  }
   make_copies(work.known, false);
   KernelView from(work, x, false), to(work, result, true);
   at::AutoDispatchBelowADInplaceOrView below;
   to.view.copy_(at::histc(from.view.to(at::kDouble), bins, low, high));
   to.finish();
+}
+Tensor& histc_out(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high, Tensor& result) {
+  if (!capturing) {
+    std::lock_guard<std::mutex> guard(books);
+    counts.kernels["aten::histc"]++;
+  } else {
+    OtherMemory other{{}, "aten::histc"};
+    other.add(x), other.add(result);
+    keep_block(result);
+    Tensor from = address_of(x), to = address_of(result);
+    capturing->work.push_back([=] {
+      other.check();
+      histc_here(from, bins, low, high, to);
+    });
+  }
+  histc_here(x, bins, low, high, result);
   return result;
 }
 
