@@ -124,26 +124,31 @@ def test_graphs_choose_the_tokens_of_the_cpu(directory, sampling):
         torch.testing.assert_close(found["rollout_logprobs"], expected["rollout_logprobs"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("recomputes", [True, False])
 @pytest.mark.parametrize("adopt", [True, False])
-def test_new_weights_in_the_middle_are_the_graphs(tmp_path, adopt):
-    """Adopted weights are other tensors, so graphs are captured again; copied ones stay where they are."""
+def test_new_weights_in_the_middle_are_the_graphs(tmp_path, adopt, recomputes):
+    """Adopted weights are other tensors, so graphs are captured again; copied ones stay where the first copy is."""
+    moved = {8, 14} if adopt else {8}
     path = tiny_model_dir(tmp_path, vocab=512)
     sampling = SamplingConfig(max_new_tokens=24, temperature=0.0)
 
     def choose(device):
-        """What is chosen, token by token, where weights change after half of them."""
+        """What is chosen, token by token, where weights change twice."""
         module, chosen = generate(path, device), []
+        module.engine.recomputes_kv = recomputes
         module.generate(rollout((3, 4), 1).with_(rows=[{}, {}]).without("loss_mask"))  # loads the weights
         with module.engine.open(sampling, lambda *choice: chosen.append(choice[:3])) as session:
             for group in range(3):
                 session.submit(Request([1, 2, 3, 4 + group], group, 2), lambda *_: None)
             for step in range(24):
-                if step == 12:
+                if step in (8, 14):
                     own = [(name, tensor * 1.5 + 0.1) for name, tensor in module.engine.model.weights()]
-                    module.engine.load_weights(own, version=7, adopt=adopt)
+                    module.engine.load_weights(own, version=step, adopt=adopt)
                     del own
-                with module.engine.stepping():
+                with module.engine.stepping(), counting() as counts:
                     session.step()
+                if device == CARD and 2 < step < 20:
+                    assert counts.kernels.get("graph", 0) == (step not in moved)
         return chosen
 
     assert choose(CARD) == choose("cpu")

@@ -167,8 +167,8 @@ class SequenceSlots:
         """Free all slots."""
         self._taken.clear()
         self._active = 0
-        self.changes += 1
-        self.state = torch.zeros_like(self.state)  # in place it could change within a step only
+        with torch.inference_mode():  # as in a step, of which it is
+            self.state.zero_()
 
     def remove(self, sequence: ActiveSequence) -> None:
         hole, last = sequence.slot, len(self._taken) - 1
