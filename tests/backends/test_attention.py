@@ -12,6 +12,7 @@ from coalign.backends.attention import attend, check_kernel, choose_kernel, has_
 from coalign.backends.layout import Block, RowPlan, pack
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
+from tests.backends.flash import flash_as_documented
 from tests.tiny import tiny_model_dir
 
 WINDOW = 6  # shorter than the prompts, so that windows cut into the shared part
@@ -105,24 +106,6 @@ def inputs(dtype=torch.float32, size=8):
     generator = torch.Generator().manual_seed(0)
     shapes = [(TOKENS, heads, size) for heads in (4, 2, 2)]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-
-
-def flash_as_documented(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, **_
-):  # fmt: skip
-    """torch's varlen_attn by its documentation: the last query of a sequence is aligned with its last key."""
-    out = []
-    for n in range(len(cu_seq_q) - 1):
-        q = query[cu_seq_q[n] : cu_seq_q[n + 1]]
-        k, v = (x[cu_seq_k[n] : cu_seq_k[n + 1]] for x in (key, value))
-        assert len(q) <= max_q and len(k) <= max_k and enable_gqa == (q.shape[1] != k.shape[1])
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-        left, right = window_size
-        seen = (distance >= -right) & ((distance <= left) | (left < 0))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
-    return torch.cat(out)
 
 
 def test_the_plan_of_a_row():

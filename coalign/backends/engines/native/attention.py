@@ -7,9 +7,11 @@ and knows which rows belong together, so the model needs no Cache object and bui
 
 from __future__ import annotations
 
+import inspect
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from coalign.backends.attention import UnsupportedAttention
+from coalign.backends.attention import UnsupportedAttention, choose_kernel, has_varlen
 
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
 ROWS = 8  # the engine computes multiples of this many rows: vector loops then never end inside a row
@@ -107,6 +109,10 @@ class PrefillAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
         keys, values = self.store(layer, key, value)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        if settings.use_flash(query, value) and not any(sequence.two_way for sequence in self.sequences):
+            end = self.sequences[-1].stop
+            out[0, :end] = settings.attend_slots(query[0, :, :end].transpose(0, 1), keys, values, self.spans)
+            return out
         for start, stop, slots, decoded, past, two_way in self.sequences:
             if count := stop - decoded - start:
                 padding = (0, 0, 0, -count % ROWS)  # causal: no row sees what follows it
@@ -122,6 +128,18 @@ class PrefillAttention:
                 single = SingleTokenAttention(rows - start + past, self.cache.length)
                 out[0, row:end] = single.attend(query[:, :, rows], same[0], same[1], settings)[0, : end - row]
         return out
+
+    @cached_property
+    def spans(self) -> SlotSpans:
+        """The rows of each sequence, which are packed end to end, and its keys: those of its first slot."""
+        first, length = self.sequences[0], self.cache.length
+        used = [past + stop - start for start, stop, _, _, past, _ in self.sequences]
+        queries = [first.start, *(sequence.stop for sequence in self.sequences)]
+        keys = [*(sequence.slots.start * length for sequence in self.sequences), self.cache.slots * length]
+        device = next(iter(self.cache.layers.values()))[0].device
+        both = torch.tensor([queries, keys, [*used, 0]], dtype=torch.int32).to(device)
+        most = max(stop - start for start, stop, *_ in self.sequences)
+        return SlotSpans(both[0], both[1], both[2, :-1], most, max(used))
 
 
 class DecodeAttention:
@@ -146,7 +164,27 @@ class DecodeAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
         count = len(self.rows)
         keys, values = self.store(layer, key, value)
+        if settings.use_flash(query, value):
+            return settings.attend_slots(query[0].transpose(0, 1), keys, values, self.spans)[None]
         return self.single.attend(query, keys[:count], values[:count], settings)
+
+    @cached_property
+    def spans(self) -> SlotSpans:
+        """One row for each sequence, and the keys of its slot up to that row's own."""
+        rows = torch.arange(len(self.rows) + 1, device=self.rows.device, dtype=torch.int32)
+        used = (self.single.positions + 1).to(torch.int32)
+        return SlotSpans(rows, rows * self.cache.length, used, 1, self.single.columns)
+
+
+class SlotSpans(NamedTuple):
+    """Where N sequences are for flash attention: sequence n has the rows queries[n]..queries[n + 1]-1, and its keys
+    begin at keys[n] of all slots end to end."""
+
+    queries: Tensor  # i32[N + 1]
+    keys: Tensor  # i32[N + 1]
+    used: Tensor  # i32[N]: keys of each sequence
+    most_queries: int  # of one sequence
+    most_keys: int
 
 
 class SingleTokenAttention:
@@ -188,6 +226,25 @@ class AttentionSettings(NamedTuple):
     window: int | None
     softcap: float | None
 
+    def use_flash(self, query: Tensor, value: Tensor) -> bool:
+        """Whether flash attention computes this layer: on CUDA, in 16 bits, without a soft cap."""
+        plain = self.softcap is None and query.shape[3] == value.shape[3]
+        return plain and has_slot_attention() and choose_kernel(value.dtype, value.device) == "varlen"
+
+    def attend_slots(self, query: Tensor, keys: Tensor, values: Tensor, spans: SlotSpans) -> Tensor:
+        """One call of flash attention: query [T, heads, d], keys and values [slots, length, kv heads, d] -> [T, heads,
+        d]. A sequence's last row is aligned with its last key."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        # Without splits of the keys a sequence gets the same bits beside longer ones.
+        out = varlen_attn(
+            query, keys.flatten(0, 1), values.flatten(0, 1),
+            spans.queries, spans.keys, spans.most_queries, spans.most_keys, scale=self.scale,
+            window_size=(-1 if self.window is None else self.window - 1, 0),
+            enable_gqa=query.shape[1] != keys.shape[2], seqused_k=spans.used, num_splits=1,
+        )  # fmt: skip
+        return cast(Tensor, out)
+
     def causal_mask(self, length: int, query: Tensor, two_way: Sequence[tuple[int, int]] = ()) -> Tensor | None:
         """Return the additive mask [length, length], or None where SDPA's own causal mask is enough."""
         if self.softcap is None and (self.window is None or self.window >= length) and not two_way:
@@ -217,6 +274,16 @@ class AttentionSettings(NamedTuple):
         keys = key.transpose(2, 3).contiguous()
         scores = torch.tanh(query.contiguous() @ keys * (scale / self.softcap)) * self.softcap + mask
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value.contiguous()
+
+
+@cache
+def has_slot_attention() -> bool:
+    """Whether torch's varlen_attn reads the first keys of longer slots."""
+    if not has_varlen():
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"seqused_k", "num_splits"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 class ShapeOnlyAttention:
