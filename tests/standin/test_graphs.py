@@ -1,5 +1,6 @@
 """Graphs: those of the simulated device, and the native engine's decode step in them."""
 
+import gc
 import logging
 from functools import partial
 
@@ -170,6 +171,22 @@ def test_rows_that_are_idle_for_longer_than_the_cache_do_no_harm(tmp_path):
         assert session.slots.cache.length < 12 * 11
     there, here = ([response.tokens.tolist() for response in chosen[device]] for device in (CARD, "cpu"))
     assert there == here and len(here) == 12
+
+
+def test_a_call_leaves_no_memory_behind(directory):
+    """At once: a KV cache that waits for the garbage collector may be there when the next one needs its place."""
+    module = generate(directory)
+    module.generate(prompts())
+    gc.collect()
+    before = torch.accelerator.memory_allocated(0)
+    gc.disable()
+    try:
+        with counting() as counts:
+            module.generate(prompts())
+        assert torch.accelerator.memory_allocated(0) == before
+    finally:
+        gc.enable()
+    assert counts.kernels["graph"]
 
 
 def test_a_step_that_waits_is_computed_kernel_by_kernel(tmp_path, monkeypatch, caplog):

@@ -163,6 +163,12 @@ class SequenceSlots:
         self._active -= 1
         self._exchange(sequence.slot, self._active)
 
+    def release(self) -> None:
+        """Free the memory; there are no slots after that."""
+        self.cache.layers.clear()
+        self.state = self.state.new_zeros(len(self.state), 0)
+        self.seen = None
+
     def clear(self) -> None:
         """Free all slots."""
         self._taken.clear()
@@ -278,10 +284,11 @@ class NativeSession(GenerationSession):
         for queued in self.waiting:
             queued.logits = queued.prefix = None
 
-    def free_graphs(self) -> None:
-        """Free the memory that the graphs of this session have for themselves."""
-        if self._graphs is not None:
-            self._graphs.clear()
+    def close(self) -> None:
+        """Free the memory of the cache and the graphs now: the session is in reference cycles."""
+        self._graphs = None
+        self._memory.clear()
+        self.slots.release()
 
     def step(self) -> None:
         self._drop_ended()
@@ -530,7 +537,7 @@ class NativeEngine(MetaModelEngine):
             try:
                 yield session
             finally:
-                session.free_graphs()
+                session.close()
                 self.reserve(session, 0)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
