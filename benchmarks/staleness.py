@@ -2,6 +2,7 @@
 
     python examples/arithmetic.py       # the model that it begins with: about a minute
     python benchmarks/staleness.py      # nine runs of 75 steps; curves in runs/staleness/curves.png
+    python benchmarks/staleness.py --staleness 1 4 --set loss.is_level=token --folder runs/weighted
 
 Prints the accuracy on held-out sums at the end, its mean over the seeds with the standard error, and how old the tokens
 were that steps trained on.
@@ -21,9 +22,10 @@ CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic_grpo.yaml"
 ACCURACY = "eval/mean@1"
 
 
-def train(folder: Path, staleness: int, seed: int, steps: int) -> coalign.TrainResult:
-    """Return the result of one run; it goes on if it was interrupted."""
-    settings = {
+def train(folder: Path, staleness: int, seed: int, steps: int, others: Sequence[str]) -> coalign.TrainResult:
+    """Return the result of one run with ``others`` (KEY=VALUE) set, too; it goes on if it was interrupted."""
+    settings: dict[str, object] = dict(each.split("=", 1) for each in others)
+    settings |= {
         "seed": seed,
         "output": str(folder / f"staleness_{staleness}_seed_{seed}"),
         "runtime.max_staleness": staleness,
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=75)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of every run")
     parser.add_argument("--folder", type=Path, default=Path("runs/staleness"))
     options = parser.parse_args()
     os.environ["SUMS"] = os.environ.get("SUMS", str(Path("runs/sums").absolute()))
@@ -73,7 +76,7 @@ def main() -> None:
     for staleness in options.staleness:
         accuracies, ages = [], []
         for seed in options.seeds:
-            lines = train(options.folder, staleness, seed, options.steps).metrics
+            lines = train(options.folder, staleness, seed, options.steps, options.set).metrics
             curve = [(line["step"], line[ACCURACY]) for line in lines if ACCURACY in line]
             curves.setdefault(staleness, []).append(curve)
             accuracies.append(curve[-1][1])
