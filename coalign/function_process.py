@@ -381,6 +381,7 @@ class FunctionProcess:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )
+        self._connection.keep_socket(ours)
         await loop.create_connection(lambda: self._connection, sock=ours)
         ready: asyncio.Future[CallResult] = loop.create_future()
         self._calls[0] = ready.set_result
@@ -461,6 +462,12 @@ class ProcessConnection(asyncio.Protocol):
         self._handle, self._report_end = handle, report_end
         self._received, self._to_send = bytearray(), list[bytes]()
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+
+    def keep_socket(self, connected: socket.socket) -> None:
+        """Keep the socket beyond the transport, which a failed write ends with answers unread."""
+        self._socket = connected.dup()
+        self._socket.setblocking(False)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray uses, is no subclass
@@ -478,6 +485,11 @@ class ProcessConnection(asyncio.Protocol):
         del self._received[:begin]
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                while data := self._socket.recv(2**16):
+                    self.data_received(data)
+            self._socket.close()
         self._report_end()
 
     def send(self, number: int, kind: bytes, payload: bytes = b"") -> None:

@@ -106,6 +106,8 @@ def _find_lack(module: str, shipment: Shipment) -> str:
     top = module.partition(".")[0]
     others = [each for each in sys.path if each and Path(each).resolve() != shipment.directory]
     spec = PathFinder.find_spec(top, others)
+    if spec is not None and not spec.origin and not any(map(_is_installed, spec.submodule_search_locations or ())):
+        spec = None  # a folder of that name somewhere
     if top in sys.builtin_module_names or (spec is not None and _is_installed(spec.origin)):
         return ""
     where = "no such module here" if spec is None else f"its module is {spec.origin}"
@@ -116,7 +118,8 @@ def _find_lack(module: str, shipment: Shipment) -> str:
 
 
 def _is_installed(origin: str | None) -> bool:
-    """Whether a module comes with Python, with an installed package, or with Coalign."""
+    """Whether a module comes with Python, with an installed package, or with Coalign. None: a package of several
+    folders, one of which does."""
     if origin in (None, "built-in", "frozen"):
         return True
     parts = Path(str(origin)).parts

@@ -63,9 +63,12 @@ def test_code_of_elsewhere_is_refused_with_its_place(here, tmp_path, monkeypatch
         plan(here, **GRPO, reward={"fn": "missing_rewards:score"})
 
 
-def test_code_in_a_folder_that_stays_is_refused(here):
+def test_code_in_a_folder_that_stays_is_refused(here, tmp_path, monkeypatch):
+    """Also where another folder of that name is on the path: to Python each is a package."""
     (here / "runs").mkdir()
     (here / "runs" / "rewards.py").write_text("")
+    (tmp_path / "elsewhere" / "runs").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     with pytest.raises(ValueError, match=r"runs\.rewards:score: no such module here"):
         plan(here, **GRPO, reward={"fn": "runs.rewards:score"})
 

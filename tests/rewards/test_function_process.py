@@ -1,7 +1,10 @@
 """Functions of people in processes of their own: hangs, exits and crashes cost the samples that met them, no more."""
 
+import asyncio
+import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 
@@ -11,8 +14,15 @@ from coalign import function_process
 from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.functions import name_object
 from coalign.config.schema import RewardConfig
+from coalign.function_process import ProcessConnection
+from coalign.function_program import CALL, HEADER, VALUE
 from coalign.rewards.calls import RewardCaller, RewardFailure
 from tests.rewards.samples import sample
+
+try:
+    import uvloop
+except ImportError:
+    uvloop = None
 
 HERE = "tests.rewards.hostile:"
 SAMPLES = [sample("bad" if i == 3 else f"good {i}", group=i // 2, index=i % 2, answer="1") for i in range(8)]
@@ -78,6 +88,30 @@ def test_calls_that_were_sent_ahead_go_to_another_process(caller):
     samples = [sample("bad" if i % 100 == 99 else "good", index=i) for i in range(400)]
     expected = ["died" if i % 100 == 99 else 1.0 for i in range(400)]
     assert score(caller, build("exits"), samples) == expected
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, *([] if uvloop is None else [uvloop.new_event_loop])])
+def test_answers_are_read_though_a_call_could_not_be_sent_any_more(new_loop):
+    """The process answers, ends, and the parent writes to it before it looks for answers."""
+    heard = []
+
+    async def exchange():
+        ended = asyncio.Event()
+        connection = ProcessConnection(lambda *message: heard.append(message), ended.set)
+        ours, theirs = socket.socketpair()
+        connection.keep_socket(ours)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=ours)
+        for number in (1, 2):
+            theirs.sendall(HEADER.pack(6, number, VALUE) + b"answer")
+        theirs.close()
+        for number in (3, 4):
+            connection.send(number, CALL, b"x" * 100)
+            connection.flush()
+        await asyncio.wait_for(ended.wait(), 10)
+
+    with contextlib.closing(new_loop()) as loop:
+        loop.run_until_complete(exchange())
+    assert heard == [(1, VALUE, b"answer"), (2, VALUE, b"answer")]
 
 
 def test_arguments_that_cannot_be_sent_fail_alone(caller):
