@@ -149,27 +149,46 @@ def check_kernel(kernel: str, dtype: torch.dtype, device: torch.device) -> None:
         raise ValueError(f"is varlen, which needs torch 2.12 (windows, grouped heads); this is {torch.__version__}")
 
 
-def has_varlen() -> bool:
-    """Whether torch's varlen_attn is there, with windows and grouped heads (torch 2.12)."""
+@cache
+def has_varlen(*arguments: str) -> bool:
+    """Whether torch's varlen_attn is there, with windows, grouped heads (torch 2.12) and these ``arguments``."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+    return {"window_size", "enable_gqa", *arguments} <= set(inspect.signature(varlen_attn).parameters)
+
+
+def attend_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float | None,
+    window: int | None,
+    **options: Any,
+) -> Tensor:
+    """One call of flash attention: query [Q, heads, D], key and value [K, kv_heads, D] -> [Q, heads, D].
+
+    ``spans``: where the queries and the keys of each sequence begin, i32[N + 1] each; ``longest``: the most of both. A
+    sequence's last query is aligned with its last key. ``options`` are further arguments of torch's varlen_attn.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query, key, value, *spans, *longest, scale=scale, window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1], **options,
+    )  # fmt: skip
+    return cast(Tensor, out)
 
 
 def _attend_spans(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, window: int | None) -> Tensor:
     """One call of flash attention. The keys of a shared prompt are copied for each span that continues it: a gather of
     a few MiB a layer."""
-    from torch.nn.attention.varlen import varlen_attn
-
     if spans.source is not None:
         key, value = (x.index_select(0, spans.source) for x in (key, value))
-    out = varlen_attn(
-        query, key, value, spans.queries, spans.keys, *spans.longest, scale=scale,
-        window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-    return cast(Tensor, out)
+    return attend_flash(query, key, value, (spans.queries, spans.keys), spans.longest, scale, window)
 
 
 def _attend_flex(

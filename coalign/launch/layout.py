@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -12,9 +11,6 @@ from coalign.cluster.base import plan_slots
 from coalign.cluster.placement.nodes import Node, ProcessPlacement
 from coalign.cluster.placement.slots import Footprint, Slot, list_models_sharing_devices, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
-
-if TYPE_CHECKING:
-    pass
 
 LISTED = 16  # processes whose devices are listed one by one
 

@@ -17,7 +17,7 @@ CONFIGS = {
     "windowed": helpers.qwen2(use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "soft_cap": MODELS["soft_cap"],
 }
-assert attention.has_slot_attention()  # of the torch that is locked
+assert attention.has_varlen(*attention.SLOT_ARGUMENTS)  # of the torch that is locked
 
 
 @pytest.fixture

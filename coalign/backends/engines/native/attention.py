@@ -7,11 +7,10 @@ and knows which rows belong together, so the model needs no Cache object and bui
 
 from __future__ import annotations
 
-import inspect
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -19,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from coalign.backends.attention import UnsupportedAttention, choose_kernel, has_varlen
+from coalign.backends.attention import UnsupportedAttention, attend_flash, choose_kernel, has_varlen
 
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
 ROWS = 8  # the engine computes multiples of this many rows: vector loops then never end inside a row
 STRIDE = 16  # decode attends over a whole number of such column blocks
 _ROWS_AT_ONCE = 64
+SLOT_ARGUMENTS = ("seqused_k", "num_splits")  # of varlen_attn, where it reads the first keys of longer slots
 EXPERTS = -1  # the layer of the cache that holds the experts of each token, if they are recorded
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
@@ -139,7 +139,7 @@ class PrefillAttention:
         device = next(iter(self.cache.layers.values()))[0].device
         both = torch.tensor([queries, keys, [*used, 0]], dtype=torch.int32).to(device)
         most = max(stop - start for start, stop, *_ in self.sequences)
-        return SlotSpans(both[0], both[1], both[2, :-1], most, max(used))
+        return SlotSpans(both[0], both[1], both[2, :-1], (most, max(used)))
 
 
 class DecodeAttention:
@@ -173,7 +173,7 @@ class DecodeAttention:
         """One row for each sequence, and the keys of its slot up to that row's own."""
         rows = torch.arange(len(self.rows) + 1, device=self.rows.device, dtype=torch.int32)
         used = (self.single.positions + 1).to(torch.int32)
-        return SlotSpans(rows, rows * self.cache.length, used, 1, self.single.columns)
+        return SlotSpans(rows, rows * self.cache.length, used, (1, self.single.columns))
 
 
 class SlotSpans(NamedTuple):
@@ -183,8 +183,7 @@ class SlotSpans(NamedTuple):
     queries: Tensor  # i32[N + 1]
     keys: Tensor  # i32[N + 1]
     used: Tensor  # i32[N]: keys of each sequence
-    most_queries: int  # of one sequence
-    most_keys: int
+    longest: tuple[int, int]  # the most queries and keys of one
 
 
 class SingleTokenAttention:
@@ -229,21 +228,16 @@ class AttentionSettings(NamedTuple):
     def use_flash(self, query: Tensor, value: Tensor) -> bool:
         """Whether flash attention computes this layer: on CUDA, in 16 bits, without a soft cap."""
         plain = self.softcap is None and query.shape[3] == value.shape[3]
-        return plain and has_slot_attention() and choose_kernel(value.dtype, value.device) == "varlen"
+        return plain and has_varlen(*SLOT_ARGUMENTS) and choose_kernel(value.dtype, value.device) == "varlen"
 
     def attend_slots(self, query: Tensor, keys: Tensor, values: Tensor, spans: SlotSpans) -> Tensor:
         """One call of flash attention: query [T, heads, d], keys and values [slots, length, kv heads, d] -> [T, heads,
         d]. A sequence's last row is aligned with its last key."""
-        from torch.nn.attention.varlen import varlen_attn
-
         # Without splits of the keys a sequence gets the same bits beside longer ones.
-        out = varlen_attn(
-            query, keys.flatten(0, 1), values.flatten(0, 1),
-            spans.queries, spans.keys, spans.most_queries, spans.most_keys, scale=self.scale,
-            window_size=(-1 if self.window is None else self.window - 1, 0),
-            enable_gqa=query.shape[1] != keys.shape[2], seqused_k=spans.used, num_splits=1,
+        return attend_flash(
+            query, keys.flatten(0, 1), values.flatten(0, 1), (spans.queries, spans.keys), spans.longest,
+            self.scale, self.window, seqused_k=spans.used, num_splits=1,
         )  # fmt: skip
-        return cast(Tensor, out)
 
     def causal_mask(self, length: int, query: Tensor, two_way: Sequence[tuple[int, int]] = ()) -> Tensor | None:
         """Return the additive mask [length, length], or None where SDPA's own causal mask is enough."""
@@ -274,16 +268,6 @@ class AttentionSettings(NamedTuple):
         keys = key.transpose(2, 3).contiguous()
         scores = torch.tanh(query.contiguous() @ keys * (scale / self.softcap)) * self.softcap + mask
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value.contiguous()
-
-
-@cache
-def has_slot_attention() -> bool:
-    """Whether torch's varlen_attn reads the first keys of longer slots."""
-    if not has_varlen():
-        return False
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"seqused_k", "num_splits"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 class ShapeOnlyAttention:
