@@ -53,7 +53,7 @@ from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout
 from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
-from coalign.backends.routers import RouterCoefficients, Routers, RouterTotals
+from coalign.backends.routers import RouterCoefficients, RouterTotals
 from coalign.backends.vision import ImageEmbedder, list_placeholders, name_parts
 from coalign.config.errors import located_at
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
@@ -182,14 +182,13 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             lengths = (int(micro.lengths.max()) for micro in micros if len(micro))
             pretrained.check_rope_length(*limit, max(lengths, default=0))
         self.model.train(loss is not None)
-        routers = self.model.routers if self.model.routers.found else None
-        if routers is not None:
-            routers.enabled = loss is not None and not self.config.compile
+        routers = self.model.routers
+        routers.enabled = loss is not None and not self.config.compile
         if loss is not None:  # the optimizer step releases it
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)
         add_router_loss = None
-        if loss is not None and routers is not None:
-            add_router_loss = self._prepare_router_loss(micros, needs, routers)
+        if loss is not None and routers.found:
+            add_router_loss = self._prepare_router_loss(micros, needs)
         results = []
         for number, micro in enumerate(micros):
             leaf = nullcontext() if loss is None else self._train_leaf(number, len(micros))
@@ -199,8 +198,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
                     value = loss(micro, outputs)
                     self._backward(value if add_router_loss is None else add_router_loss(value))
             results.append({name: out.detach() for name, out in outputs.items()})
-        if routers is not None:
-            routers.forget()
+        routers.forget()
         return results
 
     def _train_leaf(self, number: int, count: int) -> AbstractContextManager[None]:
@@ -213,15 +211,13 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     # ---- experts
 
-    def _prepare_router_loss(
-        self, micros: Sequence[Batch], needs: Sequence[str], routers: Routers
-    ) -> Callable[[Tensor], Tensor]:
+    def _prepare_router_loss(self, micros: Sequence[Batch], needs: Sequence[str]) -> Callable[[Tensor], Tensor]:
         """Return the function that adds the routers' losses for the last forward to a loss, and counts their choices.
 
         The loss that balances experts needs the tokens of each expert over all micro-batches and ranks before the first
         backward. If this rank has several micro-batches, they are counted by a forward of their own.
         """
-        own = self.config
+        routers, own = self.model.routers, self.config
         (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
         factors = RouterCoefficients(own.router_aux_loss_coef, own.router_z_loss_coef, len(routers.found), tokens)
         everything: Tensor | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any, cast
@@ -70,16 +70,13 @@ class PackedModel(nn.Module):
         if self.images is not None:
             inputs = self.images.embed(layout.tokens, layout.images, layout.offset)
             inputs["position_ids"] = layout.positions[None] if layout.axes is None else layout.axes[:, None]
-        with self._watch_routers(cast(Tensor, layout.copies), layout.experts):
+        with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
             return body(
                 **inputs,
                 use_cache=False,
                 layout=layout,
                 heads=self.heads,
             ).last_hidden_state[0]
-
-    def _watch_routers(self, weights: Tensor, experts: Tensor | None) -> AbstractContextManager[None]:
-        return self.routers.watch(weights, experts) if self.routers.found else nullcontext()
 
     def _compute_unpacked(self, layout: Layout) -> Tensor:
         """[P, hidden], from rows of one sequence each. Padding is on the right, where no token of a decoder sees it."""
@@ -108,7 +105,7 @@ class PackedModel(nn.Module):
         experts = None
         if layout.experts is not None:
             experts = torch.where(real[..., None, None], layout.experts[places], UNKNOWN_EXPERT).flatten(0, 1)
-        with self._watch_routers(copies.flatten(), experts):
+        with self.routers.watch(copies.flatten(), experts):
             return body(**self._name_inputs(body, tokens)).last_hidden_state
 
     def _name_inputs(self, module: nn.Module, tokens: Tensor) -> dict[str, Any]:
