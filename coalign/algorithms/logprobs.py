@@ -13,7 +13,7 @@ precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from coalign.cpu import operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +189,6 @@ def _logits(
 TILE = {"cpu": 2**21, "cuda": 2**26}
 ROWS = 64  # tiles are multiples of this many weight rows: odd widths slow a matrix product by 10 % and more
 
-Tiles = Iterable[tuple[int, Tensor]]  # (first column, logits [M, columns] that may be overwritten)
-
 
 def linear_logprobs(
     hidden: Tensor,
@@ -232,18 +232,23 @@ class _Head:
     outer: float | None
     rows: int
 
-    def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """(first row of the weight, logits [M, rows]) in one buffer, which the next tile overwrites."""
+    def products(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(first row of the weight, product [M, rows]) in one buffer, which the next tile overwrites."""
         count, rows = len(hidden), min(self.rows, len(weight))
-        product = hidden.new_empty(count * rows)
-        exact = product.new_empty(len(product), dtype=_exact(hidden)) if product.dtype != _exact(hidden) else product
+        memory = hidden.new_empty(count * rows)
         for start in range(0, len(weight), rows):
             block = weight[start : start + rows]
-            logits = torch.mm(hidden, block.t(), out=product[: count * len(block)].view(count, len(block)))
-            if exact is not product:
+            yield start, torch.mm(hidden, block.t(), out=memory[: count * len(block)].view(count, len(block)))
+
+    def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """(first row of the weight, logits [M, rows] in float32 or more), overwritten like the products."""
+        exact: Tensor | None = None
+        for start, logits in self.products(hidden, weight):
+            if hidden.dtype != _exact(hidden):
+                exact = logits.new_empty(logits.numel(), dtype=_exact(hidden)) if exact is None else exact
                 logits = exact[: logits.numel()].view_as(logits).copy_(logits)
             if bias is not None:
-                logits.add_(bias[start : start + rows])
+                logits.add_(bias[start : start + logits.shape[1]])
             if self.inner != 1.0:
                 logits.mul_(self.inner)
             if self.outer is not None:
@@ -267,9 +272,9 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy: bool,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
-        targets = targets - shard.first if shard else targets
-        tiles = head.tiles(hidden, weight.to(hidden.dtype), bias)
-        logprobs, normaliser, entropies = _reduce(tiles, targets, dtype=_exact(hidden), entropy=entropy, shard=shard)
+        targets = targets - shard.first if shard else targets.contiguous()
+        sums = _sum_tiles(head, hidden, weight.to(hidden.dtype), bias, targets, entropy)
+        logprobs, normaliser, entropies = _combine(*sums, shard)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies)
         ctx.head = head
         return logprobs, entropies
@@ -287,11 +292,11 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=factor.dtype) if needed[0] else None
         grad_weight = torch.empty_like(weight) if needed[1] else None
         grad_bias = torch.empty_like(bias) if needed[2] else None
-        for start, logits in head.tiles(hidden, cast, bias):
-            slope = head.slope(logits)
-            error = _error(start, logits, targets, normaliser, grad, grad_entropy, entropies)
-            if slope is not None:
-                error.mul_(slope)
+        by_entropy: tuple[Tensor, Tensor] | None = None
+        if entropies is not None:
+            assert grad_entropy is not None  # autograd passes zeros for an output that nobody used
+            by_entropy = grad_entropy.contiguous(), entropies
+        for start, error in _errors(head, hidden, cast, bias, targets, normaliser, grad.contiguous(), by_entropy):
             rows = slice(start, start + error.shape[1])
             if grad_bias is not None:
                 grad_bias[rows] = error.t() @ factor
@@ -305,19 +310,25 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _reduce(
-    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool, shard: VocabularyShard | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs, log-sum-exps and entropies in one pass over the vocabulary. All [M], in ``dtype``."""
-    top = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=targets.device)
+def _sum_tiles(
+    head: _Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """One pass over the vocabulary: per token the highest logit, Σ exp(z - highest), with ``entropy`` Σ exp(z -
+    highest) · (z - highest), and the target's logit (nan if it is not there). All [M]."""
+    top = torch.full(targets.shape, torch.finfo(_exact(hidden)).min, dtype=_exact(hidden), device=targets.device)
     total, moment, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.full_like(top, float("nan"))
-    for start, logits in tiles:
+    if _use_kernel(hidden, bias):
+        sums = top, total, moment if entropy else None, chosen
+        for start, products in head.products(hidden, weight):
+            operations.add_tile(products, head.inner, head.outer, targets, start, sums)
+        return sums
+    for start, logits in head.tiles(hidden, weight, bias):
         where, inside = _locate(targets, start, logits)
         chosen = torch.where(inside, logits.gather(1, where)[:, 0], chosen)
         higher = torch.maximum(top, logits.amax(1))
         shrink = (top - higher).exp_()
         logits.sub_(higher[:, None])
-        if entropy:  # moment: sum of exp(z - top) · (z - top), which moves with top
+        if entropy:  # the moment moves with top
             weights = logits.exp()
             moment = shrink * (moment + total * (top - higher)) + weights.mul(logits).sum(1)
             added = weights.sum(1)
@@ -325,38 +336,62 @@ def _reduce(
             added = logits.exp_().sum(1)
         total = shrink * total + added
         top = higher
+    return top, total, moment if entropy else None, chosen
+
+
+def _combine(
+    top: Tensor, total: Tensor, moment: Tensor | None, chosen: Tensor, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs, log-sum-exps and entropies over all ranks from the sums of each. All [M]."""
     if shard is not None:
         own, top = top, shard.max(top)
         shrink = (own - top).exp_()
         here = ~chosen.isnan()
-        sums = shrink * total, shrink * (moment + total * (own - top)), chosen.nan_to_num_(0.0), here.to(dtype)
-        total, moment, chosen, found = shard.sum(torch.stack(sums))
+        moved = total if moment is None else shrink * (moment + total * (own - top))
+        sums = shrink * total, moved, chosen.nan_to_num_(0.0), here.to(total.dtype)
+        total, moved, chosen, found = shard.sum(torch.stack(sums))
+        moment = None if moment is None else moved
         chosen = chosen.masked_fill(found == 0, float("nan"))
     log_total = total.log()
     sums = top + log_total
-    return chosen - sums, sums, log_total - moment / total if entropy else None
+    return chosen - sums, sums, None if moment is None else log_total - moment / total
 
 
-def _error(
-    start: int,
-    logits: Tensor,
+def _errors(
+    head: _Head,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
     normaliser: Tensor,
     grad: Tensor,
-    grad_entropy: Tensor | None,
-    entropies: Tensor | None,
-) -> Tensor:
-    """Minus the gradient with respect to this tile's logits, in place; without entropy, divided by ``grad``."""
-    where, inside = _locate(targets, start, logits)
-    logits.sub_(normaliser[:, None])
-    if entropies is None:
-        error, peak = logits.exp_(), inside.to(logits.dtype)
-    else:
-        assert grad_entropy is not None  # autograd passes zeros for an output that nobody used
-        probabilities = logits.exp()
-        error = logits.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None]).mul_(probabilities)
-        peak = inside * grad
-    return error.scatter_add_(1, where, -peak[:, None])
+    by_entropy: tuple[Tensor, Tensor] | None,
+) -> Iterator[tuple[int, Tensor]]:
+    """(first row of the weight, minus the gradient with respect to inner · product), tile by tile; without entropy
+    divided by ``grad``. ``by_entropy``: the gradient of the entropy, and the entropy."""
+    if _use_kernel(hidden, bias):
+        for start, products in head.products(hidden, weight):
+            outer = head.outer
+            operations.turn_into_errors(products, head.inner, outer, targets, start, normaliser, grad, by_entropy)
+            yield start, products
+        return
+    for start, logits in head.tiles(hidden, weight, bias):
+        slope = head.slope(logits)
+        where, inside = _locate(targets, start, logits)
+        logits.sub_(normaliser[:, None])
+        if by_entropy is None:
+            error, peak = logits.exp_(), inside.to(logits.dtype)
+        else:
+            grad_entropy, entropies = by_entropy
+            probabilities = logits.exp()
+            error = logits.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None]).mul_(probabilities)
+            peak = inside * grad
+        error.scatter_add_(1, where, -peak[:, None])
+        yield start, error if slope is None else error.mul_(slope)
+
+
+def _use_kernel(hidden: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and operations.has_kernel(hidden)
 
 
 def _locate(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "coalign"
 
 BELOW_BACKENDS = {
+    "cpu",
     "types",
     "roles",
     "config",
@@ -36,6 +37,7 @@ ALLOWED = {
     "roles": {"types"},
     "config": {"hub", "hub_data"},
     "files": set(),
+    "cpu": {"files"},
     "run_files": {"files"},
     "gguf": {"files"},
     "hub": {"files", "gguf"},
@@ -49,7 +51,7 @@ ALLOWED = {
     "devices": set(),
     "memory": {"devices"},
     "vocab": {"files"},
-    "algorithms": {"types"},
+    "algorithms": {"types", "cpu"},
     "data": {"types", "algorithms", "config", "files", "hub", "hub_data"},
     "rewards": {"types", "config", "data", "services", "threads", "function_process"},
     "environments": {

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coalign.config.schema import SamplingConfig
+from coalign.cpu import operations
 
 _CHUNK = 128
 _CANDIDATES = 1024  # top-p first looks for the nucleus among this many tokens, then sorts the whole vocabulary
@@ -46,9 +47,11 @@ def sample(
     Returns tokens i64[B] and their log-probs f32[B] under the penalised, temperature-scaled distribution before top-k,
     top-p and min-p. Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
     """
-    logits = logits.float()
     if seen is not None:
-        logits = penalise(logits, seen, sampling.repetition_penalty)
+        logits = penalise(logits.float(), seen, sampling.repetition_penalty)
+    if sampling.temperature != 0 and not truncates(sampling) and operations.has_kernel(logits):
+        return operations.draw_tokens(logits, uniform, sampling.temperature)
+    logits = logits.float()
     if sampling.temperature == 0:
         tokens = logits.max(-1).indices
         return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -57,6 +60,11 @@ def sample(
     probs = logits.softmax(-1)
     tokens = draw(truncate(probs, sampling), uniform)
     return tokens, _log(probs.gather(1, tokens[:, None])[:, 0])
+
+
+def truncates(sampling: SamplingConfig) -> bool:
+    """Whether some tokens cannot be drawn: by top-k, top-p or min-p."""
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
 
 def may_wait(sampling: SamplingConfig) -> bool:
@@ -88,6 +96,8 @@ def truncate(probs: Tensor, sampling: SamplingConfig) -> Tensor:
 
     Every rule keeps the tokens whose probability reaches a threshold: equally likely tokens stay or go together.
     """
+    if not truncates(sampling):
+        return probs
     vocabulary = probs.shape[-1]
     threshold = torch.zeros(len(probs), 1, dtype=probs.dtype, device=probs.device)
     top_k = min(sampling.top_k, vocabulary)
@@ -97,8 +107,6 @@ def truncate(probs: Tensor, sampling: SamplingConfig) -> Tensor:
         threshold = torch.maximum(threshold, _nucleus_threshold(probs, sampling.top_p, top_k or vocabulary))
     if sampling.min_p:
         threshold = torch.maximum(threshold, probs.amax(-1, keepdim=True) * sampling.min_p)
-    if not (top_k or sampling.top_p < 1 or sampling.min_p):
-        return probs
     return torch.where(probs >= threshold, probs, 0.0)
 
 

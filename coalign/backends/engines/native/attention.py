@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coalign.backends.attention import UnsupportedAttention, attend_flash, choose_kernel, has_varlen
+from coalign.cpu import operations
 
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
 ROWS = 8  # the engine computes multiples of this many rows: vector loops then never end inside a row
@@ -119,6 +120,13 @@ class PrefillAttention:
                 q, k, v = (F.pad(x[:, :, start : start + count], padding) for x in (query, key, value))
                 seen = settings.attend(q, k, v, settings.causal_mask(q.shape[2], q, two_way))
                 out[:, start : start + count] = seen[:, :, :count].transpose(1, 2)
+            if decoded and operations.has_kernel(query, keys, values):
+                rows = torch.arange(stop - decoded, stop)
+                slot = torch.full_like(rows, slots.start)
+                out[:, rows] = operations.attend_tokens(
+                    query[:, :, rows], None, keys, values, rows - start + past, slot, **settings._asdict()
+                )
+                continue
             # A few rows at a time, as some kernels copy the keys for every row. Never fewer than ROWS, as decoding has:
             # a single row may round differently. The last row is repeated to fill up.
             for row in range(stop - decoded, stop, _ROWS_AT_ONCE):
@@ -145,11 +153,13 @@ class PrefillAttention:
 class DecodeAttention:
     """Attention of one new token in each of the slots 0..B-1.
 
-    ``positions`` i64[B]: of the tokens; ``columns`` is greater than all of them.
+    ``positions`` i64[B]: of the tokens; ``columns`` is greater than all of them. ``prefixes`` i64[2, B]: for each a
+    slot with the same first keys and values, and how many they are.
     """
 
-    def __init__(self, cache: KVCache, positions: Tensor, columns: int) -> None:
+    def __init__(self, cache: KVCache, positions: Tensor, columns: int, prefixes: Tensor | None = None) -> None:
         self.cache = cache
+        self.prefixes = prefixes
         self.single = SingleTokenAttention(positions, cache.length, columns)
         self.rows = torch.arange(len(positions), device=positions.device) * cache.length + positions
 
@@ -162,10 +172,15 @@ class DecodeAttention:
         return storages
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        count = len(self.rows)
+        flash = settings.use_flash(query, value)
+        if not flash and operations.has_kernel(query, key, value):
+            keys, values = self.cache.layer(layer, key, value)
+            more = {"prefixes": self.prefixes, **settings._asdict()}
+            return operations.attend_tokens(query, (key, value), keys, values, self.single.positions, **more)
         keys, values = self.store(layer, key, value)
-        if settings.use_flash(query, value):
+        if flash:
             return settings.attend_slots(query[0].transpose(0, 1), keys, values, self.spans)[None]
+        count = len(self.rows)
         return self.single.attend(query, keys[:count], values[:count], settings)
 
     @cached_property

@@ -40,6 +40,7 @@ from coalign.backends.engines.request import OnDone, PartialResponse, Request, S
 from coalign.backends.engines.sampling import may_wait, read_choices, sample, uniforms
 from coalign.backends.layout import join_neighbours
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
+from coalign.cpu.library import load_kernels
 from coalign.devices import has_graphs
 from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
 
@@ -57,6 +58,7 @@ class QueuedRequest(SubmittedRequest):
     prefix: list[Tensor] | None = None  # keys and values
     axes: Tensor | None = None  # i64[3, P], rotary positions of the prompt with M-RoPE, and
     shift: int = 0  # how much less than its place the position of a token behind the prompt is
+    prefills: int = 0  # how often the prompt was computed
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,7 @@ class ActiveSequence(PartialResponse):
 
     submitted: QueuedRequest
     slot: int = -1
+    prefill: int = 0  # the prefill of the request that its keys and values of the prompt are from
 
     @property
     def length(self) -> int:
@@ -97,6 +100,7 @@ class SequenceSlots:
             self.seen = torch.zeros(0, model.vocabulary, dtype=torch.bool, device=model.device)
         self._taken: list[ActiveSequence] = []  # _taken[i] is in slot i
         self._active = 0
+        self._prefixes: Tensor | None = None  # of the slots as they are now
 
     @property
     def active(self) -> list[ActiveSequence]:
@@ -110,6 +114,19 @@ class SequenceSlots:
     def free(self) -> int:
         """Slots that a new sequence can have, including those of kept sequences."""
         return self.count - self._active
+
+    def find_prefixes(self, rows: int) -> Tensor:
+        """Find for each of the slots 0..rows-1 the first one with the same keys and values of a prompt, and the tokens
+        of that: i64[2, rows]."""
+        if self._prefixes is None or self._prefixes.shape[1] != rows:
+            homes: dict[tuple[int, int], int] = {}
+            found = []
+            for each in self.active:
+                home = homes.setdefault((id(each.submitted), each.prefill), each.slot)
+                found.append((home, len(each.submitted.request.prompt)))
+            found += [(slot, 0) for slot in range(len(found), rows)]
+            self._prefixes = torch.tensor(found).t().contiguous()
+        return self._prefixes
 
     def resize(self, count: int, longest: int) -> None:
         """Reallocate; sequences stay in their slots, except for kept ones beyond ``count``, which are dropped."""
@@ -143,6 +160,7 @@ class SequenceSlots:
             self._move(slot, len(self._taken) - 1)
         self._taken[slot], sequence.slot = sequence, slot
         self._active += 1
+        self._prefixes = None
         prompt = sequence.submitted.request.prompt
         self.state[:, slot] = torch.tensor([0, len(prompt) - 1, key, sequence.submitted.shift])
         if self.seen is not None:
@@ -161,6 +179,7 @@ class SequenceSlots:
         Decoding may still write to the position of its last token, which has no keys and values yet.
         """
         self._active -= 1
+        self._prefixes = None
         self._exchange(sequence.slot, self._active)
 
     def release(self) -> None:
@@ -173,11 +192,13 @@ class SequenceSlots:
         """Free all slots."""
         self._taken.clear()
         self._active = 0
+        self._prefixes = None
         with torch.inference_mode():  # as in a step, of which it is
             self.state.zero_()
 
     def remove(self, sequence: ActiveSequence) -> None:
         hole, last = sequence.slot, len(self._taken) - 1
+        self._prefixes = None
         if hole < self._active:
             self._active -= 1
             self._move(self._active, hole)
@@ -353,6 +374,7 @@ class NativeSession(GenerationSession):
                 filled += 0 if known else len(queued.request.prompt) - past
                 if fresh and filled > self.engine.prefill_tokens:
                     break
+                queued.prefills += not known
                 slots = self._start(queued, kept)
                 if known:
                     assert queued.prefix is not None
@@ -382,7 +404,7 @@ class NativeSession(GenerationSession):
         for place in range(queued.started, queued.started + count):
             key = queued.find_key(self.engine.seed, place)
             stops = queued.find_stops(self.sampling, self.engine.decoder)
-            self.slots.add(ActiveSequence(queued, place, stops), key, kept)
+            self.slots.add(ActiveSequence(queued, place, stops, prefill=queued.prefills), key, kept)
         queued.started += count
         return slice(first, first + count)
 
@@ -432,7 +454,8 @@ class NativeSession(GenerationSession):
         """Compute the logits [rows, V] behind the last tokens of the slots 0..rows-1."""
         tokens, positions = self.slots.state[TOKEN, :rows], self.slots.state[POSITION, :rows]
         rotary = positions if self.model.images is None else positions - self.slots.state[SHIFT, :rows]
-        return self.model.forward(tokens, rotary, DecodeAttention(self.slots.cache, positions, columns), None)
+        prefixes = self.slots.find_prefixes(rows) if self.model.device.type == "cpu" else None
+        return self.model.forward(tokens, rotary, DecodeAttention(self.slots.cache, positions, columns, prefixes), None)
 
     def _compute_step(self, rows: int, columns: int, live: Tensor) -> tuple[Tensor, ...]:
         """The step that graphs capture: tokens and log-probs; the logits alone where drawing waits for the device."""
@@ -589,6 +612,8 @@ class NativeModule(MetaModelModule):
             return notes
         model = cls.build_model(pretrained.read_config(config), config, "cpu")
         notes += [str(model.kernel)] if model.kernel else []
+        if load_kernels() is None:
+            notes.append("no C++ compiler: attention and the choice of tokens take longer")
         if config.compute_dtype == "bfloat16" and model.dtype == torch.float32:
             notes.append(kernels.FLOAT32_INSTEAD)
         if parts := model.variant_parts:

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coalign.cpu.library import describe_processor
 from coalign.files import find_cache
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ _TIMED = (8, TILE)
 _COMPARED = (8, 16, 24, TILE, 72, 136)
 _ELEMENTS = 2**22  # of a measured weight: a wider layer is measured by its first outputs
 _BETTER = 0.9  # a later kernel is chosen only if it takes less than this share of an earlier one's time
-_ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Product:
@@ -236,19 +235,8 @@ def multiply_by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 def _cache_file(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> Path:
     """The file of a choice."""
-    machine = (_processor(), torch.__version__, *(os.environ.get(name) for name in _ENVIRONMENT))
-    key = hashlib.sha256(repr((machine, str(dtype), layers)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((describe_processor(), torch.__version__, str(dtype), layers)).encode()).hexdigest()[:24]
     return find_cache() / "kernels" / f"{key}.json"
-
-
-@cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    keys = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
-    return "\n".join(sorted({line for line in lines if line.partition("\t")[0].strip() in keys}))
 
 
 def _read(file: Path) -> KernelChoice | None:
