@@ -11,6 +11,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct BFloat16 {
@@ -356,6 +360,94 @@ void turn_into_errors(T *products, int64_t rows, int64_t count, Head head, const
     }
 }
 
+// ---- copies with checksums
+
+struct Shares {  // which pieces of a block a checksum looks at; see weights/sync/checksums.py
+    int64_t turn;  // below 0: at all
+    int64_t piece, shares;
+    uint64_t step;
+};
+
+// Σ word_i · (i · step + 1) over the words of `data`, the first of which is number `first`; a last one is filled up.
+uint64_t sum_words(const char *data, int64_t size, uint64_t first, uint64_t step) {
+    const int64_t count = size / 8;
+    uint64_t sum = 0, word;
+#pragma omp simd reduction(+ : sum) private(word)
+    for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(&word, data + 8 * i, 8);
+        sum += word * ((first + i) * step + 1);
+    }
+    if (size % 8) {
+        word = 0;
+        std::memcpy(&word, data + 8 * count, size % 8);
+        sum += word * ((first + count) * step + 1);
+    }
+    return sum;
+}
+
+// Copy past the caches: an ordinary copy first reads what it is about to overwrite.
+void copy_past_caches(const char *from, char *to, int64_t size) {
+#if defined(__AVX512F__)
+    typedef __m512i Line;
+    const auto read = [](const char *at) { return _mm512_loadu_si512(at); };
+    const auto write = [](char *at, Line line) { _mm512_stream_si512(reinterpret_cast<Line *>(at), line); };
+#elif defined(__AVX__)
+    typedef __m256i Line;
+    const auto read = [](const char *at) { return _mm256_loadu_si256(reinterpret_cast<const Line *>(at)); };
+    const auto write = [](char *at, Line line) { _mm256_stream_si256(reinterpret_cast<Line *>(at), line); };
+#endif
+#if defined(__AVX__)
+    constexpr int64_t width = sizeof(Line);
+    int64_t done = std::min<int64_t>(size, -reinterpret_cast<uintptr_t>(to) & (width - 1));
+    std::memcpy(to, from, done);
+    for (; done + 4 * width <= size; done += 4 * width) {
+        Line lines[4];
+        for (int i = 0; i < 4; ++i) lines[i] = read(from + done + i * width);
+        for (int i = 0; i < 4; ++i) write(to + done + i * width, lines[i]);
+    }
+    std::memcpy(to + done, from + done, size - done);
+    _mm_sfence();
+#else
+    std::memcpy(to, from, size);
+#endif
+}
+
+constexpr int64_t AT_ONCE = 4096;  // bytes: they are still in the cache when they are read again
+
+// Copy one piece of a block, if there is a target; return its addend to the block's checksum.
+uint64_t take_piece(const char *block, char *target, int64_t size, int64_t piece, const Shares &s) {
+    const int64_t pieces = std::max<int64_t>(1, (size + s.piece - 1) / s.piece);
+    const int64_t shares = s.turn < 0 ? 1 : std::min(s.shares, pieces);
+    const int64_t begin = piece * s.piece, end = std::min(begin + s.piece, size);
+    if (s.turn >= 0 && piece % shares != s.turn % shares) {
+        if (target) copy_past_caches(block + begin, target + begin, end - begin);
+        return 0;
+    }
+    const uint64_t first = piece / shares * s.piece / 8;  // of the words that count
+    uint64_t sum = end - begin;
+    for (int64_t at = begin; at < end; at += AT_ONCE) {
+        const int64_t count = std::min(AT_ONCE, end - at);
+        sum += sum_words(block + at, count, first + (at - begin) / 8, s.step);
+        if (target) copy_past_caches(block + at, target + at, count);
+    }
+    return sum;
+}
+
+void copy_blocks(const char *const *from, char *const *to, const int64_t *sizes, int64_t blocks, const Shares &s,
+                 uint64_t *sums, int threads) {
+    std::vector<std::pair<int64_t, int64_t>> pieces;  // of which block, and which one of it
+    for (int64_t block = 0; block < blocks; ++block)
+        for (int64_t piece = 0; piece == 0 || piece * s.piece < sizes[block]; ++piece) pieces.push_back({block, piece});
+    std::fill(sums, sums + blocks, 0);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        const auto [block, piece] = pieces[i];
+        const uint64_t sum = take_piece(from[block], to ? to[block] : nullptr, sizes[block], piece, s);
+#pragma omp atomic
+        sums[block] += sum;
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -396,5 +488,9 @@ void turn_into_errors_of(int bfloat16, void *products, int64_t rows, int64_t cou
                          threads);
     };
     bfloat16 ? call(static_cast<BFloat16 *>(products)) : call(static_cast<float *>(products));
+}
+void copy_blocks_of(const char *const *from, char *const *to, const int64_t *sizes, int64_t blocks, int64_t turn,
+                    int64_t piece, int64_t shares, uint64_t step, uint64_t *sums, int threads) {
+    copy_blocks(from, to, sizes, blocks, {turn, piece, shares, step}, sums, threads);
 }
 }

@@ -7,8 +7,11 @@ rows there are, and for any number of threads.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,14 +29,19 @@ _SIGNATURES = {
         *([_ADDRESS] * 4),
         _FLAG,
     ),
+    "copy_blocks_of": (*[_ADDRESS] * 3, *[_INTEGER] * 4, ctypes.c_uint64, _ADDRESS, _FLAG),
 }
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether the kernels take these tensors: all on the CPU, of one dtype that they know, and compiled at all."""
+    """Whether the kernels compute with these tensors: on the CPU, of one dtype that they know, and compiled at all."""
     dtypes = {tensor.dtype for tensor in tensors}
-    known = len(dtypes) == 1 and dtypes <= set(DTYPES) and all(tensor.device.type == "cpu" for tensor in tensors)
-    return known and _functions() is not None
+    return len(dtypes) == 1 and dtypes <= set(DTYPES) and has_copy_kernel(*tensors)
+
+
+def has_copy_kernel(*tensors: Tensor) -> bool:
+    """Whether the kernels take the bytes of these tensors: on the CPU, and compiled at all."""
+    return all(tensor.device.type == "cpu" for tensor in tensors) and _functions() is not None
 
 
 def attend_tokens(
@@ -137,6 +145,48 @@ def turn_into_errors(
         *(products.dtype == torch.bfloat16, products.data_ptr(), *products.shape, inner, outer or 0.0),
         *(targets.data_ptr(), start, normaliser.data_ptr(), grad.data_ptr(), *of_entropy, torch.get_num_threads()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumShares:
+    """Which bytes of a block a checksum looks at: with ``turn`` t every piece number t, t + ``shares``, …; or all.
+
+    The checksum is the sum over these bytes' 64-bit words of word_i · (i · ``step`` + 1), and their number, mod 2^64.
+    """
+
+    piece: int  # bytes
+    shares: int
+    step: int
+    turn: int | None = None
+
+
+def sum_blocks(blocks: Sequence[Tensor | np.ndarray], shares: ChecksumShares, threads: int) -> list[int]:
+    """Return the checksum of each block u8[n]."""
+    return _copy_blocks(blocks, None, shares, threads)
+
+
+def copy_blocks(pairs: Sequence[tuple[Tensor, Tensor]], shares: ChecksumShares, threads: int) -> list[int]:
+    """Copy each block u8[n] into its target u8[n], past the caches; return the checksums of the blocks."""
+    return _copy_blocks([block for block, _ in pairs], [target for _, target in pairs], shares, threads)
+
+
+def _copy_blocks(
+    blocks: Sequence[Tensor | np.ndarray], targets: Sequence[Tensor] | None, shares: ChecksumShares, threads: int
+) -> list[int]:
+    functions, count = _functions(), len(blocks)
+    assert functions is not None
+    addresses = lambda arrays: (_ADDRESS * count)(*map(_find_address, arrays))  # noqa: E731
+    sums = (ctypes.c_uint64 * count)()
+    functions.copy_blocks_of(
+        *(addresses(blocks), None if targets is None else addresses(targets)),
+        *((_INTEGER * count)(*(block.nbytes for block in blocks)), count, -1 if shares.turn is None else shares.turn),
+        *(shares.piece, shares.shares, shares.step, sums, threads),
+    )
+    return list(sums)
+
+
+def _find_address(data: Tensor | np.ndarray) -> int:
+    return data.data_ptr() if isinstance(data, Tensor) else data.ctypes.data
 
 
 @cache

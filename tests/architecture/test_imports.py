@@ -64,7 +64,7 @@ ALLOWED = {
         "function_process",
         "interpreter_watch",
     },
-    "weights": {"types", "config", "cluster", "devices", "files", "memory", "threads"},
+    "weights": {"types", "cpu", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "data", "files", "threads", "run_files"},
     "diagnosis": set(),
     "board": {"files", "http_server", "report", "run_files"},

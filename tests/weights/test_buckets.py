@@ -10,9 +10,10 @@ import torch
 
 from coalign.weights.sync.checksums import (
     BLOCK,
+    STEP,
+    _sum_device_words,
     checksum,
-    checksum_block,
-    checksum_device_block,
+    checksum_blocks,
     combine_checksums,
     copy_tensors,
     split_blocks,
@@ -80,19 +81,25 @@ def test_bytes_of_a_contiguous_tensor_are_a_view():
 
 def test_the_checksum_of_a_large_tensor_is_that_of_its_blocks():
     data = np.random.default_rng(0).integers(0, 256, 2 * BLOCK + 5, dtype=np.uint8)
-    parts = [checksum_block(torch.from_numpy(data[start:stop])) for start, stop in split_blocks(len(data))]
+    parts = checksum_blocks([data[start:stop] for start, stop in split_blocks(len(data))])
     assert len(parts) == 3 and combine_checksums(parts) == checksum(data)
     [(_, copied_sum)] = copy_tensors([("x", torch.from_numpy(data), torch.empty(len(data), dtype=torch.uint8))])
     assert copied_sum == checksum(data)
 
 
-def test_a_devices_checksum_sees_every_bit_and_every_swap():
+def test_a_checksum_sees_every_bit_every_swap_and_is_the_same_on_every_device():
     block = torch.randint(0, 256, (64 + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = checksum_device_block(block)
+    found = checksum(block.numpy())
+    assert found == _sum_device_words(block)
     for byte in range(len(block)):
         other = block.clone()
         other[byte] ^= 1 << (byte % 8)
-        assert checksum_device_block(other) != found
+        assert checksum(other.numpy()) != found
     swapped = torch.cat([block[8:16], block[:8], block[16:]])
-    assert checksum_device_block(swapped) != found
-    assert checksum_device_block(torch.cat([block, torch.zeros(1, dtype=torch.uint8)])) != found
+    assert checksum(swapped.numpy()) != found
+    assert checksum(torch.cat([block, torch.zeros(1, dtype=torch.uint8)]).numpy()) != found
+
+
+def test_a_checksum_by_hand():
+    data = np.array([7, 0, 0, 0, 0, 0, 0, 0, 2, 1], dtype=np.uint8)  # the words 7 and 2 + 256
+    assert checksum(data) == (7 * 1 + 258 * (STEP + 1) + 10) % 2**64

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coalign.cpu import operations
 from coalign.weights.sync.checksums import (
     BLOCK,
     PIECE,
     SHARES,
     checksum,
-    checksum_block,
+    checksum_blocks,
     checksum_tensors,
     copy_tensors,
     select_pieces,
@@ -51,7 +52,28 @@ def test_a_damaged_byte_shows_in_one_turn_and_bytes_out_of_place_in_every_one():
     block = torch.randint(0, 256, (BLOCK,), dtype=torch.uint8)
     damaged = block.clone()
     damaged[9 * PIECE + 17] ^= 1
-    differ = [checksum_block(block, turn) != checksum_block(damaged, turn) for turn in range(SHARES)]
+    differs = lambda other, turn: checksum_blocks([block], turn) != checksum_blocks([other], turn)  # noqa: E731
+    differ = [differs(damaged, turn) for turn in range(SHARES)]
     assert differ == [turn == 9 % SHARES for turn in range(SHARES)]
     shifted = block.roll(64)
-    assert all(checksum_block(block, turn) != checksum_block(shifted, turn) for turn in range(SHARES))
+    assert all(differs(shifted, turn) for turn in range(SHARES))
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Computes as on a machine without a compiler."""
+    return lambda: monkeypatch.setattr(operations, "has_copy_kernel", lambda *tensors: False)
+
+
+@pytest.mark.parametrize("turn", [None, 0, 3])
+@pytest.mark.parametrize("size", [0, 3, PIECE - 1, 3 * PIECE + 12, BLOCK, 2 * BLOCK + 4 * PIECE + 1])
+def test_machines_without_a_compiler_copy_and_compute_the_same(without_kernels, size, turn):
+    """Readers on another machine verify with theirs."""
+    given, taken = torch.randint(0, 256, (size + 5,), dtype=torch.uint8), torch.zeros(2, size + 9, dtype=torch.uint8)
+    copy = lambda into: list(copy_tensors([("x", given[5:], into[7 : size + 7])], turn))  # noqa: E731
+    whole = checksum(given.numpy())
+    sums = copy(taken[0])
+    without_kernels()
+    assert copy(taken[1]) == sums
+    assert checksum(given.numpy()) == whole
+    assert torch.equal(taken[0, 7 : size + 7], given[5:]) and torch.equal(taken[0], taken[1])  # and nothing beside it

@@ -1,8 +1,8 @@
-"""Checksums of tensors, and copies with checksums, by several threads.
+"""Checksums of tensors, and copies with checksums.
 
-A checksum depends on a tensor's bytes alone, so it is equal on every machine. A tensor is cut into blocks of BLOCK
-bytes, which are the threads' units of work. The checksum of one block is XXH3; that of several is XXH3 of theirs.
-Blocks in a GPU's memory have a sum of another kind, which is computed there.
+A checksum depends on a tensor's bytes alone, so it is equal on every machine and device. A tensor is cut into blocks of
+BLOCK bytes, which are the units of work of threads. The checksum of one block is a sum over its words, each times a
+factor of its place (ChecksumShares); that of several blocks is that sum over theirs.
 
 To save time a check may look at a part of the bytes: with a ``turn`` (a count of syncs) at one of SHARES shares of
 every block, another share each turn; without one (None) at everything.
@@ -10,23 +10,23 @@ every block, another share each turn; without one (None) at everything.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
+from coalign.cpu import operations
+from coalign.cpu.operations import ChecksumShares
+
 Key = TypeVar("Key")
+Bytes = Tensor | np.ndarray  # u8[n]; an array is on the host
 BLOCK = 16 * 2**20  # bytes
 PIECE = 256 * 2**10  # bytes: a share consists of pieces spread over the block
 SHARES = 8
-STEP = 0x1E3779B97F4A7C16  # even: from one factor of a word to the next
-AHEAD = 256 * 2**20  # bytes of tensors that may wait for a thread: a gathered tensor is freed after its copy
+STEP = 0x1E3779B97F4A7C16  # even, so that all factors are odd: from one factor of a word to the next
+AT_ONCE = 64 * 2**20  # bytes of tensors that are copied or summed together; readers hear of them when they are done
 
 
 def tensor_bytes(tensor: Tensor) -> np.ndarray:
@@ -36,7 +36,7 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray:
 
 def checksum(data: np.ndarray) -> int:
     """Return the 64-bit checksum of an array u8[n] on the host."""
-    return combine_checksums([_sum_xxh3([data[start:stop]]) for start, stop in split_blocks(len(data))])
+    return combine_checksums(checksum_blocks([data[start:stop] for start, stop in split_blocks(len(data))]))
 
 
 def split_blocks(size: int) -> Iterator[tuple[int, int]]:
@@ -55,95 +55,94 @@ def select_pieces(size: int, turn: int | None) -> Iterator[tuple[int, int]]:
         yield start, min(start + PIECE, size)
 
 
-def checksum_block(block: Tensor, turn: int | None = None) -> int:
-    """Return the checksum of one block u8[n], computed on its device."""
-    parts = [block[start:stop] for start, stop in select_pieces(len(block), turn)]
-    if block.device.type != "cpu":
-        return checksum_device_block(torch.cat(parts))
-    return _sum_xxh3(part.numpy() for part in parts)
-
-
-def checksum_device_block(block: Tensor) -> int:
-    """Return Σ word_i · m_i mod 2^64 of one block u8[n], with odd m_i.
-
-    So any change of a single word shows, and any two words that change places.
-    """
-    words = torch.nn.functional.pad(block, (0, -len(block) % 8)).view(torch.int64)
-    factors = torch.arange(len(words), device=block.device) * STEP + 1
-    return (int((words * factors).sum()) + len(block)) % 2**64
+def checksum_blocks(blocks: Sequence[Bytes], turn: int | None = None, threads: int = 1) -> list[int]:
+    """Return the checksum of each block u8[n], computed where it is."""
+    if operations.has_copy_kernel(*(block for block in blocks if isinstance(block, Tensor))):
+        return operations.sum_blocks(blocks, ChecksumShares(PIECE, SHARES, STEP, turn), threads)
+    return [_checksum_block(block, turn) for block in blocks]
 
 
 def combine_checksums(checksums: Sequence[int]) -> int:
     """Return the checksum of a tensor from those of its blocks, in order."""
-    return checksums[0] if len(checksums) == 1 else _sum_xxh3([np.array(checksums, dtype="<u8")])
-
-
-def _sum_xxh3(parts: Iterable[np.ndarray]) -> int:
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part.data)
-    return state.intdigest()
-
-
-# ---- several threads
+    if len(checksums) == 1:
+        return checksums[0]
+    return _sum_words([np.array(checksums, dtype="<u8").view(np.uint8)])
 
 
 def copy_tensors(jobs: Iterable[tuple[Key, Tensor, Tensor]], turn: int | None = None) -> Iterator[tuple[Key, int]]:
     """Copy each (key, tensor, target u8[nbytes]); yield (key, checksum of the tensor) in order, as they are done."""
-
-    def cut() -> Iterator[tuple[Key, list[tuple[Tensor, ...]]]]:
-        for key, tensor, into in jobs:
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            yield key, [(flat[start:stop], into[start:stop]) for start, stop in split_blocks(len(into))]
-
-    return _run_threads(cut(), partial(_copy_block, turn=turn), torch.get_num_threads())
+    cut = ((key, (tensor.detach().contiguous().reshape(-1).view(torch.uint8), into)) for key, tensor, into in jobs)
+    for keys, pairs in _gather(cut):
+        if not operations.has_copy_kernel(*(target for _, target in pairs)):
+            for source, target in pairs:
+                target.copy_(source)
+            sums = checksum_blocks([source for source, _ in pairs], turn)
+        else:
+            shares = ChecksumShares(PIECE, SHARES, STEP, turn)
+            on_host = [(source.cpu(), target) for source, target in pairs]
+            sums = operations.copy_blocks(on_host, shares, torch.get_num_threads())
+        yield from _combine_each(keys, sums)
 
 
 def checksum_tensors(tensors: Iterable[tuple[Key, Tensor]], turn: int | None = None) -> Iterator[tuple[Key, int]]:
     """Yield (key, checksum) of each (key, u8[nbytes]), in order."""
-    cut = ((key, [(data[start:stop],) for start, stop in split_blocks(len(data))]) for key, data in tensors)
     # One share takes as little time as handing it to another thread.
-    return _run_threads(cut, partial(checksum_block, turn=turn), torch.get_num_threads() if turn is None else 1)
+    threads = torch.get_num_threads() if turn is None else 1
+    for keys, blocks in _gather((key, (data,)) for key, data in tensors):
+        yield from _combine_each(keys, checksum_blocks([block for (block,) in blocks], turn, threads))
 
 
-def _run_threads(
-    jobs: Iterable[tuple[Key, list[tuple[Tensor, ...]]]], work: Callable[..., int], threads: int
-) -> Iterator[tuple[Key, int]]:
-    """Apply ``work`` to the blocks of each job; yield its key and the combined checksums."""
-    if threads == 1:
-        for key, blocks in jobs:
-            yield key, combine_checksums([work(*block) for block in blocks])
-        return
-    waiting: deque[tuple[Key, int, list[Future[int]]]] = deque()
-    ahead = 0
-
-    def finish_first() -> tuple[Key, int]:
-        nonlocal ahead
-        key, size, sums = waiting.popleft()
-        ahead -= size
-        return key, combine_checksums([each.result() for each in sums])
-
-    with ThreadPoolExecutor(threads) as pool:
-        for key, blocks in jobs:
-            size = sum(len(block[0]) for block in blocks)
-            waiting.append((key, size, [pool.submit(work, *block) for block in blocks]))
-            ahead += size
-            while waiting and (ahead > AHEAD or waiting[0][2][-1].done()):
-                yield finish_first()
-        while waiting:
-            yield finish_first()
+def _gather(
+    jobs: Iterable[tuple[Key, tuple[Tensor, ...]]],
+) -> Iterator[tuple[list[tuple[Key, int]], list[tuple[Tensor, ...]]]]:
+    """Cut the tensors u8[n] of each job, all of one size, into blocks. Yield the jobs with how many blocks they have,
+    and the blocks, of AT_ONCE bytes or a little more at a time."""
+    keys: list[tuple[Key, int]] = []
+    blocks: list[tuple[Tensor, ...]] = []
+    size = 0
+    for key, tensors in jobs:
+        own = tensors[0].numel()
+        if own <= BLOCK:
+            keys.append((key, 1))
+            blocks.append(tensors)
+        else:
+            cut = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in split_blocks(own)]
+            keys.append((key, len(cut)))
+            blocks += cut
+        size += own
+        if size >= AT_ONCE:
+            yield keys, blocks
+            keys, blocks, size = [], [], 0
+    if keys:
+        yield keys, blocks
 
 
-def _copy_block(source: Tensor, target: Tensor, turn: int | None) -> int:
-    """Copy a block and return the checksum of its source.
+def _combine_each(keys: list[tuple[Key, int]], sums: Sequence[int]) -> Iterator[tuple[Key, int]]:
+    first = 0
+    for key, count in keys:
+        yield key, combine_checksums(sums[first : first + count])
+        first += count
 
-    On the host numpy copies: torch would start helper threads for every thread, and numpy's copies go past the caches
-    where the C library is set to.
-    """
-    if target.device.type != "cpu":
-        target.copy_(source)
-        return checksum_block(target, turn)
-    source = source.cpu()
-    found = checksum_block(source, turn)
-    np.copyto(target.numpy(), source.numpy())
-    return found
+
+def _checksum_block(block: Bytes, turn: int | None) -> int:
+    """The checksum of one block u8[n] without a kernel."""
+    parts = [block[start:stop] for start, stop in select_pieces(len(block), turn)]
+    if not isinstance(block, Tensor) or block.device.type == "cpu":
+        return _sum_words([np.asarray(part) for part in parts])
+    return _sum_device_words(torch.cat([part for part in parts if isinstance(part, Tensor)]))
+
+
+def _sum_device_words(data: Tensor) -> int:
+    """What ``_sum_words`` returns, of data u8[n] on its device."""
+    words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
+    factors = torch.arange(len(words), device=data.device) * STEP + 1
+    return (int((words * factors).sum()) + len(data)) % 2**64
+
+
+def _sum_words(parts: Sequence[np.ndarray]) -> int:
+    """Return Σ word_i · (i · STEP + 1), and the number of bytes, mod 2^64: any change of a single word shows, and any
+    two words that change places. All ``parts`` u8[n] but the last are whole words."""
+    data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    words = np.pad(data, (0, -len(data) % 8)).view("<u8")
+    factors = np.arange(len(words), dtype=np.uint64) * np.uint64(STEP) + np.uint64(1)
+    return (int((words * factors).sum(dtype=np.uint64)) + len(data)) % 2**64

@@ -215,12 +215,13 @@ def receive(
         module.links[link] = ReaderMemory(segment, journals)
     memory: ReaderMemory = module.links[link]
     memory.entries, memory.received = [], 0
+    own = readers.index(identify_process())
 
     def own_share() -> Iterator[tuple[WrittenTensor, Tensor]]:
         for rank, journal in enumerate(memory.journals):
             for entry in journal.follow(sync, timeout, f"{source}, rank {rank}"):
                 memory.entries.append(entry)
-                if len(memory.entries) % len(readers) == readers.index(identify_process()):
+                if len(memory.entries) % len(readers) == own:
                     yield entry, entry.bytes(memory.memory(entry))
 
     for entry, found in checksum_tensors(own_share(), turn):
