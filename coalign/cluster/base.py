@@ -192,11 +192,18 @@ class Cluster(ABC):
     # ---- for models and hooks -------------------------------------------------------------------------------------
 
     def launch(
-        self, call: Call, work: Callable[[Future], Outcome], queue: CallQueue | None = None, fatal: bool = True
+        self,
+        call: Call,
+        work: Callable[[Future], Outcome],
+        queue: CallQueue | None = None,
+        fatal: bool = True,
+        after: BatchRef | Future | None = None,
+        recover: Callable[[WorkerLost], None] | None = None,
     ) -> Future:
         """Run ``work(future)`` in the thread of ``queue`` (None: in a new thread); returns its Future.
 
-        An error of a ``fatal`` call ends the run.
+        An error of a ``fatal`` call ends the run. In `any_order` the call takes its turn only when ``after`` is there.
+        A call that loses a process is made again after ``recover(lost)``, unless that raises.
         """
         future = Future(call)
         with self._lock:
@@ -205,11 +212,13 @@ class Cluster(ABC):
             future.fail(self.error)
         if self.on_call:
             self.on_call(future)
-        task = partial(self._complete, future, work, fatal)
+        task = partial(self._complete, future, work, fatal, recover)
         if queue is None:
             start_thread(task, "coalign-task")
-        else:
+        elif self.in_order or not isinstance(after, Future):
             queue.submit(task)
+        else:
+            after.ended.add_done_callback(lambda _: queue.submit(task))
         return future
 
     @contextmanager
@@ -485,11 +494,25 @@ class Cluster(ABC):
         tasks = [worker.execute(verb, *arguments)]
         return merge_answers(tasks, wait(future, tasks, self.deadlines), self.store)
 
-    def _complete(self, future: Future, work: Callable[[Future], Outcome], fatal: bool) -> None:
+    def _complete(
+        self,
+        future: Future,
+        work: Callable[[Future], Outcome],
+        fatal: bool,
+        recover: Callable[[WorkerLost], None] | None,
+    ) -> None:
         """Do the work of a call, and end its Future."""
-        if not future.done():
+        losses = 0
+        while not future.done():
             try:
-                outcome = work(future)
+                try:
+                    outcome = work(future)
+                except WorkerLost as lost:
+                    losses += 1
+                    if recover is None or losses == MAX_LOSSES:
+                        raise
+                    recover(lost)
+                    continue
                 if self.on_end:
                     self.on_end(future, outcome)
                 future.succeed(outcome)
