@@ -36,12 +36,7 @@ from coalign.cluster.future import (
     merge_answers,
     wait,
 )
-from coalign.cluster.placement.nodes import (
-    Node,
-    ProcessPlacement,
-    assign_nodes,
-    place_processes,
-)
+from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray.space import check_ray
 from coalign.cluster.residency import Residency

@@ -22,13 +22,7 @@ from coalign.commands.serving.completion_request import (
     TokenizedPrompt,
     read_request,
 )
-from coalign.commands.serving.engine_loop import (
-    ChosenToken,
-    CompletionEngine,
-    GenerationJob,
-    JobEvent,
-    JobFailure,
-)
+from coalign.commands.serving.engine_loop import ChosenToken, CompletionEngine, GenerationJob, JobEvent, JobFailure
 from coalign.commands.serving.engine_process import build_model_config, start_engine, start_replicas
 from coalign.commands.serving.listener import ApiKey, open_guarded_listener, read_key
 from coalign.commands.serving.request_images import RequestImages
