@@ -477,17 +477,17 @@ class Cluster(ABC):
 
     def _call_functions(self, future: Future, verb: str, *arguments: Any) -> Outcome:
         """Run a verb of the worker of pure functions; in a new one if it is lost, since functions change nothing."""
-        for _ in range(MAX_LOSSES - 1):
+        losses = 0
+        while True:
             worker = self._function_worker()
+            tasks = [worker.execute(verb, *arguments)]
             try:
-                return self._run_function(future, worker, verb, *arguments)
+                return merge_answers(tasks, wait(future, tasks, self.deadlines), self.store)
             except WorkerLost as lost:
+                losses += 1
+                if losses == MAX_LOSSES:
+                    raise
                 self._replace_function_worker(worker, lost)
-        return self._run_function(future, self._function_worker(), verb, *arguments)
-
-    def _run_function(self, future: Future, worker: WorkerHandle, verb: str, *arguments: Any) -> Outcome:
-        tasks = [worker.execute(verb, *arguments)]
-        return merge_answers(tasks, wait(future, tasks, self.deadlines), self.store)
 
     def _complete(
         self,

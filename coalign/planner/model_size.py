@@ -164,10 +164,6 @@ class ModelSize:
         """Return the bytes of keys, values and states of a sequence of ``context`` tokens."""
         return self.cache_numbers(context) * width
 
-    def kv_bytes_per_token(self, width: float = 2.0) -> float:
-        """Return the bytes by which a further token makes the cache of a short sequence grow."""
-        return self._sum(lambda layer: layer.cache) * width
-
     def lora_parameters(self, rank: int) -> int:
         """Return the parameters of adapters of this rank on all matrices of the layers but the experts."""
         return int(self._sum(lambda layer: layer.matrix_width) * rank)
