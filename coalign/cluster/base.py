@@ -212,8 +212,9 @@ class Cluster(ABC):
             start_thread(task, "coalign-task")
         elif self.in_order or not isinstance(after, Future):
             queue.submit(task)
-        else:
-            after.ended.add_done_callback(lambda _: queue.submit(task))
+        else:  # without its input the call fails at once, whatever its model is doing
+            fail = partial(self._complete, future, lambda _: after.result(), fatal, None)
+            after.ended.add_done_callback(lambda ended: fail() if ended.exception() else queue.submit(task))
         return future
 
     @contextmanager
