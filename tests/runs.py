@@ -86,6 +86,14 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
     return config
 
 
+def exact_settings(directory: Path, steps: int, **runtime: Any) -> dict[str, Any]:
+    """The configuration of a run of GRPO that ends with the same bits, however many processes it has."""
+    config = settings(directory, "grpo", steps=steps, eval_at_start=False, **runtime)
+    config["data"].pop("eval")
+    config["models"]["trainer"] |= {"reduction": "exact"}
+    return config
+
+
 def other_model(directory: Path, **settings: Any) -> Path:
     """A model directory, made if it is not there."""
     return directory if directory.exists() else tiny_model_dir(directory, **settings)

@@ -21,12 +21,10 @@ from coalign.board.readers import Reader, read_list
 from coalign.board.readers.checkpoints import read_checkpoints, read_verification
 from coalign.board.readers.configuration import compare_configurations, read_configuration
 from coalign.board.readers.flow import read_flow
-from coalign.board.readers.images import find_media_type
 from coalign.board.readers.log import read_log, read_stalls
 from coalign.board.readers.metrics import CurveReader
 from coalign.board.readers.placement import read_placement
-from coalign.board.readers.sample_lists import SampleReader
-from coalign.board.readers.samples import read_newest_samples
+from coalign.board.readers.sample_lists import SampleReader, find_media_type, read_newest_samples
 from coalign.board.readers.timeline import read_timeline, read_trace
 from coalign.board.status import RunSummaries
 from coalign.http_server import (

@@ -17,7 +17,7 @@ import typer
 
 import coalign
 from coalign.cli import board, generate, indexed, launch, models, train
-from coalign.cli.problems import describe_briefly
+from coalign.report.error_text import describe_briefly
 
 app = typer.Typer(
     name="coalign",

@@ -2,7 +2,7 @@
 
 - ``local.py`` runs models in this process, ``ray/`` on a Ray cluster, ``torchrun.py`` in the processes that torchrun
   started; ``dry.py`` records a flow on batches of zeros.
-- ``shards.py`` splits batches over workers, ``leaves.py`` into micro-batches that do not depend on how many there are.
+- ``shards.py`` splits batches over workers, also into micro-batches that do not depend on how many there are.
 - ``worker.py`` runs a module in its process; ``memory_report.py`` says what is in a memory that was too small.
 - ``slices.py`` keeps the replicas of a policy generating while its trainer trains, and replaces lost ones.
 - ``future.py`` has calls, futures, answers and references to batches.

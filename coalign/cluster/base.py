@@ -36,12 +36,7 @@ from coalign.cluster.future import (
     merge_answers,
     wait,
 )
-from coalign.cluster.placement.nodes import (
-    Node,
-    ProcessPlacement,
-    assign_nodes,
-    place_processes,
-)
+from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray.space import check_ray
 from coalign.cluster.residency import Residency
@@ -192,11 +187,18 @@ class Cluster(ABC):
     # ---- for models and hooks -------------------------------------------------------------------------------------
 
     def launch(
-        self, call: Call, work: Callable[[Future], Outcome], queue: CallQueue | None = None, fatal: bool = True
+        self,
+        call: Call,
+        work: Callable[[Future], Outcome],
+        queue: CallQueue | None = None,
+        fatal: bool = True,
+        after: BatchRef | Future | None = None,
+        recover: Callable[[WorkerLost], None] | None = None,
     ) -> Future:
         """Run ``work(future)`` in the thread of ``queue`` (None: in a new thread); returns its Future.
 
-        An error of a ``fatal`` call ends the run.
+        An error of a ``fatal`` call ends the run. In `any_order` the call takes its turn only when ``after`` is there.
+        A call that loses a process is made again after ``recover(lost)``, unless that raises.
         """
         future = Future(call)
         with self._lock:
@@ -205,11 +207,14 @@ class Cluster(ABC):
             future.fail(self.error)
         if self.on_call:
             self.on_call(future)
-        task = partial(self._complete, future, work, fatal)
+        task = partial(self._complete, future, work, fatal, recover)
         if queue is None:
             start_thread(task, "coalign-task")
-        else:
+        elif self.in_order or not isinstance(after, Future):
             queue.submit(task)
+        else:  # without its input the call fails at once, whatever its model is doing
+            fail = partial(self._complete, future, lambda _: after.result(), fatal, None)
+            after.ended.add_done_callback(lambda ended: fail() if ended.exception() else queue.submit(task))
         return future
 
     @contextmanager
@@ -473,23 +478,37 @@ class Cluster(ABC):
 
     def _call_functions(self, future: Future, verb: str, *arguments: Any) -> Outcome:
         """Run a verb of the worker of pure functions; in a new one if it is lost, since functions change nothing."""
-        for _ in range(MAX_LOSSES - 1):
+        losses = 0
+        while True:
             worker = self._function_worker()
+            tasks = [worker.execute(verb, *arguments)]
             try:
-                return self._run_function(future, worker, verb, *arguments)
+                return merge_answers(tasks, wait(future, tasks, self.deadlines), self.store)
             except WorkerLost as lost:
+                losses += 1
+                if losses == MAX_LOSSES:
+                    raise
                 self._replace_function_worker(worker, lost)
-        return self._run_function(future, self._function_worker(), verb, *arguments)
 
-    def _run_function(self, future: Future, worker: WorkerHandle, verb: str, *arguments: Any) -> Outcome:
-        tasks = [worker.execute(verb, *arguments)]
-        return merge_answers(tasks, wait(future, tasks, self.deadlines), self.store)
-
-    def _complete(self, future: Future, work: Callable[[Future], Outcome], fatal: bool) -> None:
+    def _complete(
+        self,
+        future: Future,
+        work: Callable[[Future], Outcome],
+        fatal: bool,
+        recover: Callable[[WorkerLost], None] | None,
+    ) -> None:
         """Do the work of a call, and end its Future."""
-        if not future.done():
+        losses = 0
+        while not future.done():
             try:
-                outcome = work(future)
+                try:
+                    outcome = work(future)
+                except WorkerLost as lost:
+                    losses += 1
+                    if recover is None or losses == MAX_LOSSES:
+                        raise
+                    recover(lost)
+                    continue
                 if self.on_end:
                     self.on_end(future, outcome)
                 future.succeed(outcome)

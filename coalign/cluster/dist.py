@@ -47,7 +47,7 @@ from coalign.cluster.shards import (
     shard_updates,
     stream_rows,
 )
-from coalign.cluster.slices import MAX_LOSSES, RowShare, SliceScheduler
+from coalign.cluster.slices import RowShare, SliceScheduler
 from coalign.cluster.survivors.keeper import KeeperLost
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
@@ -117,7 +117,8 @@ class DistModel(Generic[Role]):
             work = partial(self._generate_in_slices, self.slices, prompts, record, keywords)
             return self.cluster.launch(call, work)
         record = None if self.spmd else record  # ranks that compute together are all called
-        return self._launch(call, self._shard((prompts,), keywords, by="work", record=record), prompts)
+        work = self._shard((prompts,), keywords, by="work", record=record)
+        return self.cluster.launch(call, work, self._queue, after=prompts, recover=self._recover)
 
     def generate_continuously(self) -> None:
         """Generate in slices from now on (coalign.cluster.slices)."""
@@ -128,7 +129,8 @@ class DistModel(Generic[Role]):
     def forward_step(self: DistModel[Scorer], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Compute columns for the rows of ``batch``: a BatchRef of these columns alone."""
         work = self._shard((batch,), keywords, by="cost", by_row=True)
-        return self._launch(Call(self.name, "forward_step"), work, batch)
+        call = Call(self.name, "forward_step")
+        return self.cluster.launch(call, work, self._queue, after=batch, recover=self._recover)
 
     def train_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Learn from ``batch``: Stats. The rows of each update do not depend on the number of ranks."""
@@ -372,17 +374,6 @@ class DistModel(Generic[Role]):
             if rank.where in lost.workers:
                 self._replace(rank, lost)
 
-    def _launch(self, call: Call, work: Callable[[Future], Outcome], batch: BatchRef | Future) -> Future:
-        """Launch a call; in `Cluster.any_order` it takes its turn only when ``batch`` is there."""
-        if self.cluster.in_order:
-            return self.cluster.launch(call, work, self._queue)
-
-        def wait_first(future: Future) -> Outcome:
-            self.cluster.resolve(batch)
-            return self._queue.call(partial(work, future))
-
-        return self.cluster.launch(call, wait_first)
-
     def _generate_in_slices(
         self,
         slices: SliceScheduler,
@@ -429,15 +420,6 @@ class DistModel(Generic[Role]):
         what each shard gives.
         """
 
-        def retry(future: Future) -> Outcome:
-            """Make a call that changes nothing again when a replica is lost over it."""
-            for _ in range(MAX_LOSSES - 1):
-                try:
-                    return work(future)
-                except WorkerLost as lost:
-                    self._recover(lost)
-            return work(future)
-
         def work(future: Future) -> Outcome:
             method = future.call.method
             needs = {self.name: self._parts.get(method, PARTS)}
@@ -477,7 +459,7 @@ class DistModel(Generic[Role]):
                 counted = merged if self._counted is None else [merged[i] for i in self._counted]
                 return sharded.restore_order(outcome, counted)
 
-        return retry if by_row or by == "work" else work
+        return work
 
     def _call_free_replicas(
         self, future: Future, method: str, sharded: ShardedCall, record: ShardRecord | None

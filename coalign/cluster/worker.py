@@ -26,7 +26,7 @@ from coalign import devices
 from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
 from coalign.cluster.memory_report import write_memory_report
 from coalign.cluster.survivors.keeper import NodePath
-from coalign.config.functions import list_columns, resolve_class
+from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
 from coalign.hub import fetch_model
@@ -385,16 +385,18 @@ def transform_batches(
 
 def bind_columns(function: Callable[..., Any], batch: Batch) -> list[Any]:
     """The columns that the function's positional parameters name; a column with a default may be missing."""
-    needed, optional = list_columns(function)
     there = {*batch.token, *batch.sequence, *DERIVED}
-    for name in needed:
-        if name not in there:
+    columns = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            continue
+        if name not in there and parameter.default is parameter.empty:
             raise ValueError(
                 f"{name_of(function)} needs the column '{name}', which nobody produced; "
                 f"there are: {', '.join(sorted(there.difference(DERIVED)))}"
             )
-    defaults = inspect.signature(function).parameters
-    return [batch[name] if name in there else defaults[name].default for name in (*needed, *optional)]
+        columns.append(batch[name] if name in there else parameter.default)
+    return columns
 
 
 def sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Metric], dict[str, Any]]:

@@ -34,7 +34,7 @@ from coalign.config.errors import (
     parse_key,
     suggest,
 )
-from coalign.config.foreign import describe_renaming, translate_key
+from coalign.config.foreign_keys import describe_renaming, translate_key
 from coalign.config.introspect import find_input, find_type, is_nullable, list_keys
 from coalign.config.layers import (
     ConfigLayer,

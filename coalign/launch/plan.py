@@ -20,7 +20,7 @@ from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, locate_problems
 from coalign.config.errors import located_at, suggest
 from coalign.config.functions import bind, resolve, resolve_class
-from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
+from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig, VisionConfig
 from coalign.config.schema.base import Function
 from coalign.data.kinds import KINDS
 from coalign.engine.engine import Engine
@@ -29,31 +29,8 @@ from coalign.engine.reward import list_reward_models, list_reward_parts
 from coalign.engine.vocabulary import find_tokenizer_name, is_tokenized_alike
 from coalign.environments.conversation import find_environment
 from coalign.environments.loop import EnvironmentFunction
+from coalign.launch import validate
 from coalign.launch.devices import assign_devices, describe_devices
-from coalign.launch.images import check_images, let_models_see
-from coalign.launch.validate import (
-    check_adapters,
-    check_autoscale,
-    check_copies,
-    check_environment,
-    check_functions_are_imported,
-    check_guards,
-    check_it_learns,
-    check_loads,
-    check_packages,
-    check_repetition_penalty,
-    check_resume,
-    check_reward_lengths,
-    check_routing_replay,
-    check_sections,
-    check_staleness,
-    check_stream,
-    check_template,
-    check_token_limits,
-    check_torchrun,
-    check_transport,
-    find_token_limit,
-)
 from coalign.rewards import episode
 from coalign.roles import Context, Rollout, Scorer, Trainable
 
@@ -181,45 +158,45 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
     with locate_problems(config):
         planned_roles = _roles_of_models(roles, rewards)
         config, before = assign_devices(config, [*planned_roles], join=join, devices=devices), config
-        check_functions_are_imported(config)
+        validate.check_functions_are_imported(config)
         recipe.check(config, loss)
-        check_sections(config, recipe)
-        check_packages(config)
-        check_copies(config)
-        check_resume(config)
-        check_stream(config)
+        validate.check_sections(config, recipe)
+        validate.check_packages(config)
+        validate.check_copies(config)
+        validate.check_resume(config)
+        validate.check_stream(config)
         with located_at("rollout", "fn"):
             environment = find_environment(config.rollout)
-        check_environment(environment, config)
-        check_template(environment, config)
+        validate.check_environment(environment, config)
+        validate.check_template(environment, config)
         check_limits(config)
         names = ("advantage", "covariance", "truncated", "pairs", "kl", "filter", "replay")
         functions = {name: _bind(getattr(config, name), name) for name in names}
         configs = let_models_see(_configs_of_models(planned_roles, rewards, config), config)
-        check_images(config, recipe, configs)
+        validate.check_images(config, recipe, configs)
         compared = getattr(
             functions["pairs"] and functions["pairs"].func, "compares", config.runtime.samples_per_prompt
         )
         syncs = [pair for pair in recipe.sync if configs.keys() >= {*pair}]
         models = _plan_models(planned_roles, configs, config, loss, environment, compared, syncs)
-        check_loads(models.values())
+        validate.check_loads(models.values())
         for model in models.values():
             if model.role is Trainable:
-                check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
-        check_token_limits(models, compared)
+                validate.check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
+        validate.check_token_limits(models, compared)
         for policy in (model for model in models.values() if model.role is Rollout and environment is None):
             where = f"models.{policy.name}.sampling.max_new_tokens"
-            check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, where)
-        check_adapters(syncs, models, config)
-        check_repetition_penalty(syncs, models)
-        check_routing_replay(syncs, config)
-        check_torchrun(syncs, config)
-        check_transport(syncs, configs, config)
-        check_staleness(syncs, models, config)
-        check_autoscale(models, config)
+            validate.check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, where)
+        validate.check_adapters(syncs, models, config)
+        validate.check_repetition_penalty(syncs, models)
+        validate.check_routing_replay(syncs, config)
+        validate.check_torchrun(syncs, config)
+        validate.check_transport(syncs, configs, config)
+        validate.check_staleness(syncs, models, config)
+        validate.check_autoscale(models, config)
         main = next((model for model in models.values() if model.role is Trainable), None)
         if main is not None and main.objective is not None:
-            check_guards(main.objective, config)
+            validate.check_guards(main.objective, config)
     return Plan(
         config=config,
         recipe=recipe,
@@ -274,6 +251,24 @@ def _configs_of_models(
             hint = "give a reward function (`reward:`) or a model" if name == "reward" else "add it"
             raise ValueError(f"models.{name}: {needed} and the configuration has none; {hint}")
     return {name: configs[name] for name in roles}
+
+
+def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, ModelConfig]:
+    """Return the settings with `vision` for every model of a run that reads images, but for functions and for judges
+    that are shown none.
+
+    ValueError for a model that is to see in a run that reads text alone.
+    """
+    if config.data.images is not None:
+        return {
+            name: model
+            if name == FUNCTIONS or model.vision or (model.judge is not None and not model.judge.show_images)
+            else model.model_copy(update={"vision": VisionConfig()})
+            for name, model in configs.items()
+        }
+    if blind := next((name for name, model in configs.items() if model.vision is not None), None):
+        raise ValueError(f"models.{blind}.vision: the run reads text alone; set data.images: {{}} for rows with images")
+    return dict(configs)
 
 
 def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> dict[str, ModelConfig]:
@@ -345,7 +340,9 @@ def _plan_models(
         models[name] = PlannedModel(
             name, role, model, module, context, own if learns_by_loss else None, bases.get(name)
         )
-    longest = min((limit for model in models.values() if (limit := find_token_limit(model, compared))), default=None)
+    longest = min(
+        (limit for model in models.values() if (limit := validate.find_token_limit(model, compared))), default=None
+    )
     return {
         name: replace(model, context=replace(model.context, sample_tokens=longest)) for name, model in models.items()
     }

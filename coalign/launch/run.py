@@ -22,12 +22,7 @@ from coalign.engine.engine import Engine, Hook
 from coalign.engine.fleet import Fleet
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
-from coalign.engine.hooks.checkpoint_remote import (
-    RemoteCheckpoints,
-    fetch_checkpoint,
-    find_newest_anywhere,
-    is_url,
-)
+from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, fetch_checkpoint, find_newest_anywhere, is_url
 from coalign.engine.hooks.control import Preempted, RunControl, StopSignals
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput

@@ -18,6 +18,7 @@ from coalign.cluster.ray.space import check_ray
 from coalign.config.errors import ConfigError, ConfigProblem, located_at, suggest
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
+from coalign.data.kinds import KINDS
 from coalign.data.templates import read_arguments, read_template, reads_tools
 from coalign.engine.hooks.checkpoint_remote import check_url, is_url
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
@@ -291,6 +292,19 @@ def check_template(environment: EnvironmentFunction | None, config: RunConfig) -
             f"data.chat_template: `rollout.fn: {config.rollout.fn}` shows tools to the policy, and the chat template, "
             f"{which}, has no place for them (it never reads `tools`); set one that has"
         )
+
+
+def check_images(config: RunConfig, recipe: type[Engine], configs: Mapping[str, ModelConfig]) -> None:
+    """Refuse images where what would read them knows text alone."""
+    if config.data.images is None:
+        return
+    if not KINDS[recipe.source].reads_images:
+        raise ValueError(f"data.images: `{config.algorithm}` reads {recipe.source}, which hold no images; leave it out")
+    if config.sync.adapters == "apart":
+        raise ValueError("sync.adapters is `apart`, which vLLM does not do for models that see here; use `merged`")
+    for name, model in configs.items():
+        if model.cache:
+            raise ValueError(f"models.{name}.cache: log-probs are kept by tokens alone; leave it out with data.images")
 
 
 def check_reward_lengths(rewards: Sequence[RewardConfig], longest: int, where: str) -> None:

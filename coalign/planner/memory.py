@@ -219,33 +219,21 @@ def _estimate_tower(model: ModelConfig, tower: TowerSize, learns: bool) -> int:
 # ---- activations, buffers and caches ---------------------------------------------------------------------------------
 
 
-def count_kept(layer: LayerSize, hidden: int, recomputation: str | None) -> float:
-    """Return the numbers that a layer keeps per token for the backward pass.
-
-    Without recomputation that is the results of its matrix products, and twelve of the hidden size for norms,
-    residuals and activation functions; with `selective` the results alone; with `full` the layer's input.
-    """
-    if recomputation == "full":
-        return hidden
-    results = layer.active / hidden + layer.active_experts * hidden  # experts have their own copy of the input
-    return results + (2 if recomputation == "selective" else 12) * hidden
-
-
 def _estimate_activations(
     model: ModelConfig, role: ModelRole, size: ModelSize, stage: StageSize, partition: ModelPartition, in_flight: int
 ) -> int:
     """Return the bytes that one device keeps. ``in_flight``: micro-batches of a 1F1B pipeline at this stage."""
     computed = BYTES[model.compute_dtype or model.dtype]
     tokens = (model.max_tokens_per_micro or 0) / (partition.context * partition.tensor)
-    working = max((count_kept(layer, size.hidden, None) for layer in stage.layers), default=0)
+    working = max((layer.count_kept(size.hidden, None) for layer in stage.layers), default=0)
     if role != "trainer" or model.frozen:
         return int(tokens * working * computed)  # of one layer at a time
     recomputation = model.activation_checkpointing
-    kept = sum(count_kept(layer, size.hidden, recomputation) for layer in stage.layers)
+    kept = sum(layer.count_kept(size.hidden, recomputation) for layer in stage.layers)
     if model.module == "megatron" and recomputation == "full":
         kept /= model.megatron.recompute_num_layers
     elif model.module == "megatron" and recomputation == "selective":  # of attention alone, which flash attention is
-        kept = sum(count_kept(layer, size.hidden, None) for layer in stage.layers)
+        kept = sum(layer.count_kept(size.hidden, None) for layer in stage.layers)
     if partition.pipeline > 1:
         kept *= (
             in_flight * (1 + (partition.pipeline - 1) / (partition.pipeline * partition.virtual))

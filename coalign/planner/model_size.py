@@ -11,6 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def count_kept(results: float, hidden: int, recomputation: str | None) -> float:
+    """Return the numbers that a layer keeps per token for the backward pass.
+
+    Without recomputation that is the ``results`` of its matrix products, and twelve of the hidden size for norms,
+    residuals and activation functions; with `selective` the results alone; with `full` the layer's input.
+    """
+    return hidden if recomputation == "full" else results + (2 if recomputation == "selective" else 12) * hidden
+
+
 @dataclass(frozen=True)
 class LayerSize:
     """Sizes of ``count`` identical layers, for one of them.
@@ -59,6 +68,11 @@ class LayerSize:
         """Numbers that a token's matrix products read and write beside the weights."""
         return self.matrix_width + self.active_experts * self.expert_width
 
+    def count_kept(self, hidden: int, recomputation: str | None) -> float:
+        """Return the numbers that a layer keeps per token for the backward pass."""
+        results = self.active / hidden + self.active_experts * hidden  # experts have their own copy of the input
+        return count_kept(results, hidden, recomputation)
+
     def attended(self, context: float) -> float:
         """Return how many tokens a query attends that stands at the end of ``context`` tokens."""
         return min(context, self.window) if self.window else context
@@ -85,11 +99,8 @@ class TowerSize:
     merged: int = 1
 
     def count_kept(self, recomputation: str | None) -> float:
-        """Return the numbers that a layer keeps per patch for the backward pass (coalign.planner.memory.count_kept)."""
-        if recomputation == "full":
-            return self.hidden
-        results = self.parameters / self.layers / self.hidden
-        return results + (2 if recomputation == "selective" else 12) * self.hidden
+        """Return the numbers that a layer keeps per patch for the backward pass."""
+        return count_kept(self.parameters / self.layers / self.hidden, self.hidden, recomputation)
 
 
 @dataclass(frozen=True)
@@ -163,10 +174,6 @@ class ModelSize:
     def kv_bytes(self, context: float, width: float = 2.0) -> float:
         """Return the bytes of keys, values and states of a sequence of ``context`` tokens."""
         return self.cache_numbers(context) * width
-
-    def kv_bytes_per_token(self, width: float = 2.0) -> float:
-        """Return the bytes by which a further token makes the cache of a short sequence grow."""
-        return self._sum(lambda layer: layer.cache) * width
 
     def lora_parameters(self, rank: int) -> int:
         """Return the parameters of adapters of this rank on all matrices of the layers but the experts."""

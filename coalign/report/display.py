@@ -35,14 +35,8 @@ from rich.text import Text
 
 from coalign.config.secrets import hide_secrets
 from coalign.files import Sink
-from coalign.report.own_code import describe_place
-from coalign.report.step_line import (
-    RunTotals,
-    describe_goodput,
-    format_number,
-    list_step_fields,
-    smooth_metrics,
-)
+from coalign.report.error_text import describe_place
+from coalign.report.step_line import RunTotals, describe_goodput, format_number, list_step_fields, smooth_metrics
 
 if TYPE_CHECKING:
     from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need

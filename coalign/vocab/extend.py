@@ -22,13 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from coalign.files import (
-    list_weight_files,
-    read_json_object,
-    read_model_config,
-    require_empty_output,
-    write_atomically,
-)
+from coalign.files import list_weight_files, read_json_object, read_model_config, require_empty_output, write_atomically
 from coalign.vocab.tokenizer import (
     TokenizerExtension,
     check_saved_tokenizer,

@@ -95,7 +95,7 @@ HEAVY = {
     "gguf": "gguf.py",
     "httpx2": "rewards/http/client.py",
     "cloudpickle": "function_process.py",
-    "matplotlib": ("report/plots.py", "report/sweep_plot.py"),
+    "matplotlib": ("report/plots.py",),
     "fsspec": "engine/hooks/checkpoint_remote.py",
     "uvicorn": "http_server.py",
     "starlette": "http_server.py",

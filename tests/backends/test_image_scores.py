@@ -19,7 +19,7 @@ from coalign.config.schema import ImagesConfig, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.templates import collapse_images
-from coalign.launch.images import let_models_see
+from coalign.launch.plan import let_models_see
 from coalign.roles import Context
 from tests.backends.test_images import QUICK, answer, load_prompts
 from tests.tiny import tiny_model_dir

@@ -19,7 +19,7 @@ from tests.chaos.damage import Proxy, flip_bit
 from tests.chaos.driver import Faults, read_lines
 from tests.chaos.test_lost_processes import measure, record, train
 from tests.rewards.service import Service, lengths
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import exact_settings, metrics, run, weights_hash
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 STEPS = 10
@@ -32,20 +32,8 @@ def chosen(request) -> random.Random:
 
 
 def configure(directory: Path, name: str, **runtime: object) -> dict:
-    options = {"save_every": 1, "keep": 4, "eval_at_start": False, "journal": True, **runtime}
-    config = settings(directory, "grpo", steps=STEPS, **options)
-    config["data"].pop("eval")
-    config["models"]["trainer"] |= {"reduction": "exact"}
-    return config | {"output": str(directory / name)}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """A folder with model and data, and the weights that every run there ends with, whatever its processes."""
-    directory = tmp_path_factory.mktemp("damage")
-    config = configure(directory, "undisturbed")
-    assert run(config) == 0
-    return directory, weights_hash(config, STEPS)
+    options = {"save_every": 1, "keep": 4, "journal": True, **runtime}
+    return exact_settings(directory, STEPS, **options) | {"output": str(directory / name)}
 
 
 def check(config: dict, expected: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from coalign.run_files.checkpoints import name_memory_folder
 from tests.chaos.test_lost_processes import measure, record, train
-from tests.runs import ROOT, metrics, run, settings, weights_hash
+from tests.runs import ROOT, exact_settings, metrics, weights_hash
 
 pytest.importorskip("ray")
 from tests.chaos.machines import start_machines, wait_until  # needs ray
@@ -27,20 +27,8 @@ FOURTH = {f"step_{step}; step {step + 1} is made again" for step in (3, 4)}  # i
 
 def configure(directory: Path, name: str, **runtime: Any) -> dict[str, Any]:
     """No checkpoint on the disk comes before the last one."""
-    options = {"eval_at_start": False, "save_every": 0, "save_minutes": 1000, "save_in_memory_every": 1}
-    config = settings(directory, "grpo", steps=STEPS, **{**options, **runtime})
-    config["data"].pop("eval")
-    config["models"]["trainer"] |= {"reduction": "exact"}
-    return config | {"output": str(directory / name)}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The folder of model and data, and the hash of the weights of a run on one machine."""
-    directory = tmp_path_factory.mktemp("keepers")
-    config = configure(directory, "whole")
-    assert run(config) == 0
-    return directory, weights_hash(config, STEPS)
+    options = {"save_every": 0, "save_minutes": 1000, "save_in_memory_every": 1, **runtime}
+    return exact_settings(directory, STEPS, **options) | {"output": str(directory / name)}
 
 
 def lose(node: Any, step: int, phase: str, delay: float = 0.0) -> dict[str, Any]:

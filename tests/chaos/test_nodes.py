@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.test_lost_processes import record
-from tests.runs import ROOT, command, end_started_runs, metrics, run, settings, wait_for, weights_hash
+from tests.runs import ROOT, command, end_started_runs, exact_settings, metrics, run, settings, wait_for, weights_hash
 
 pytest.importorskip("ray")
 from tests.chaos.machines import start_machines, wait_until  # needs ray
@@ -27,9 +27,7 @@ def read_log(config: dict) -> str:
 
 def test_a_lost_node_is_all_of_its_processes_at_once(tmp_path):
     """The second node has a rank of the trainer and a sampler. They go on on the first one, to the same bits."""
-    config = settings(tmp_path, "grpo", steps=STEPS, eval_at_start=False, save_every=1)
-    config["data"].pop("eval")
-    config["models"]["trainer"] |= {"reduction": "exact"}
+    config = exact_settings(tmp_path, STEPS, save_every=1)
     assert run(config | {"output": str(tmp_path / "whole")}) == 0
     config["runtime"] |= {"cluster": "ray"}
     for name in ("policy", "trainer"):

@@ -137,3 +137,17 @@ def test_a_replica_that_fails_ends_the_scorer_that_waits_for_it(flow):
     with pytest.raises(RuntimeError, match=r"policy.generate failed in policy, replica 1"):
         scored.result()
     assert time.monotonic() - begun < 30.0
+
+
+def test_in_any_order_a_call_without_its_input_fails_before_its_turn():
+    with thread_cluster({"one": {"module": "SleepyModule"}}) as cluster:
+        busy = cluster.models["one"].generate(sleepy([2.0]))
+        with cluster.defer_errors(), cluster.any_order():
+            scored = cluster.models["one"].forward_step(cluster.apply(_fail, sleepy([0.0])))
+            with pytest.raises(WorkerError, match="as asked"):
+                scored.result()
+            assert not busy.done()
+
+
+def _fail(tokens):
+    raise ValueError("as asked")

@@ -29,7 +29,7 @@ def test_the_cache_is_read_for_every_sequence():
     size = model("Qwen2.5-7B")
     work = replica(engine())
     longer = work.decode_seconds(1, 200_000) - work.decode_seconds(1, 100_000)
-    assert longer == pytest.approx(100_000 * size.kv_bytes_per_token() / 3350e9, rel=0.02)
+    assert longer == pytest.approx(size.kv_bytes(100_000) / 3350e9, rel=0.02)
 
 
 def test_a_large_batch_is_bound_by_its_products():

@@ -147,9 +147,9 @@ def test_cache_of_windows_and_states_does_not_grow():
     full = sum(layer.count * layer.cache for layer in gemma.layers if not layer.window)
     assert gemma.cache_numbers(20000) - gemma.cache_numbers(10000) == full * 10000
     hybrid = read_model_size(MODELS["Nemotron-H-8B"])
-    assert hybrid.kv_bytes(1) > 100 * hybrid.kv_bytes_per_token()  # states dominate a short sequence
+    assert hybrid.kv_bytes(1) > 100 * (hybrid.kv_bytes(2) - hybrid.kv_bytes(1))  # states dominate a short sequence
     latent = read_model_size(MODELS["DeepSeek-V3"])
-    assert latent.kv_bytes_per_token() == 61 * (512 + 64) * 2
+    assert latent.kv_bytes(1) == 61 * (512 + 64) * 2
 
 
 def test_a_configuration_may_be_a_file(tmp_path):

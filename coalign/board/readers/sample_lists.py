@@ -1,4 +1,7 @@
-"""Lists of samples for the page rollouts: steps, the groups of a step, samples, and one sample whole."""
+"""Samples for the page rollouts: steps, the groups of a step, samples, one sample whole, and its images.
+
+The head of a run's page has the newest ones.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,27 @@ from typing import Any
 
 from coalign.board.catalog import find_within
 from coalign.board.readers import read_choice, read_count
-from coalign.board.readers.images import find_media_type
 from coalign.board.readers.rollouts import read_row
 from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, read_record
+from coalign.run_files.records import parse_record, read_end
 from coalign.run_files.rollouts import list_rollout_steps
 
 _MOST_RUNS = 16  # whose index is kept in memory
 _MOST = 200  # steps or samples of one answer
 _EXCERPT = 160  # characters of a text in a list
 _SORTS = ("file", "reward", "length")
+_NEWEST_BYTES = 1 << 18  # of the end of samples.jsonl, for the newest samples
+_MOST_NEWEST = 50
+_LONGEST = 2000  # characters of a prompt or response among the newest
+_NEWEST_KEYS = ("step", "phase", "group", "index", "prompt", "response", "reward", "rewards", "status")
+_LARGEST_IMAGE = 32 * 2**20  # bytes
+# Of formats that hold no program; SVG may.
+_SIGNATURES = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
 _get_group = attrgetter("group")
 
 
@@ -149,6 +164,20 @@ class SampleReader:
         raise FileNotFoundError(f"{NAME} has no sample {index} of group {group} at step {step} ({phase})")
 
 
+def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
+    """Return the `last` samples (default 4), the newest first, their texts cut after 2,000 characters."""
+    count = min(read_count(params, "last", 4), _MOST_NEWEST)
+    records = []
+    complete = read_end(find_within(folder, folder / NAME), _NEWEST_BYTES).split(b"\n")[:-1]
+    for line in reversed(complete):
+        if len(records) == count:
+            break
+        if record := parse_record(line):
+            shown = {key: record.get(key) for key in _NEWEST_KEYS}
+            records.append({k: v[:_LONGEST] if isinstance(v, str) else v for k, v in shown.items()})
+    return {"samples": records}
+
+
 def is_flat(samples: Iterable[SampleSummary]) -> bool:
     """Whether a group has several rewards, all the same: it has no advantage, so nothing is learnt from it."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
@@ -204,3 +233,23 @@ def _show(summary: SampleSummary, record: Mapping[str, Any], needle: str) -> dic
     shown["prompt"] = str(record.get("prompt", ""))[-_EXCERPT:]
     shown["response"] = str(record.get("response", ""))[:_EXCERPT]
     return shown | ({"found": _find_text(record, needle)} if needle else {})
+
+
+def find_media_type(path: Path) -> str:
+    """Return the media type of an image. FileNotFoundError without a file, ValueError for one that is no image.
+
+    samples.jsonl names files anywhere on the machine that trained. Whoever wrote it must not be able to have the board
+    send other files. Names say nothing: images that were in a data file are kept by their hash.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"the image {path} is not on this machine")
+    if path.stat().st_size > _LARGEST_IMAGE:
+        raise ValueError(f"the image {path} has more than {_LARGEST_IMAGE // 2**20} MiB")
+    with open(path, "rb") as file:
+        head = file.read(12)
+    if head[:4] == b"RIFF" and head[8:] == b"WEBP":
+        return "image/webp"
+    for signature, media_type in _SIGNATURES.items():
+        if head.startswith(signature):
+            return media_type
+    raise ValueError(f"{path} is no image of a kind that browsers show (PNG, JPEG, GIF, WebP, BMP)")

@@ -27,15 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor, DistModel
-from coalign.cluster.future import (
-    LOAD_SECONDS,
-    WorkerHandle,
-    WorkerLost,
-)
-from coalign.cluster.placement.nodes import (
-    ProcessPlacement,
-    find_accelerator,
-)
+from coalign.cluster.future import LOAD_SECONDS, WorkerHandle, WorkerLost
+from coalign.cluster.placement.nodes import ProcessPlacement, find_accelerator
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.ray.actor import Actor, RayWorker
 from coalign.cluster.ray.connection import connect, end_in_time

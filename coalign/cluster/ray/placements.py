@@ -7,14 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from coalign.cluster.placement.nodes import (
-    Domain,
-    Nodes,
-    NoPlaceError,
-    ProcessPlacement,
-    assign_nodes,
-    place_processes,
-)
+from coalign.cluster.placement.nodes import Domain, Nodes, NoPlaceError, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.ray.devices import DeviceReservations
 

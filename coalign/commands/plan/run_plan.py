@@ -18,12 +18,7 @@ from coalign.planner.gpus import LARGEST, ClusterSpec
 from coalign.planner.job import LengthDistribution
 from coalign.planner.layouts.adapter import PlannedRun, build_job, list_run_loads, pack_models
 from coalign.planner.layouts.devices import DeviceLoad
-from coalign.planner.layouts.search import (
-    LayoutSearch,
-    Objective,
-    find_changes,
-    search_layouts,
-)
+from coalign.planner.layouts.search import LayoutSearch, Objective, find_changes, search_layouts
 from coalign.planner.prediction import StepPrediction, predict_step
 from coalign.report.display import Display
 

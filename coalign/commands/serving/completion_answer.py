@@ -15,13 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coalign.commands.serving.engine_loop import ChosenToken
 from coalign.commands.text_stream import TextStream, cut_at_stop, decode_answer
-from coalign.environments.completion_records import (
-    ChatMessage,
-    Parser,
-    TokenUsage,
-    find_finish_reason,
-    read_answer,
-)
+from coalign.environments.completion_records import ChatMessage, Parser, TokenUsage, find_finish_reason, read_answer
 from coalign.environments.episode import Turn
 from coalign.types import Status
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,30 +22,15 @@ from coalign.commands.serving.completion_request import (
     TokenizedPrompt,
     read_request,
 )
-from coalign.commands.serving.engine_loop import (
-    ChosenToken,
-    CompletionEngine,
-    GenerationJob,
-    JobEvent,
-    JobFailure,
-)
+from coalign.commands.serving.engine_loop import ChosenToken, CompletionEngine, GenerationJob, JobEvent, JobFailure
 from coalign.commands.serving.engine_process import build_model_config, start_engine, start_replicas
-from coalign.commands.serving.listener import ApiKey, open_guarded_listener, read_key
+from coalign.commands.serving.listener import ApiKey, build_limited_server, open_guarded_listener, read_key
 from coalign.commands.serving.request_images import RequestImages
 from coalign.config.functions import resolve
 from coalign.config.schema import CompletionServerConfig
 from coalign.data.templates import PlainText, Template, load_template
 from coalign.environments.completion_records import Parser, describe_error
-from coalign.http_server import (
-    EventStream,
-    HttpRefusal,
-    Request,
-    Server,
-    build_application,
-    build_server,
-    read_body,
-    wait_for_disconnect,
-)
+from coalign.http_server import EventStream, HttpRefusal, Request, Server, read_body, wait_for_disconnect
 from coalign.report.display import Display
 
 
@@ -119,20 +104,13 @@ def build_completion_server(
 ) -> Server:
     """Return the server of /v1/chat/completions, /v1/completions, /v1/models and /health. It closes the source."""
     endpoint = CompletionEndpoint(source, text, config, name, key)
-
-    @asynccontextmanager
-    async def lifespan(_: object) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(source.close)
-
     handlers = {
         ("POST", "/v1/chat/completions"): endpoint.chat,
         ("POST", "/v1/completions"): endpoint.complete,
         ("GET", "/v1/models"): endpoint.list_models,
         ("GET", "/health"): endpoint.report_health,
     }
-    application = build_application(handlers, describe_error, lifespan=lifespan)
-    return build_server(application, timeout=config.timeout, connections=config.connections, grace=config.grace)
+    return build_limited_server(handlers, describe_error, config, source.close)
 
 
 class CompletionEndpoint:

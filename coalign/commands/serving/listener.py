@@ -1,13 +1,17 @@
-"""The address that a server listens on, and the key that its requests must bring."""
+"""What both servers are built of: the address, the key that requests must bring, and the limits."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 
 from coalign.config.schema import ServerConfig
-from coalign.http_server import HttpRefusal, Request, open_listener
+from coalign.http_server import Handler, HttpRefusal, Request, Server, build_application, build_server, open_listener
 
 
 def read_key(config: ServerConfig) -> str | None:
@@ -28,6 +32,23 @@ def open_guarded_listener(config: ServerConfig, port: int, key: str | None) -> t
         "variable with a key: `api_key_env`"
     )
     return open_listener(config.host, port, refusal if key is None else None)
+
+
+def build_limited_server(
+    handlers: Mapping[tuple[str, str], Handler],
+    describe_error: Callable[[int, str], dict[str, Any]],
+    config: ServerConfig,
+    close: Callable[[], object],
+) -> Server:
+    """Return the server of `build_application` with the limits of ``config``. It calls ``close`` at its end."""
+
+    @asynccontextmanager
+    async def lifespan(_: object) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(close)
+
+    application = build_application(handlers, describe_error, lifespan=lifespan)
+    return build_server(application, timeout=config.timeout, connections=config.connections, grace=config.grace)
 
 
 class ApiKey:

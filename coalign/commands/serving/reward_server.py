@@ -8,21 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
-from coalign.commands.serving.listener import ApiKey, open_guarded_listener, read_key
+from coalign.commands.serving.listener import ApiKey, build_limited_server, open_guarded_listener, read_key
 from coalign.commands.serving.request_images import RequestImages
 from coalign.config.errors import describe_error, format_key
 from coalign.config.schema import ServeConfig
 from coalign.data.messages import Message, parse_messages
 from coalign.data.sources import BadRow
-from coalign.http_server import HttpRefusal, Request, Server, build_application, build_server, read_body
+from coalign.http_server import HttpRefusal, Request, Server, read_body
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.rewards.http.remote import CallBatcher
@@ -170,15 +170,8 @@ def serve(config: ServeConfig, display: Display) -> None:
 def build_reward_server(judge: ResponseJudge, config: ServeConfig, key: str | None = None) -> Server:
     """Return the server of POST /get_reward and GET /health. It closes the judge at shutdown."""
     endpoint = RewardEndpoint(judge, config, key)
-
-    @asynccontextmanager
-    async def lifespan(_: object) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(judge.close)
-
     handlers = {("POST", "/get_reward"): endpoint.get_reward, ("GET", "/health"): endpoint.health}
-    application = build_application(handlers, lambda _, message: {"error": message}, lifespan=lifespan)
-    return build_server(application, timeout=config.timeout, connections=config.connections, grace=config.grace)
+    return build_limited_server(handlers, lambda _, message: {"error": message}, config, judge.close)
 
 
 class RewardEndpoint:

@@ -14,9 +14,8 @@ from coalign.commands.sweep.space import format_setting
 from coalign.commands.sweep.state import SweepState, SweepTrial
 from coalign.config.schema import SweepConfig
 from coalign.report.display import Display
-from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot
+from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_settings, plot_trials
 from coalign.report.step_line import format_number
-from coalign.report.sweep_plot import plot_curves, plot_settings
 from coalign.run_files.records import read_records
 
 COLORS = {"finished": "green", "stopped": "yellow", "failed": "red", "waiting": "dim", "running": "dim"}
@@ -54,7 +53,7 @@ def draw_pictures(config: SweepConfig, state: SweepState, best: SweepTrial) -> s
     if not can_plot():
         return f"no pictures: {NEEDS_MATPLOTLIB}"
     curves = {trial.name: read_curve(state.folder / trial.name, config.metric) for trial in state.trials}
-    picture = plot_curves(curves, config.metric, best.name, state.folder / "curves.png")
+    picture = plot_trials(curves, config.metric, best.name, state.folder / "curves.png")
     points = {
         key: [(trial.settings[key], trial.value) for trial in state.trials if trial.value is not None]
         for key in config.space

@@ -11,11 +11,12 @@ import binascii
 import hashlib
 import io
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from coalign.data.sources import BadRow
@@ -46,18 +47,42 @@ class ImageFile:
         return self.frames > 0
 
 
-class ImageFiles:
-    """Finds the file of each image that rows name or hold, and reads it once.
+class FilesByContent(ABC):
+    """Reads each file once, and again when it has changed. ``kind``: what the files are, in messages."""
+
+    kind: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, int], ImageFile]] = {}  # path -> (time and bytes, what is there)
+
+    @abstractmethod
+    def _read(self, path: str) -> ImageFile:
+        """Read a file. Raises OSError, and BadRow (image) for one that cannot be used."""
+
+    def find(self, path: str) -> ImageFile:
+        """Return what is at ``path``, which `store` returned. BadRow (image) for a file that cannot be used."""
+        try:
+            state = Path(path).stat()
+            key = (state.st_mtime_ns, state.st_size)
+            if (known := self._known.get(path)) is None or known[0] != key:
+                known = self._known[path] = key, self._read(path)
+        except OSError as error:
+            raise BadRow(f"the {self.kind} {path} cannot be read: {error.strerror or error}", REASON) from error
+        return known[1]
+
+
+class ImageFiles(FilesByContent):
+    """Finds the file of each image that rows name or hold.
 
     ``root``: the folder that relative paths start from. ``most_pixels`` of a file. ``folder``: where bytes are kept;
     None: in Coalign's cache.
     """
 
+    kind = "image"
+
     def __init__(self, root: Path, most_pixels: int, folder: Path | None = None) -> None:
+        super().__init__()
         self.root, self.most_pixels, self._folder = root, most_pixels, folder
-        self._known: dict[
-            str, tuple[tuple[int, int], ImageFile]
-        ] = {}  # path -> (time and bytes of the file, what it is)
 
     def store(self, value: Any) -> str:
         """Return the path of an image in a row: a path, a file or data URL, bytes, or {bytes, path} as `datasets` has.
@@ -81,18 +106,10 @@ class ImageFiles:
             return self._find_path(_read_file_url(value))
         return self._find_path(value)
 
-    def find(self, path: str) -> ImageFile:
-        """Return the image at ``path``, which `store` returned. BadRow (image) for one that cannot be used."""
-        try:
-            state = Path(path).stat()
-            key = (state.st_mtime_ns, state.st_size)
-            if (known := self._known.get(path)) is None or known[0] != key:
-                content = Path(path).read_bytes()
-                image = open_image(content, path, self.most_pixels)
-                known = self._known[path] = key, ImageFile(path, hashlib.sha256(content).hexdigest(), image.size)
-        except OSError as error:
-            raise BadRow(f"the image {path} cannot be read: {error.strerror or error}", REASON) from error
-        return known[1]
+    def _read(self, path: str) -> ImageFile:
+        content = Path(path).read_bytes()
+        image = open_image(content, path, self.most_pixels)
+        return ImageFile(path, hashlib.sha256(content).hexdigest(), image.size)
 
     def _find_path(self, name: str) -> str:
         path = (self.root / name).absolute()

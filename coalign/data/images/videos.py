@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.data.images.files import REASON, ImageFile, ImageFiles, open_frames, open_image
+from coalign.data.images.files import REASON, FilesByContent, ImageFile, ImageFiles, open_frames, open_image
 from coalign.data.sources import BadRow
 from coalign.files import find_cache, write_atomically
 
@@ -25,14 +25,14 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 RECORDINGS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts")
 
 
-class VideoFiles:
+class VideoFiles(FilesByContent):
     """Finds the file of each video that rows name or hold."""
 
+    kind = "video"
+
     def __init__(self, images: ImageFiles) -> None:
+        super().__init__()
         self.images = images
-        self._known: dict[
-            str, tuple[tuple[int, int], ImageFile]
-        ] = {}  # path -> (time and bytes of the file, what it is)
 
     def store(self, value: Any) -> str:
         """Return the path of a video in a row: a list of frames, a folder, or an animated picture (path, URL or bytes).
@@ -57,17 +57,6 @@ class VideoFiles:
         if isinstance(value, str) and "://" not in value[:16] and (folder := self.images.root / value).is_dir():
             return self._store_list([str(path.absolute()) for path in _list_pictures(folder)])
         return self.images.store(value)
-
-    def find(self, path: str) -> ImageFile:
-        """Return the video at ``path``, which `store` returned. BadRow (image) for one that cannot be used."""
-        try:
-            state = Path(path).stat()
-            key = (state.st_mtime_ns, state.st_size)
-            if (known := self._known.get(path)) is None or known[0] != key:
-                known = self._known[path] = key, self._read(path)
-        except OSError as error:
-            raise BadRow(f"the video {path} cannot be read: {error.strerror or error}", REASON) from error
-        return known[1]
 
     def _read(self, path: str) -> ImageFile:
         content = Path(path).read_bytes()

@@ -18,15 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from coalign.files import (
-    delete_path,
-    delete_report,
-    flush_path,
-    hash_file,
-    move_aside,
-    read_report,
-    write_atomically,
-)
+from coalign.files import delete_path, delete_report, flush_path, hash_file, move_aside, read_report, write_atomically
 from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, list_steps, verify_checkpoint
 from coalign.threads import begin_in_thread
 

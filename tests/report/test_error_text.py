@@ -7,7 +7,7 @@ import runpy
 from rich.console import Console
 
 from coalign.report.display import Display
-from coalign.report.own_code import describe_place
+from coalign.report.error_text import describe_place
 
 
 def test_the_screen_shows_the_place_in_peoples_own_code_and_no_traceback(tmp_path):

@@ -1,4 +1,4 @@
-"""Finds the place in people's own code that a traceback ends in."""
+"""What a person is shown of an error: its message, and the place in their own code that its traceback ends in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from pathlib import Path
 
 _FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(?! *File ")(.+))?', re.MULTILINE)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+_MOST_LINES = 6  # of a message
+
+
+def describe_briefly(error: BaseException, trace: str) -> str:
+    """Return an error's message, and where people's own code raised it: file, line and source line.
+
+    ``trace`` is the whole traceback as text, with those of workers and of processes of functions.
+    """
+    message = f"{type(error).__name__}: {error}".partition("\n\n")[0]  # a WorkerError's text goes on with a traceback
+    lines = [line for line in message.splitlines() if line.strip()][:_MOST_LINES]
+    lines += describe_place(trace)
+    return "\n".join(
+        [*lines, *getattr(error, "__notes__", ()), "`--traceback` shows the whole traceback; log.txt of a run has it"]
+    )
 
 
 def describe_place(trace: str) -> list[str]:
