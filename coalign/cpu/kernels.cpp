@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -360,6 +361,78 @@ void turn_into_errors(T *products, int64_t rows, int64_t count, Head head, const
     }
 }
 
+// ---- layers between matrix products
+
+constexpr int64_t ROWS = 64;  // of one addend to a weight's gradient: their order does not depend on threads
+
+inline float round_to(float x, float) { return x; }
+
+inline float round_to(float x, BFloat16 rounded) {
+    store(rounded, x);
+    return load(rounded);
+}
+
+template <class X, class O>
+void normalise(const X *x, const float *weight, int64_t rows, int64_t width, float epsilon, O *out, float *scales,
+               int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row) {
+        const X *own = x + row * width;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; ++i) sum += load(own[i]) * load(own[i]);
+        const float scale = 1 / std::sqrt(sum / width + epsilon);
+        scales[row] = scale;
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) store(out[row * width + i], weight[i] * round_to(load(own[i]) * scale, X{}));
+    }
+}
+
+template <class X, class O>
+void normalise_back(const X *x, const float *weight, const float *scales, const O *grad, int64_t rows, int64_t width,
+                    X *grad_x, float *addends, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t block = 0; block < (rows + ROWS - 1) / ROWS; ++block) {
+        float *addend = addends + block * width;
+        std::fill(addend, addend + width, 0.0f);
+        for (int64_t row = block * ROWS; row < std::min(rows, (block + 1) * ROWS); ++row) {
+            const X *own = x + row * width;
+            const O *g = grad + row * width;
+            const float scale = scales[row];
+            float along = 0;
+#pragma omp simd reduction(+ : along)
+            for (int64_t i = 0; i < width; ++i) {
+                const float normal = load(own[i]) * scale, upstream = load(g[i]);
+                along += upstream * weight[i] * normal;
+                addend[i] += upstream * normal;
+            }
+            along /= width;
+#pragma omp simd
+            for (int64_t i = 0; i < width; ++i)
+                store(grad_x[row * width + i], scale * (load(g[i]) * weight[i] - load(own[i]) * scale * along));
+        }
+    }
+}
+
+template <class T>
+void gate_silu(const T *gate, const T *up, int64_t size, T *out, int threads) {
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < size; ++i) {
+        const float x = load(gate[i]);
+        store(out[i], round_to(x / (1 + exp_(-x)), T{}) * load(up[i]));
+    }
+}
+
+template <class T>
+void gate_silu_back(const T *gate, const T *up, const T *grad, int64_t size, T *grad_gate, T *grad_up, int threads) {
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < size; ++i) {
+        const float x = load(gate[i]), g = load(grad[i]), share = 1 / (1 + exp_(-x));
+        store(grad_up[i], g * x * share);
+        store(grad_gate[i], g * load(up[i]) * share * (1 + x * (1 - share)));
+    }
+}
+
 // ---- copies with checksums
 
 struct Shares {  // which pieces of a block a checksum looks at; see weights/sync/checksums.py
@@ -489,6 +562,45 @@ void turn_into_errors_of(int bfloat16, void *products, int64_t rows, int64_t cou
     };
     bfloat16 ? call(static_cast<BFloat16 *>(products)) : call(static_cast<float *>(products));
 }
+void normalise_of(int x_bfloat16, int out_bfloat16, const void *x, const float *weight, int64_t rows, int64_t width,
+                  float epsilon, void *out, float *scales, int threads) {
+    auto call = [&](auto *x, auto *out) { normalise(x, weight, rows, width, epsilon, out, scales, threads); };
+    auto with_out = [&](auto *x) {
+        out_bfloat16 ? call(x, static_cast<BFloat16 *>(out)) : call(x, static_cast<float *>(out));
+    };
+    x_bfloat16 ? with_out(static_cast<const BFloat16 *>(x)) : with_out(static_cast<const float *>(x));
+}
+
+void normalise_back_of(int x_bfloat16, int out_bfloat16, const void *x, const float *weight, const float *scales,
+                       const void *grad, int64_t rows, int64_t width, void *grad_x, float *addends, int threads) {
+    auto call = [&](auto *typed, auto *g) {
+        typedef std::remove_const_t<std::remove_pointer_t<decltype(typed)>> X;
+        normalise_back(typed, weight, scales, g, rows, width, static_cast<X *>(grad_x), addends, threads);
+    };
+    auto with_grad = [&](auto *typed) {
+        out_bfloat16 ? call(typed, static_cast<const BFloat16 *>(grad)) : call(typed, static_cast<const float *>(grad));
+    };
+    x_bfloat16 ? with_grad(static_cast<const BFloat16 *>(x)) : with_grad(static_cast<const float *>(x));
+}
+
+void gate_silu_of(int bfloat16, const void *gate, const void *up, int64_t size, void *out, int threads) {
+    auto call = [&](auto *out) {
+        typedef const std::remove_pointer_t<decltype(out)> T;
+        gate_silu(static_cast<T *>(gate), static_cast<T *>(up), size, out, threads);
+    };
+    bfloat16 ? call(static_cast<BFloat16 *>(out)) : call(static_cast<float *>(out));
+}
+
+void gate_silu_back_of(int bfloat16, const void *gate, const void *up, const void *grad, int64_t size, void *grad_gate,
+                       void *grad_up, int threads) {
+    auto call = [&](auto *to) {
+        typedef const std::remove_pointer_t<decltype(to)> T;
+        gate_silu_back(static_cast<T *>(gate), static_cast<T *>(up), static_cast<T *>(grad), size, to,
+                       static_cast<decltype(to)>(grad_up), threads);
+    };
+    bfloat16 ? call(static_cast<BFloat16 *>(grad_gate)) : call(static_cast<float *>(grad_gate));
+}
+
 void copy_blocks_of(const char *const *from, char *const *to, const int64_t *sizes, int64_t blocks, int64_t turn,
                     int64_t piece, int64_t shares, uint64_t step, uint64_t *sums, int threads) {
     copy_blocks(from, to, sizes, blocks, {turn, piece, shares, step}, sums, threads);

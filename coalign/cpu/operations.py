@@ -14,10 +14,12 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from coalign.cpu.library import load_kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
+_GRADIENT_ROWS = 64  # ROWS in kernels.cpp
 _ADDRESS, _INTEGER, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 # The types of each function's arguments, in the order of kernels.cpp.
 _SIGNATURES = {
@@ -29,6 +31,10 @@ _SIGNATURES = {
         *([_ADDRESS] * 4),
         _FLAG,
     ),
+    "normalise_of": (_FLAG, _FLAG, _ADDRESS, _ADDRESS, _INTEGER, _INTEGER, _FLOAT, _ADDRESS, _ADDRESS, _FLAG),
+    "normalise_back_of": (_FLAG, _FLAG, *[_ADDRESS] * 4, _INTEGER, _INTEGER, _ADDRESS, _ADDRESS, _FLAG),
+    "gate_silu_of": (_FLAG, _ADDRESS, _ADDRESS, _INTEGER, _ADDRESS, _FLAG),
+    "gate_silu_back_of": (_FLAG, *[_ADDRESS] * 3, _INTEGER, _ADDRESS, _ADDRESS, _FLAG),
     "copy_blocks_of": (*[_ADDRESS] * 3, *[_INTEGER] * 4, ctypes.c_uint64, _ADDRESS, _FLAG),
 }
 
@@ -36,12 +42,18 @@ _SIGNATURES = {
 def has_kernel(*tensors: Tensor) -> bool:
     """Whether the kernels compute with these tensors: on the CPU, of one dtype that they know, and compiled at all."""
     dtypes = {tensor.dtype for tensor in tensors}
-    return len(dtypes) == 1 and dtypes <= set(DTYPES) and has_copy_kernel(*tensors)
+    return len(dtypes) == 1 and has_layer_kernel(*tensors)
+
+
+def has_layer_kernel(*tensors: Tensor) -> bool:
+    """Whether the kernels compute with these tensors, whatever the dtype of each, as far as they know it."""
+    return {tensor.dtype for tensor in tensors} <= set(DTYPES) and has_copy_kernel(*tensors)
 
 
 def has_copy_kernel(*tensors: Tensor) -> bool:
-    """Whether the kernels take the bytes of these tensors: on the CPU, and compiled at all."""
-    return all(tensor.device.type == "cpu" for tensor in tensors) and _functions() is not None
+    """Whether the kernels take the bytes of these tensors: plain ones (no DTensor) on the CPU, and compiled at all."""
+    plain = all(type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" for tensor in tensors)
+    return plain and _functions() is not None
 
 
 def attend_tokens(
@@ -145,6 +157,54 @@ def turn_into_errors(
         *(products.dtype == torch.bfloat16, products.data_ptr(), *products.shape, inner, outer or 0.0),
         *(targets.data_ptr(), start, normaliser.data_ptr(), grad.data_ptr(), *of_entropy, torch.get_num_threads()),
     )
+
+
+def normalise(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return weight f32[H] · x [..., H] · s in ``dtype``, and s = 1 / √(mean(x²) + ε) f32[rows]; contiguous tensors."""
+    functions, width = _functions(), x.shape[-1]
+    assert functions is not None
+    rows = x.numel() // width
+    out, scales = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
+    functions.normalise_of(
+        *(x.dtype == torch.bfloat16, dtype == torch.bfloat16, x.data_ptr(), weight.data_ptr(), rows, width, epsilon),
+        *(out.data_ptr(), scales.data_ptr(), torch.get_num_threads()),
+    )
+    return out, scales
+
+
+def normalise_back(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [..., H], in its dtype, and of weight f32[H] from that of `normalise`'s result."""
+    functions, width = _functions(), x.shape[-1]
+    assert functions is not None
+    rows = x.numel() // width
+    of_x, addends = torch.empty_like(x), torch.empty(-(-rows // _GRADIENT_ROWS), width)
+    functions.normalise_back_of(
+        *(x.dtype == torch.bfloat16, grad.dtype == torch.bfloat16, x.data_ptr(), weight.data_ptr(), scales.data_ptr()),
+        *(grad.data_ptr(), rows, width, of_x.data_ptr(), addends.data_ptr(), torch.get_num_threads()),
+    )
+    return of_x, addends.sum(0)
+
+
+def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) · up, contiguous tensors of one shape and dtype."""
+    functions, out = _functions(), torch.empty_like(gate)
+    assert functions is not None
+    functions.gate_silu_of(
+        *(gate.dtype == torch.bfloat16, gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def gate_silu_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up from that of silu(gate) · up."""
+    functions, of_gate, of_up = _functions(), torch.empty_like(gate), torch.empty_like(up)
+    assert functions is not None
+    functions.gate_silu_back_of(
+        *(gate.dtype == torch.bfloat16, gate.data_ptr(), up.data_ptr(), grad.data_ptr(), gate.numel()),
+        *(of_gate.data_ptr(), of_up.data_ptr(), torch.get_num_threads()),
+    )
+    return of_gate, of_up
 
 
 @dataclass(frozen=True, slots=True)

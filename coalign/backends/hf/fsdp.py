@@ -57,6 +57,7 @@ from coalign.backends.routers import RouterCoefficients, RouterTotals
 from coalign.backends.vision import ImageEmbedder, list_placeholders, name_parts
 from coalign.config.errors import located_at
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
+from coalign.cpu.layers import use_kernels
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
 from coalign.devices import keep_generator, seed_generator
@@ -481,6 +482,8 @@ class FSDPModule(HuggingFaceModule):
             self._load_sharded(ranks, self.rows)
         layers = decoder_layers(self.model.model)
         towers = tower_layers(self.model.model)
+        if self.device.type == "cpu" and not self.config.compile:
+            use_kernels(self.model.model)
         if self.config.compile:
             compile_layers(layers)
         elif self._can_use_onednn() and kernels.is_onednn_faster():

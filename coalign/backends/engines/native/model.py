@@ -42,6 +42,7 @@ from coalign.backends.pretrained import MIXERS, choose_attention
 from coalign.backends.routers import Routers
 from coalign.backends.vision import ImageEmbedder, install_embeddings
 from coalign.backends.vision_language import find_body
+from coalign.cpu.layers import use_kernels
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import TOKEN_COLUMNS, ImageSpan
 
@@ -71,6 +72,8 @@ class NativeModel(MetaModel):
         more = {"trust_remote_code": trust_remote_code, "images": images}
         super().__init__(config, refusal, dtype=dtype, device=device, attention=NAME, **more)
         self.linears = replace_linears(self.module)
+        if self.device.type == "cpu":
+            use_kernels(self.module)
         self._packings = 0  # contexts of ``packed`` that are open
 
     def check(self) -> None:
