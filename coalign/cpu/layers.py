@@ -45,6 +45,8 @@ class KernelRMSNorm(nn.Module):
         dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
         if torch.is_autocast_enabled("cpu"):  # what reads it are linear layers, which would round it
             dtype = torch.get_autocast_dtype("cpu")
+        if not torch.is_grad_enabled():
+            return operations.normalise(hidden_states, self.weight, self.kernel_epsilon, dtype)[0]
         return cast(Tensor, RMSNormKernel.apply(hidden_states, self.weight, self.kernel_epsilon, dtype))
 
 
@@ -59,7 +61,8 @@ class KernelMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         if operations.has_kernel(gate, up):
-            return self.down_proj(SiluGateKernel.apply(gate, up))
+            gated = SiluGateKernel.apply(gate, up) if torch.is_grad_enabled() else operations.gate_silu(gate, up)
+            return self.down_proj(gated)
         return self.down_proj(self.act_fn(gate) * up)
 
 
@@ -121,7 +124,7 @@ class RMSNormKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
         x = x.contiguous()
-        out, scales = operations.normalise(x, weight.float().contiguous(), epsilon, dtype)
+        out, scales = operations.normalise(x, weight, epsilon, dtype)
         ctx.save_for_backward(x, weight, scales)
         return out
 
@@ -129,7 +132,7 @@ class RMSNormKernel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scales = ctx.saved_tensors
-        of_x, of_weight = operations.normalise_back(x, weight.float().contiguous(), scales, grad.contiguous())
+        of_x, of_weight = operations.normalise_back(x, weight, scales, grad.contiguous())
         return of_x, of_weight.to(weight.dtype), None, None
 
 
@@ -138,12 +141,10 @@ class SiluGateKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         return operations.gate_silu(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return operations.gate_silu_back(gate, up, grad.contiguous())
+        return operations.gate_silu_back(*ctx.saved_tensors, grad)

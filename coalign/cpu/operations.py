@@ -41,13 +41,12 @@ _SIGNATURES = {
 
 def has_kernel(*tensors: Tensor) -> bool:
     """Whether the kernels compute with these tensors: on the CPU, of one dtype that they know, and compiled at all."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    return len(dtypes) == 1 and has_layer_kernel(*tensors)
+    return all(tensor.dtype == tensors[0].dtype for tensor in tensors) and has_layer_kernel(*tensors)
 
 
 def has_layer_kernel(*tensors: Tensor) -> bool:
     """Whether the kernels compute with these tensors, whatever the dtype of each, as far as they know it."""
-    return {tensor.dtype for tensor in tensors} <= set(DTYPES) and has_copy_kernel(*tensors)
+    return all(tensor.dtype in DTYPES for tensor in tensors) and has_copy_kernel(*tensors)
 
 
 def has_copy_kernel(*tensors: Tensor) -> bool:
@@ -160,9 +159,10 @@ def turn_into_errors(
 
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return weight f32[H] · x [..., H] · s in ``dtype``, and s = 1 / √(mean(x²) + ε) f32[rows]; contiguous tensors."""
+    """Return weight [H] · x [..., H] · s in ``dtype``, and s = 1 / √(mean(x²) + ε) f32[rows]."""
     functions, width = _functions(), x.shape[-1]
     assert functions is not None
+    x, weight = x.contiguous(), weight.float().contiguous()
     rows = x.numel() // width
     out, scales = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
     functions.normalise_of(
@@ -173,9 +173,11 @@ def normalise(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> 
 
 
 def normalise_back(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [..., H], in its dtype, and of weight f32[H] from that of `normalise`'s result."""
+    """Return the gradients of x [..., H], in its dtype, and of weight [H], in float32, from that of `normalise`'s
+    result. x and that gradient are contiguous."""
     functions, width = _functions(), x.shape[-1]
     assert functions is not None
+    weight = weight.float().contiguous()
     rows = x.numel() // width
     of_x, addends = torch.empty_like(x), torch.empty(-(-rows // _GRADIENT_ROWS), width)
     functions.normalise_back_of(
@@ -186,9 +188,11 @@ def normalise_back(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor) -> t
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) · up, contiguous tensors of one shape and dtype."""
-    functions, out = _functions(), torch.empty_like(gate)
+    """Return silu(gate) · up, both of one shape and dtype."""
+    functions = _functions()
     assert functions is not None
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
     functions.gate_silu_of(
         *(gate.dtype == torch.bfloat16, gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr()),
         torch.get_num_threads(),
@@ -198,8 +202,10 @@ def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def gate_silu_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up from that of silu(gate) · up."""
-    functions, of_gate, of_up = _functions(), torch.empty_like(gate), torch.empty_like(up)
+    functions = _functions()
     assert functions is not None
+    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     functions.gate_silu_back_of(
         *(gate.dtype == torch.bfloat16, gate.data_ptr(), up.data_ptr(), grad.data_ptr(), gate.numel()),
         *(of_gate.data_ptr(), of_up.data_ptr(), torch.get_num_threads()),
