@@ -22,7 +22,10 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the children of an MLP 
 
 
 def use_kernels(model: nn.Module) -> None:
-    """Let every RMSNorm and every MLP with a SiLU gate of ``model`` compute by kernels, where there are any."""
+    """Let every RMSNorm and every MLP with a SiLU gate of ``model`` compute by kernels, where there are any.
+
+    Call it before the model is sharded. Its parameters may be on the meta device.
+    """
     if load_kernels() is None:
         return
     for module in model.modules():
@@ -78,8 +81,8 @@ def find_epsilon(module: nn.Module) -> float | None:
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or list(module.children()):
         return None
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, len(parameters["weight"]), generator=generator)
-    rows *= torch.tensor([[1.0], [1e-2], [1e-3]])  # where the mean is small ε shows
+    rows = torch.randn(3, len(parameters["weight"]), generator=generator, device="cpu")
+    rows *= torch.tensor([[1.0], [1e-2], [1e-3]], device="cpu")  # where the mean is small ε shows
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         probe = copy.deepcopy(module).to_empty(device="cpu").float()
         weight = probe.get_parameter("weight").uniform_(0.5, 1.5, generator=generator)
@@ -101,7 +104,7 @@ def is_silu_mlp(module: nn.Module) -> bool:
     probe = copy.copy(module)
     stand_ins = {"gate_proj": _Scale(2.0), "up_proj": _Scale(-3.0), "down_proj": _Scale(0.5)}
     probe._modules = {**module._modules, **stand_ins}
-    x = torch.linspace(-4, 4, 33)
+    x = torch.linspace(-4, 4, 33, device="cpu")
     with torch.no_grad():
         try:
             return torch.allclose(probe(x), 0.5 * F.silu(2 * x) * (-3 * x), rtol=1e-5)

@@ -25,7 +25,7 @@ from coalign.files import find_cache
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-COMPILERS = ("c++", "g++", "clang++")  # the first that is there, if CXX is not set
+COMPILERS = ("g++", "c++")  # the first that is there, if CXX is not set; what clang makes needs another OpenMP library
 OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 SECONDS = 120  # that the compiler may take
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")

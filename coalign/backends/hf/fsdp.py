@@ -354,6 +354,8 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
     def _wrap(self, model: PreTrainedModel, rows: str) -> PackedModel:
         self.check_model(model, self.config, self.context.model)
         lora.check_separate(model, self.context)
+        if self.device.type == "cpu" and not self.config.compile:
+            use_kernels(model)
         if self.config.frozen:
             model.requires_grad_(False)
         elif self.config.activation_checkpointing:
@@ -482,8 +484,6 @@ class FSDPModule(HuggingFaceModule):
             self._load_sharded(ranks, self.rows)
         layers = decoder_layers(self.model.model)
         towers = tower_layers(self.model.model)
-        if self.device.type == "cpu" and not self.config.compile:
-            use_kernels(self.model.model)
         if self.config.compile:
             compile_layers(layers)
         elif self._can_use_onednn() and kernels.is_onednn_faster():
