@@ -17,7 +17,7 @@ from typing import Any
 import coalign
 
 PACKAGE = Path(coalign.__file__).parent
-LEFT_OUT = ("backends/engines/", "data/", "weights/", "engine/hooks/", "report/", "memory.py")
+LEFT_OUT = ("backends/engines/", "cpu/", "data/", "weights/", "engine/hooks/", "report/", "memory.py")
 KERNELS = ("algorithms/logprobs.py", "backends/attention.py")
 
 
