@@ -7,6 +7,7 @@ forward of the layers of a model that compute just this. It finds them by what t
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import cache
 from typing import Any, cast
 
@@ -80,6 +81,8 @@ def find_epsilon(module: nn.Module) -> float | None:
     parameters = dict(module.named_parameters(recurse=False))
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or list(module.children()):
         return None
+    if not _takes_one(module):  # a gate, say, which is None by default
+        return None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, len(parameters["weight"]), generator=generator, device="cpu")
     rows *= torch.tensor([[1.0], [1e-2], [1e-3]], device="cpu")  # where the mean is small ε shows
@@ -99,7 +102,7 @@ def find_epsilon(module: nn.Module) -> float | None:
 
 def is_silu_mlp(module: nn.Module) -> bool:
     """Whether a layer computes down(silu(gate(x)) · up(x)) with its children of these names."""
-    if set(dict(module.named_children())) != MLP:
+    if set(dict(module.named_children())) != MLP or not _takes_one(module):
         return False
     probe = copy.copy(module)
     stand_ins = {"gate_proj": _Scale(2.0), "up_proj": _Scale(-3.0), "down_proj": _Scale(0.5)}
@@ -110,6 +113,11 @@ def is_silu_mlp(module: nn.Module) -> bool:
             return torch.allclose(probe(x), 0.5 * F.silu(2 * x) * (-3 * x), rtol=1e-5)
         except Exception:  # see above
             return False
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether a layer's forward takes one argument and no other."""
+    return len(inspect.signature(module.forward).parameters) == 1
 
 
 class _Scale(nn.Module):

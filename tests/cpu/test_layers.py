@@ -109,6 +109,13 @@ class GatedNorm(LlamaRMSNorm):
         return super().forward(hidden_states) * gate
 
 
+class PerhapsGatedNorm(LlamaRMSNorm):
+    """As Mamba's: without a gate it is an RMSNorm."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * gate)
+
+
 class OtherMLP(LlamaMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
@@ -117,7 +124,14 @@ class OtherMLP(LlamaMLP):
 def test_layers_that_compute_something_else_stay():
     gelu = copy.copy(CONFIG)
     gelu.hidden_act = "gelu"
-    others = [OtherNorm(24), GatedNorm(24), GemmaRMSNorm(24), nn.LayerNorm(24), nn.LayerNorm(24, bias=False)]
+    others = [
+        OtherNorm(24),
+        GatedNorm(24),
+        PerhapsGatedNorm(24),
+        GemmaRMSNorm(24),
+        nn.LayerNorm(24),
+        nn.LayerNorm(24, bias=False),
+    ]
     others += [OtherMLP(CONFIG), LlamaMLP(gelu), GemmaMLP(gelu), nn.Linear(24, 24), ACT2FN["silu"], nn.PReLU(24)]
     for layer in others:
         before = type(layer)
