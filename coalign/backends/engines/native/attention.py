@@ -220,7 +220,7 @@ class SingleTokenAttention:
         shared = heads // groups
         q = F.pad(query[0].transpose(0, 1).reshape(batch, groups, shared, -1), (0, 0, 0, -shared % 4))
         out = settings.attend(q, keys, values, self._mask(settings.window, query.dtype))
-        return out[:, :, :shared].reshape(1, batch, heads, -1)
+        return out[:, :, :shared].reshape(1, batch, heads, -1).contiguous()  # some models take views of it
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [B, 1, 1, columns]: a token sees its past, at most ``window`` tokens of it."""
