@@ -158,4 +158,5 @@ class SiluGateKernel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return operations.gate_silu_back(*ctx.saved_tensors, grad)
+        gate, up = ctx.saved_tensors
+        return operations.gate_silu_back(gate, up, grad)
