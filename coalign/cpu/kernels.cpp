@@ -41,7 +41,7 @@ inline void store(BFloat16 &to, float x) {  // rounds to the nearest, ties to ev
 }
 
 // e^x within 8e-8 of it; 0 where it would be subnormal. Written out, so that loops over it become vector
-// instructions with every compiler, and with the same bits.
+// instructions with every compiler.
 inline float exp_(float x) {
     const float shift = 12582912.0f;  // 1.5 · 2^23: adding it leaves the nearest integer in the low bits
     float shifted = x * 1.442695041f + shift;
@@ -563,6 +563,7 @@ void turn_into_errors_of(int bfloat16, void *products, int64_t rows, int64_t cou
     };
     bfloat16 ? call(static_cast<BFloat16 *>(products)) : call(static_cast<float *>(products));
 }
+
 void normalise_of(int x_bfloat16, int out_bfloat16, const void *x, const float *weight, int64_t rows, int64_t width,
                   float epsilon, void *out, float *scales, int threads) {
     auto call = [&](auto *x, auto *out) { normalise(x, weight, rows, width, epsilon, out, scales, threads); };

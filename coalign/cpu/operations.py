@@ -75,8 +75,7 @@ def attend_tokens(
     i64[2, T]: a slot whose first keys and values are those of the token's own, and how many; reading them once for
     several tokens saves time. ``window``: the most tokens that one sees, itself included. ``softcap``: of the scores.
     """
-    functions = _functions()
-    assert functions is not None  # has_kernel says so
+    functions = _kernels()
     inputs = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, *(new or ()))]
     q, (k, v) = inputs[0], inputs[1:] or (keys[0, :, :, None], values[0, :, :, None])
     _, heads, rows, width = q.shape
@@ -100,8 +99,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
 
     Returns tokens i64[B] and their log-probs f32[B]. Logits that are no numbers give a log-prob of nan.
     """
-    functions = _functions()
-    assert functions is not None
+    functions = _kernels()
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, size = logits.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
@@ -126,8 +124,7 @@ def add_tile(
     The logit z is inner · product, or outer · tanh(inner · product). ``targets`` i64[M]. ``sums``, f32[M] each, change
     in place: the highest z so far, Σ exp(z - highest), if wanted Σ exp(z - highest) · (z - highest), the target's z.
     """
-    functions = _functions()
-    assert functions is not None
+    functions = _kernels()
     functions.add_tile_of(
         *(products.dtype == torch.bfloat16, products.data_ptr(), *products.shape, inner, outer or 0.0),
         *(targets.data_ptr(), start, *(None if x is None else x.data_ptr() for x in sums), torch.get_num_threads()),
@@ -149,8 +146,7 @@ def turn_into_errors(
     ``grad`` f32[M] is the gradient of the log-probs, by which the result is divided unless there is ``entropy``: the
     gradient of the entropy f32[M], and the entropy itself. ``normaliser`` f32[M]: the log-sum-exp.
     """
-    functions = _functions()
-    assert functions is not None
+    functions = _kernels()
     of_entropy = (None, None) if entropy is None else (entropy[0].data_ptr(), entropy[1].data_ptr())
     functions.turn_into_errors_of(
         *(products.dtype == torch.bfloat16, products.data_ptr(), *products.shape, inner, outer or 0.0),
@@ -160,8 +156,7 @@ def turn_into_errors(
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return weight [H] · x [..., H] · s in ``dtype``, and s = 1 / √(mean(x²) + ε) f32[rows]."""
-    functions, width = _functions(), x.shape[-1]
-    assert functions is not None
+    functions, width = _kernels(), x.shape[-1]
     x, weight = x.contiguous(), weight.float().contiguous()
     rows = x.numel() // width
     out, scales = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
@@ -175,8 +170,7 @@ def normalise(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> 
 def normalise_back(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [..., H], in its dtype, and of weight [H], in float32, from that of `normalise`'s
     result. x and that gradient are contiguous."""
-    functions, width = _functions(), x.shape[-1]
-    assert functions is not None
+    functions, width = _kernels(), x.shape[-1]
     weight = weight.float().contiguous()
     rows = x.numel() // width
     of_x, addends = torch.empty_like(x), torch.empty(-(-rows // _GRADIENT_ROWS), width)
@@ -189,8 +183,7 @@ def normalise_back(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor) -> t
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) · up, both of one shape and dtype."""
-    functions = _functions()
-    assert functions is not None
+    functions = _kernels()
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     functions.gate_silu_of(
@@ -202,8 +195,7 @@ def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def gate_silu_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up from that of silu(gate) · up."""
-    functions = _functions()
-    assert functions is not None
+    functions = _kernels()
     gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     functions.gate_silu_back_of(
@@ -239,8 +231,7 @@ def copy_blocks(pairs: Sequence[tuple[Tensor, Tensor]], shares: ChecksumShares, 
 def _copy_blocks(
     blocks: Sequence[Tensor | np.ndarray], targets: Sequence[Tensor] | None, shares: ChecksumShares, threads: int
 ) -> list[int]:
-    functions, count = _functions(), len(blocks)
-    assert functions is not None
+    functions, count = _kernels(), len(blocks)
     addresses = lambda arrays: (_ADDRESS * count)(*map(_find_address, arrays))  # noqa: E731
     sums = (ctypes.c_uint64 * count)()
     functions.copy_blocks_of(
@@ -253,6 +244,12 @@ def _copy_blocks(
 
 def _find_address(data: Tensor | np.ndarray) -> int:
     return data.data_ptr() if isinstance(data, Tensor) else data.ctypes.data
+
+
+def _kernels() -> ctypes.CDLL:
+    functions = _functions()
+    assert functions is not None, "has_kernel says whether there are any"
+    return functions
 
 
 @cache
