@@ -72,6 +72,11 @@ class Status(IntEnum):
     ERROR = 2
     PARTIAL = 3
 
+    @property
+    def label(self) -> str:
+        """The name in files: `truncated`."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 from unittest.mock import patch
 
 import torch
@@ -45,7 +45,7 @@ from coalign.backends.vision_language import (
     has_towers,
     list_weight_names,
 )
-from coalign.config.schema import ImagesConfig, ModelConfig
+from coalign.config.schema import ImagesConfig, ModelConfig, ScoreAt
 from coalign.data.images.files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
@@ -60,6 +60,7 @@ OWN_ATTENTION = (
     "{} does not call transformers' attention interface, so it cannot compute packed sequences; set `rows: padded` "
     "(docs/backends.md)"
 )
+TRAINED_AT: ScoreAt = "last_trained"  # the token whose score the recipes train
 MIXERS = {"full_attention", "sliding_attention"}
 
 
@@ -95,7 +96,18 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         text.rescale_every = 0
     if config.head != "lm":
         hf.num_labels = 1
+    if config.head == "reward" and not config.frozen:
+        hf.score_at = TRAINED_AT
     return hf
+
+
+def find_score_at(config: ModelConfig, hf: PretrainedConfig) -> ScoreAt:
+    """Where the score of a conversation is read: as the settings say, else the model's config.json, else where
+    Coalign trains it. ValueError for a value in config.json that is none."""
+    said = config.score_at or getattr(hf, "score_at", TRAINED_AT)
+    if said not in get_args(ScoreAt):
+        raise ValueError(f"{config.load}/config.json: score_at: {said!r} is none of {', '.join(get_args(ScoreAt))}")
+    return cast(ScoreAt, said)
 
 
 def get_directory(config: ModelConfig) -> Path:
@@ -316,6 +328,8 @@ def save_config(config: ModelConfig, dir: str | Path) -> None:
     """Write config.json and tokenizer, beside weights that something else writes."""
     hf = json.loads((get_directory(config) / "config.json").read_text(encoding="utf-8"))
     hf |= {"dtype": config.dtype}
+    if config.head == "reward" and not config.frozen:
+        hf |= {"score_at": TRAINED_AT}
     if config.head != "lm":
         kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
         hf |= {"architectures": [kind], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

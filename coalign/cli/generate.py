@@ -26,6 +26,10 @@ Template = Annotated[str, typer.Option(help="`auto`, `none`, a training template
 TemplateArguments = Annotated[
     str | None, typer.Option(help="Arguments of the chat template, as in YAML: `{enable_thinking: false}`.")
 ]
+ScoreAt = Annotated[
+    Literal["last_trained", "end_of_text"] | None,
+    typer.Option(help="Where the reward model's score is read; default: as its config.json says, else `last_trained`."),
+]
 Seed = Annotated[int, typer.Option(min=0)]
 Images = Annotated[bool, typer.Option("--images", help="Read images, with a model that sees (docs/images.md).")]
 ImageRoot = Annotated[Path | None, typer.Option(help="Folder of image files that requests may name; implies --images.")]
@@ -60,6 +64,7 @@ def generate(
     reward_template: Annotated[
         str, typer.Option(help="The reward model's chat template: `auto`, `none`, or a Jinja file.")
     ] = "auto",
+    reward_score_at: ScoreAt = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,
@@ -91,6 +96,7 @@ def generate(
         reward=_reward_sections(reward),
         reward_model=reward_model,
         reward_template=reward_template,
+        reward_score_at=reward_score_at,
         prompt_key=key,
         chat_template=chat_template,
         chat_template_kwargs=_read_template_arguments(chat_template_kwargs),
@@ -120,6 +126,7 @@ def score(
     response_key: Annotated[str, typer.Option(help="The response's key in the input.")] = "response",
     images: Images = False,
     chat_template: Template = "auto",
+    score_at: ScoreAt = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
 ):
@@ -138,6 +145,7 @@ def score(
         reward=[RewardConfig.model_validate(section) for section in _reward_sections(reward)],
         reward_model=str(model) if model else None,
         reward_template=chat_template,
+        reward_score_at=score_at,
         dtype=dtype,
         device=device,
     )
@@ -208,6 +216,7 @@ def serve_reward(
     chat_template: Annotated[
         str | None, typer.Option(help="The reward model's: `auto` (default), `none`, or a Jinja file.")
     ] = None,
+    score_at: ScoreAt = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default) or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto (default; see `coalign generate`), cpu, cuda.")] = None,
 ):
@@ -221,6 +230,7 @@ def serve_reward(
         "reward": _reward_sections(reward) or None,
         "reward_model": str(model) if model else None,
         "reward_template": chat_template,
+        "reward_score_at": score_at,
         "host": host,
         "port": port,
         "api_key_env": api_key_env,

@@ -110,7 +110,7 @@ def _make_record(sample: Sample) -> JsonRecord:
         "response": sample.response,
         "group": sample.group,
         "index": sample.index,
-        "status": sample.status.name.lower(),
+        "status": sample.status.label,
         "tokens": int(sample.loss_mask.sum()),
         "logprob": float(sample.logprobs.sum()),
     }
@@ -127,6 +127,7 @@ def _score(records: list[JsonRecord], judge: ResponseJudge, config: GenerateConf
             index=r["index"],
             tokens=r["tokens"],
             tools=reader.tools(r),
+            truncated=r["status"] == Status.TRUNCATED.label,
         )
         for r in records
     ]
@@ -148,7 +149,7 @@ def _keep(records: list[JsonRecord], config: GenerateConfig) -> list[JsonRecord]
 def _count_results(partial: RecordStream, has_judge: bool) -> dict[str, float]:
     records = [record for unit in partial.units() for record in unit]
     tokens = sum(record["tokens"] for record in records)
-    truncated = sum(record["status"] == Status.TRUNCATED.name.lower() for record in records)
+    truncated = sum(record["status"] == Status.TRUNCATED.label for record in records)
     counts: dict[str, float] = {"responses": len(records), "tokens": tokens, "truncated": truncated}
     if has_judge:
         counts |= {name: value for name, value in summarise_scores(records).items() if name != "rows"}

@@ -20,7 +20,7 @@ from coalign.engine.reward import build_terms, combine
 from coalign.hub import fetch_model
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context
-from coalign.types import Sample
+from coalign.types import Sample, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class ResponseToScore:
     """A response (the messages that follow the prompt) to score; ``row`` is what a reward function may compare with.
 
     Neighbours of one ``group`` answer the same prompt. ``tokens`` counts those of the response (0: unknown). ``text``
-    is the whole conversation if it was rendered already; a reward model then reads it without its template.
+    is the whole conversation if it was rendered already; a reward model then reads it without its template. One that
+    was ``truncated`` has no end of turn.
     """
 
     prompt: list[Message]
@@ -39,6 +40,7 @@ class ResponseToScore:
     tokens: int = 0
     tools: list[dict[str, Any]] | None = None
     text: str | None = None
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class RewardFunctionJudge(ResponseJudge):
 
 
 class RewardModelJudge(ResponseJudge):
-    """A reward model: its head's value at the last token of the conversation, as its own template renders it."""
+    """A reward model: its head's value at the end of the conversation (`reward_score_at`), in its own template."""
 
     def __init__(self, config: JudgeConfig, images: ImagesConfig | None = None) -> None:
         """Raises ValueError if the directory has no reward head, or its tokenizer no template."""
@@ -163,6 +165,7 @@ class RewardModelJudge(ResponseJudge):
             dtype=config.dtype,
             max_tokens_per_micro=config.reward_tokens,
             chat_template=config.reward_template,
+            score_at=config.reward_score_at,
             vision=None if images is None else VisionConfig(),
         )
         fetch_model(model)
@@ -195,7 +198,7 @@ class RewardModelJudge(ResponseJudge):
     def _read(self, answer: ResponseToScore) -> TokenizedConversation:
         if answer.text is not None:
             return self._reader.read_rendered(answer.text)
-        return self._reader.read([*answer.prompt, *answer.response], answer.tools)
+        return self._reader.read([*answer.prompt, *answer.response], answer.tools, truncated=answer.truncated)
 
 
 def _make_sample(answer: ResponseToScore) -> Sample:
@@ -211,4 +214,5 @@ def _make_sample(answer: ResponseToScore) -> Sample:
         raw_response=response,
         messages=[*answer.prompt, *answer.response],
         meta=answer.row,
+        status=Status.TRUNCATED if answer.truncated else Status.OK,
     )

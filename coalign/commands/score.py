@@ -17,6 +17,7 @@ from coalign.data.messages import Message, parse_response
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, FileRows, open_rows
 from coalign.report.display import Display
+from coalign.types import Status
 
 CHUNK = 256  # rows that are scored, and kept, together
 
@@ -77,11 +78,11 @@ class RowToScore:
                 return RowWithResponses(row, {})
             raise ValueError(f"{self.rows.where(self.number)}: {error}") from error
         index, tokens = (row[key] if isinstance(row.get(key), int) else 0 for key in ("index", "tokens"))
-        tools = self.reader.tools(row)
+        tools, truncated = self.reader.tools(row), row.get("status") == Status.TRUNCATED.label
         return RowWithResponses(
             row,
             {
-                name: ResponseToScore(prompt, response, row, self.group, index, tokens, tools)
+                name: ResponseToScore(prompt, response, row, self.group, index, tokens, tools, truncated=truncated)
                 for name, (prompt, response) in texts.items()
             },
         )

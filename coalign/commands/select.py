@@ -15,7 +15,6 @@ from coalign.data.sources import BadRow, FileRows, is_number, open_rows
 from coalign.files import write_atomically
 from coalign.types import Status
 
-TRUNCATED = Status.TRUNCATED.name.lower()
 READER = RowReader(DataConfig(), SourceConfig(path=""))
 
 
@@ -150,7 +149,7 @@ def _group_responses(config: SelectConfig, counts: Counter[str]) -> dict[str, li
             members = groups.setdefault(json.dumps([path, row["group"]] if "group" in row else prompt), [])
             if row["score"] is None:
                 counts["unscored"] += 1
-            elif config.truncated == "drop" and row.get("status") == TRUNCATED:
+            elif config.truncated == "drop" and row.get("status") == Status.TRUNCATED.label:
                 counts["truncated"] += 1
             else:
                 members.append(ScoredResponse(row["score"], rows, number))

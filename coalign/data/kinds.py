@@ -102,21 +102,22 @@ def count_shared_tokens(encoded: Iterable[tuple[list[int], list[bool]]]) -> int:
 class PromptEncoder(RowEncoder):
     """Encodes rows as prompts to continue.
 
-    The row gets these keys: ``prompt`` (its plain text, without the template), ``messages`` (as the template received
-    them), ``answer`` (the reference answer, if the row has one), ``_source`` and ``_row``.
+    The row gets these keys: ``prompt`` (its plain text, without the template), ``messages`` and ``tools`` (as the
+    template received them), ``answer`` (the reference answer, if the row has one), ``_source`` and ``_row``.
     """
 
     keys = "`prompt`, and `answer` for most rewards"
     longest = "max_prompt_tokens"
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
-        messages = self.reader.prompt(row)
-        tokens = self.template.prompt(messages, self.reader.tools(row))
+        messages, tools = self.reader.prompt(row), self.reader.tools(row)
+        tokens = self.template.prompt(messages, tools)
         if not tokens:
             raise BadRow("the prompt has no tokens", "empty")
         reference = self.reader.reference(row)
         answer = {} if reference is None else {"answer": reference}
-        row = row | {"prompt": format_prompt(messages), "messages": messages} | answer
+        shown = {"tools": tools} if tools else {}
+        row = row | {"prompt": format_prompt(messages), "messages": messages} | shown | answer
         return [Example(tokens, row, images=self.locate_images(tokens, messages))]
 
 

@@ -76,6 +76,13 @@ def is_tokenized_alike(model: ModelConfig, other: str) -> bool:
     return same and len(templates) < 2
 
 
+def is_scored_at_end_of_text(model: ModelConfig) -> bool:
+    """Whether the settings or the model's config.json have its score read behind the end of the last turn."""
+    file = find_directory(model.load or ".") / "config.json"
+    said = read_json_object(file).get("score_at") if file.is_file() else None
+    return (model.score_at or said) == "end_of_text"
+
+
 def find_chat_template(directory: Path) -> str | None:
     """Return the chat template of a tokenizer's directory, several ones as JSON; None if it has none."""
     file = directory / "chat_template.jinja"

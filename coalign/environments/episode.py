@@ -179,7 +179,7 @@ class Episode:
         self.prompt_length = 0
         self._prompt, self._prompt_images = list(prompt), tuple(images)
         self._render_prompt = False  # from the messages; otherwise the tokens of `prompt` are used
-        self._tools: Tools | None = parse_tools(row["tools"], "tools") if row.get("tools") else None
+        self.tools: Tools | None = parse_tools(row["tools"], "tools") if row.get("tools") else None
         self._new_messages: list[Message] = []  # since the last turn, not in the log yet
         self._new_tokens: list[int] = []  # likewise
         self._answer: list[int] | None = None  # tokens of the last turn
@@ -220,7 +220,7 @@ class Episode:
         if self._answer is not None:
             raise RuntimeError("Episode.begin comes before the first turn; later, messages are added with `say`")
         self.messages = self.messages if messages is None else self._rendering.read_images(messages)
-        self._tools = self._tools if tools is None else tools
+        self.tools = self.tools if tools is None else tools
         self._render_prompt = True
 
     def say(self, *messages: Message) -> None:
@@ -357,10 +357,10 @@ class Episode:
         if self._answer is not None and not anew:
             tokens, images = [], ()
             if self._new_messages:
-                tokens, images = self._rendering.render_messages(self._answer, self._new_messages, self._tools)
+                tokens, images = self._rendering.render_messages(self._answer, self._new_messages, self.tools)
         elif anew or self._new_messages or self._render_prompt:
             keep = KEEPS_SPECIAL_TOKENS in self.row
-            tokens, images = self._rendering.render_prompt(self.messages, self._tools, keep)
+            tokens, images = self._rendering.render_prompt(self.messages, self.tools, keep)
         return tokens + self._new_tokens, images
 
     async def _respond(self, limit: int, stop: Sequence[str] | None) -> Turn:

@@ -26,7 +26,7 @@ from coalign.data.kinds import KINDS
 from coalign.engine.engine import Engine
 from coalign.engine.filters import check_limits
 from coalign.engine.reward import list_reward_models, list_reward_parts
-from coalign.engine.vocabulary import find_tokenizer_name, is_tokenized_alike
+from coalign.engine.vocabulary import find_tokenizer_name, is_scored_at_end_of_text, is_tokenized_alike
 from coalign.environments.conversation import find_environment
 from coalign.environments.loop import EnvironmentFunction
 from coalign.launch import validate
@@ -274,7 +274,8 @@ def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dic
 def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> dict[str, ModelConfig]:
     """Return the settings of the models that compute the parts of a reward. ConfigError for a function's arguments.
 
-    They are frozen. One that cannot read the policy's tokens gets a chat template, to read text.
+    They are frozen. One that cannot read the policy's tokens gets a chat template, to read text, and so does one whose
+    score is read behind the last of them.
     """
     configs = {}
     for i, part in enumerate(rewards):
@@ -284,7 +285,7 @@ def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> di
             configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward", num_gpu=0)
         elif part.model in config.models:
             model = config.models[part.model]
-            alike = is_tokenized_alike(model, find_tokenizer_name(config)[0])
+            alike = is_tokenized_alike(model, find_tokenizer_name(config)[0]) and not is_scored_at_end_of_text(model)
             template = model.chat_template or (None if alike else "auto")
             configs[part.model] = model.model_copy(update={"frozen": True, "chat_template": template})
     return configs
@@ -311,6 +312,8 @@ def _plan_models(
                 f"models.{name}.chat_template_kwargs: this model reads tokens, no text; the arguments of the policy's "
                 "template are data.chat_template_kwargs"
             )
+        if model.score_at and not (model.frozen and model.head == "reward"):
+            raise ValueError(f"models.{name}.score_at: only a frozen model with head `reward` has its score read")
         with located_at("models", name, "module"):
             module = find_module_class(model)
         learns_by_loss = role is Trainable and _is_trained_by_loss(model, module)

@@ -135,7 +135,8 @@ def test_what_cannot_be_compared_teaches_nothing_and_is_counted(teacher, student
     learned = [bool((~same[(batch.segment == row) & batch["loss_mask"]]).any()) for row in range(3)]
     assert learned == [False, True, False]
     tokens = [int(((batch.segment == row) & batch["loss_mask"]).sum()) for row in range(3)]
-    assert out["teacher/unaligned"].sum == tokens[0] + tokens[2] and out["teacher/cut"].value == 1.0
+    assert out["teacher/unaligned"].sum == tokens[0] + 1 + tokens[2]  # a truncated response has no end to compare
+    assert out["teacher/cut"].value == 1.0
     assert "cannot read 1 of 3 samples" in caplog.text
 
 

@@ -87,10 +87,11 @@ def sampled(*conversations, status=None):
     )
 
 
-def by_itself(judge, messages, last=CONTEXT):
-    """What transformers makes of the judge's own rendering, of its ``last`` tokens."""
+def by_itself(judge, messages, last=CONTEXT, ending="</s>"):
+    """What transformers makes of the judge's own rendering, of its ``last`` tokens; ``ending``: of the last turn."""
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(judge), AutoTokenizer.from_pretrained(judge)
-    tokens = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"][-last:]
+    text = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("</s>") + ending
+    tokens = tokenizer(text)["input_ids"][-last:]
     with torch.no_grad():
         return float(model.score(model.model(torch.tensor([tokens])).last_hidden_state[0, -1]))
 
@@ -134,7 +135,8 @@ def test_rows_keep_their_places(judge, policy):
     batch = sampled(*said, status=[Status.OK, Status.ERROR, Status.PARTIAL, Status.TRUNCATED])
     scores = open_module(judge, policy).forward_step(batch)["reward"]
     assert scores.isnan().tolist() == [False, True, True, False]
-    assert scores[[0, 3]].tolist() == pytest.approx([by_itself(judge, whole(*said[i])) for i in (0, 3)], abs=1e-5)
+    expected = [by_itself(judge, whole(*said[0])), by_itself(judge, whole(*said[3]), ending="")]
+    assert scores[[0, 3]].tolist() == pytest.approx(expected, abs=1e-5)
     assert open_module(judge, policy).forward_step(batch.slice(1, 3))["reward"].isnan().all()
 
 

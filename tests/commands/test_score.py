@@ -49,7 +49,7 @@ LENGTH = [{"fn": "tests.commands.functions:by_length"}]
 
 def expected(judge, messages):
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(judge), AutoTokenizer.from_pretrained(judge)
-    tokens = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"]
+    tokens = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n"))["input_ids"]
     with torch.no_grad():
         return float(model.score(model.model(torch.tensor([tokens])).last_hidden_state[0, -1]))
 

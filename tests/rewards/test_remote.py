@@ -99,7 +99,7 @@ def test_what_else_can_be_sent(caller, service):
 def test_by_default_conversations_and_lengths_go_along(caller, service):
     server = service()
     score(caller, remote(server), [sample("4")])
-    assert set(server.bodies[0]) == {"query", "prompts", "labels", "messages", "tokens"}
+    assert set(server.bodies[0]) == {"query", "prompts", "labels", "messages", "tokens", "tools", "truncated"}
     assert server.bodies[0]["labels"] == [None]
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coalign.backends.base import Module
 from coalign.backends.pretrained import (
+    find_score_at,
     read_config,
     read_context_length,
     read_placeholders,
@@ -30,11 +31,12 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.placeholders import split_images
+from coalign.data.kinds import trim_after_last_trained
 from coalign.data.messages import Message
 from coalign.data.sources import BadRow
 from coalign.data.templates import Tools, is_finished, list_special_tokens, load_template, locate_images, read_samples
 from coalign.roles import Context
-from coalign.types import ImageSpan, Sample, Stat, Total
+from coalign.types import ImageSpan, Sample, Stat, Status, Total
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +92,9 @@ class RetokenizeModule(Module):
         """Read the samples, by number, without those whose messages the template refuses. BadRow if it refuses all."""
         read, refused = {}, []
         for i, sample in enumerate(samples):
+            cut = sample.status == Status.TRUNCATED
             try:
-                read[i] = self.reader.read(sample.messages)
+                read[i] = self.reader.read(sample.messages, sample.meta.get("tools"), truncated=cut)
             except BadRow as error:
                 refused.append(error)
         if refused and not read:
@@ -103,11 +106,13 @@ class RetokenizeModule(Module):
 
 
 class TokenizedConversation(NamedTuple):
-    """Tokens, how many come before the assistant's first, and where images stand in them."""
+    """Tokens up to the one that a score is read at, how many come before the assistant's first, where images stand in
+    them, and which are the assistant's words and the ends of its turns."""
 
     tokens: list[int]
     prompt_length: int = 0
     images: tuple[ImageSpan, ...] = ()
+    mask: list[bool] = []
 
 
 class ConversationReader:
@@ -124,17 +129,25 @@ class ConversationReader:
             config.chat_template_kwargs,
             placeholders=read_placeholders(config, images),
         )
-        limits = (read_context_length(read_config(config)), config.max_tokens_per_micro)
+        hf = read_config(config)
+        limits = (read_context_length(hf), config.max_tokens_per_micro)
         self.longest = min(limit for limit in (*limits, 2**31) if limit)
+        self._score_at = find_score_at(config, hf)
 
-    def read(self, messages: Sequence[Message], tools: Tools | None = None) -> TokenizedConversation:
-        """Raises BadRow if the template refuses the messages, or if an image cannot be used."""
+    def read(
+        self, messages: Sequence[Message], tools: Tools | None = None, *, truncated: bool = False
+    ) -> TokenizedConversation:
+        """Tokenize a conversation; the last message has no end of turn if it was ``truncated``.
+
+        Raises BadRow if the template refuses the messages, or if an image cannot be used.
+        """
         tokens, mask = self._template.conversation(messages, tools)
-        return TokenizedConversation(tokens, mask.index(True), locate_images(self._template, tokens, messages))
-
-    def read_mask(self, messages: Sequence[Message], tools: Tools | None = None) -> list[bool]:
-        """Which of the tokens of ``read`` are the assistant's words and the ends of its turns."""
-        return self._template.conversation(messages, tools)[1]
+        images = locate_images(self._template, tokens, messages)
+        if self._score_at == "last_trained" or truncated:
+            tokens, mask = trim_after_last_trained(tokens, mask)
+        if truncated:
+            tokens, _ = split_end(self.tokenizer, tokens)
+        return TokenizedConversation(tokens, min(mask.index(True), len(tokens)), images, mask[: len(tokens)])
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -145,10 +158,18 @@ class ConversationReader:
         return self._template.guard.is_spelled(messages)
 
     def read_rendered(self, text: str) -> TokenizedConversation:
-        """As ``read``, of a conversation that a template has rendered already. BadRow if it is empty."""
+        """As ``read``, of a conversation that a template has rendered already. BadRow if it is empty.
+
+        What is blank after a special token at its end, as templates write it, comes after the last turn.
+        """
         tokens = self._template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not tokens:
             raise BadRow("there is nothing to read: the text is empty", "empty")
+        if self._score_at == "last_trained":
+            special = list_special_tokens(self.tokenizer)
+            stop = max((i + 1 for i, token in enumerate(tokens) if token in special), default=len(tokens))
+            if not self.tokenizer.decode(tokens[stop:]).strip():
+                tokens = tokens[:stop]
         return TokenizedConversation(tokens)
 
     def pack(self, read: Sequence[TokenizedConversation], groups: Sequence[int]) -> Batch:
@@ -164,7 +185,7 @@ class ConversationReader:
 
 def _cut_left(own: TokenizedConversation, longest: int, bos: int | None) -> TokenizedConversation:
     """Cut off the beginning: the score is read at the end. A BOS stays. An image goes as a whole."""
-    tokens, prompt, spans = own
+    tokens, prompt, spans, mask = own
     drop = max(0, len(tokens) - longest)
     if not drop:
         return own
@@ -173,7 +194,8 @@ def _cut_left(own: TokenizedConversation, longest: int, bos: int | None) -> Toke
         if image[0].start < first + drop < image[-1].stop:
             drop = image[-1].stop - first
     kept = tuple(replace(span, start=span.start - drop) for span in spans if span.start >= first + drop)
-    return TokenizedConversation(tokens[:first] + tokens[first + drop :], max(first, prompt - drop), kept)
+    tokens, mask = (values[:first] + values[first + drop :] for values in (tokens, mask))
+    return TokenizedConversation(tokens, max(first, prompt - drop), kept, mask)
 
 
 Span = tuple[list[int], list[int]]  # places of the student's tokens, and of the teacher's
@@ -211,7 +233,7 @@ class CrossTokenizerModule(RetokenizeModule):
         samples = read_samples(batch.select(rows), self.policy_tokenizer)
         read = self._read(samples)
         fitting = {i: own.tokens for i, own in read.items() if len(own.tokens) <= self.reader.longest}
-        masks = {i: self.reader.read_mask(samples[i].messages) for i in fitting}
+        masks = {i: read[i].mask for i in fitting}
         spans: dict[int, list[Span]] = {}
         for i, tokens in fitting.items():
             student = samples[i].tokens.tolist(), samples[i].loss_mask.tolist()
@@ -265,7 +287,7 @@ def align(student: Any, mine: Sequence[int], teacher: Any, theirs: Sequence[int]
     White space around the text, which a template trims or adds, belongs to the first and the last span. The special
     tokens that end the turn are a span of their own, if both have them.
     """
-    (own, own_end), (other, other_end) = _split_end(student, mine), _split_end(teacher, theirs)
+    (own, own_end), (other, other_end) = split_end(student, mine), split_end(teacher, theirs)
     sides = (student, own), (teacher, other)
     texts = [tokenizer.decode(tokens) for tokenizer, tokens in sides]
     leads = [0 if texts[0] == texts[1] else len(text) - len(text.lstrip()) for text in texts]
@@ -306,7 +328,7 @@ def find_token_ends(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     return ends
 
 
-def _split_end(tokenizer: Any, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+def split_end(tokenizer: Any, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
     """The tokens before the special ones at the end, and these."""
     special, count = list_special_tokens(tokenizer), len(tokens)
     while count and tokens[count - 1] in special:

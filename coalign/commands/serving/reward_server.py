@@ -55,6 +55,8 @@ class RewardRequest(BaseModel):
     messages: ShortList[ShortList[dict[str, Any]]] | None = None
     rows: ShortList[dict[str, Any]] | None = None
     tokens: ShortList[Annotated[int, Field(ge=0, le=_MAX_TOKENS)]] | None = None
+    tools: ShortList[list[dict[str, Any]] | None] | None = None
+    truncated: ShortList[bool] | None = None
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> RewardRequest:
@@ -125,7 +127,9 @@ def _read_response(
         row[label_key] = request.labels[i]
     tokens = request.tokens[i] if request.tokens else 0
     text = None if request.messages else request.query[i]
-    return ResponseToScore(prompt, [response], row, group=i, tokens=tokens, text=text)
+    tools = request.tools[i] if request.tools else None
+    cut = bool(request.truncated and request.truncated[i])
+    return ResponseToScore(prompt, [response], row, i, tokens=tokens, tools=tools, text=text, truncated=cut)
 
 
 def _read_conversation(

@@ -16,7 +16,15 @@ from coalign.config.schema.base import (
     Section,
 )
 from coalign.config.schema.data import DataConfig, ImagesConfig, SourceConfig
-from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig, VisionConfig
+from coalign.config.schema.model import (
+    PARALLEL,
+    EmaConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScoreAt,
+    VisionConfig,
+)
 from coalign.config.schema.pipeline import (
     STAGES,
     GenerateConfig,
@@ -84,6 +92,7 @@ __all__ = [
     "RunConfig",
     "RuntimeConfig",
     "SamplingConfig",
+    "ScoreAt",
     "ScoreConfig",
     "Section",
     "SelectConfig",

@@ -156,6 +156,9 @@ class QuestionsConfig(Function):
     """Show it the images of prompts (`data.images`); false for a judge that reads text alone."""
 
 
+ScoreAt = Literal["last_trained", "end_of_text"]
+
+
 class ModelConfig(Section):
     """One model of the run."""
 
@@ -178,6 +181,10 @@ class ModelConfig(Section):
     model takes `auto` if its tokenizer differs from the policy's, else the policy's tokens, as a teacher does."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(examples=[{"enable_thinking": False}])] = {}
     """Arguments of this model's chat template, where it reads text; the policy's are in `data`."""
+    score_at: ScoreAt | None = None
+    """For a reward model that reads text: the token whose score counts. `last_trained`: the end of the assistant's last
+    turn, as Coalign trains reward models. `end_of_text`: the last token that its template writes, as the cards of many
+    models have it. None: what `score_at` in its config.json says, else `last_trained`."""
     judge: Annotated[QuestionsConfig | None, Field(examples=[{"fn": "pairwise"}])] = None
     """For a language model that scores responses (module `judge` or `preference`): a class of
     coalign.rewards.judge_questions, which asks about responses and converts answers to scores."""

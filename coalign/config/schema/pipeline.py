@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import InputPath, OneOrMore, ResultNeutral, RewardConfig, Section, check_rewards
 from coalign.config.schema.data import DataConfig
+from coalign.config.schema.model import ScoreAt
 from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
 from coalign.config.schema.run import RunConfig
 
@@ -21,6 +22,8 @@ class JudgeConfig(Section):
     """A Hugging Face directory with a reward head; the model uses its own tokenizer."""
     reward_template: str = "auto"
     """The reward model's chat template: `auto` (its tokenizer's), `none`, a Jinja template or a file that holds one."""
+    reward_score_at: ScoreAt | None = None
+    """The token at which the reward model's score is read: see `score_at` of a model."""
     reward_tokens: PositiveInt = 16384
     """Token limit of one forward pass of the reward model."""
     dtype: Literal["float32", "bfloat16"] = "float32"

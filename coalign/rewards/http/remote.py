@@ -23,7 +23,7 @@ from coalign.data.images.rows import send_images
 from coalign.rewards.calls import GiveUp, quote
 from coalign.rewards.http.client import JsonClient, ServiceBusy, Url, hide_query
 from coalign.services import ServiceError
-from coalign.types import Sample
+from coalign.types import Sample, Status
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,8 @@ OPTIONAL: dict[str, Callable[[Sample], Any]] = {
     "responses": lambda sample: sample.response,
     "rows": lambda sample: sample.meta,
     "tokens": lambda sample: int(sample.loss_mask.sum()),
+    "tools": lambda sample: sample.meta.get("tools"),
+    "truncated": lambda sample: sample.status == Status.TRUNCATED,
 }
 
 
@@ -165,7 +167,8 @@ class Remote:
     - ``batch_size``: samples in a request (fewer if fewer are waiting); ``concurrency``: requests at the same time.
     - ``label_key``: the row's key for `labels`; rows without it send null.
     - ``send``: further lists to send: `messages` (the conversation, response included, with its images), `responses`,
-      `tokens` (the number of trained ones) and `rows` (of the data set). `[]` sends only what OpenRLHF does.
+      `tokens` (the number of trained ones), `tools` (that the policy was shown), `truncated` and `rows` (of the data
+      set). `[]` sends only what OpenRLHF does.
     - ``extra``: entries added to the body of every request.
     - ``api_key_env``: the environment variable with a key, which is sent as `Authorization: Bearer …`.
     - ``open_after`` failures in a row, a service gets no call for ``pause`` seconds, then one as a trial.
@@ -188,7 +191,12 @@ class Remote:
         batch_size: PositiveInt = 32,
         concurrency: PositiveInt = 8,
         label_key: str = "answer",
-        send: Sequence[Literal["messages", "responses", "rows", "tokens"]] = ("messages", "tokens"),
+        send: Sequence[Literal["messages", "responses", "rows", "tokens", "tools", "truncated"]] = (
+            "messages",
+            "tokens",
+            "tools",
+            "truncated",
+        ),
         extra: dict[str, Any] | None = None,
         api_key_env: str | None = None,
         open_after: PositiveInt = 5,

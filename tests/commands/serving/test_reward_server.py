@@ -376,7 +376,7 @@ def test_a_reward_model_reads_messages_by_its_template_and_a_query_as_it_is(serv
             return float(model.score(model.model(torch.tensor([tokens])).last_hidden_state[0, -1]))
 
     talks = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": said}] for said in ("2", "three")]
-    texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
+    texts = [tokenizer.apply_chat_template(talk, tokenize=False).rstrip("\n") for talk in talks]
     base = served(reward=[], reward_model=str(reward_model))
     expected = pytest.approx([score(text) for text in texts], abs=1e-4)
     assert ask(base, query=["-", "-"], messages=talks)["rewards"] == expected
