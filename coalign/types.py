@@ -234,7 +234,46 @@ class EffectiveSize:
         return EffectiveSize(float(exact.numel()), exact.sum().item(), exact.square().sum().item())
 
 
-Metric = Stat | Max | Total | EffectiveSize
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Mean and variance of values: ``count``, ``mean``, and the sum of squared deviations from it.
+
+    As a metric its value is the standard deviation of all values that were merged, not a mean of standard deviations.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """The population's; 0 without values."""
+        return (self.squares / self.count) ** 0.5 if self.count else 0.0
+
+    @property
+    def value(self) -> float:
+        return self.std
+
+    def __add__(self, other: Moments) -> Moments:
+        """Merge exactly, without a difference of large numbers (Chan, Golub and LeVeque, 1979)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        difference, share = other.mean - self.mean, other.count / count
+        squares = self.squares + other.squares + difference * difference * self.count * share
+        return Moments(count, self.mean + difference * share, squares)
+
+    @staticmethod
+    def of(values: Tensor) -> Moments:
+        """Measure ``values`` [N]; accumulates in float64."""
+        values = values.detach().double()
+        if not len(values):
+            return Moments()
+        mean = values.mean()
+        return Moments(float(len(values)), mean.item(), (values - mean).square().sum().item())
+
+
+Metric = Stat | Max | Total | EffectiveSize | Moments
 Stats = dict[str, Metric]
 
 

@@ -6,7 +6,6 @@ are f32[T], 0 wherever ``loss_mask`` is False; sums run in float64. Every functi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import comb
 from typing import Any, Literal
 
@@ -322,35 +321,3 @@ def _whiten(values: Tensor) -> Tensor:
 def _spread(values: Tensor, loss_mask: Tensor) -> Tensor:
     """f32[T]: the values at the positions of the trained tokens."""
     return torch.zeros(len(loss_mask), device=values.device).masked_scatter(loss_mask, values.float())
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Mean and variance of values seen so far: ``count``, ``mean``, and the sum of squared deviations from it."""
-
-    count: float = 0.0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    @property
-    def std(self) -> float:
-        """The population's; 0 without values."""
-        return (self.squares / self.count) ** 0.5 if self.count else 0.0
-
-    def __add__(self, other: Moments) -> Moments:
-        """Merge exactly, without a difference of large numbers (Chan, Golub and LeVeque, 1979)."""
-        count = self.count + other.count
-        if not count:
-            return self
-        difference, share = other.mean - self.mean, other.count / count
-        squares = self.squares + other.squares + difference * difference * self.count * share
-        return Moments(count, self.mean + difference * share, squares)
-
-    @staticmethod
-    def of(values: Tensor) -> Moments:
-        """The moments of values [N], in float64."""
-        values = values.double()
-        if not len(values):
-            return Moments()
-        mean = values.mean()
-        return Moments(float(len(values)), mean.item(), (values - mean).square().sum().item())

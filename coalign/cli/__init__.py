@@ -110,13 +110,17 @@ def main() -> None:
 
 
 def _find_user_error(error: Exception) -> BaseException | None:
-    """Return the error if the user can fix it, else None. Of a worker's errors, only those of a model's setup count."""
+    """Return the error if the user can fix it, else None. Of a worker's errors, those of a model's setup and of a
+    person's reward count."""
     problem: BaseException | None = error
     if isinstance(error, RuntimeError):
         from coalign.cluster.future import WorkerError  # slow to import
+        from coalign.rewards.calls import RewardBug
 
         if isinstance(error, WorkerError):
-            problem = error.cause if error.call.method == "setup" else None
+            problem = error.cause if error.call.method == "setup" or isinstance(error.cause, RewardBug) else None
+        if isinstance(problem, RewardBug):
+            return problem
     # A module that is missing inside of other code is a problem of that code's author.
     fixable = isinstance(problem, (ValueError, OSError, ImportError, NotImplementedError))
     return problem if fixable and not isinstance(problem, ModuleNotFoundError) else None

@@ -367,7 +367,7 @@ def apply_columns(
     if others:
         raise ValueError(
             f"{name_of(function)} returned {', '.join(f'{k!r} of type {type(v).__name__}' for k, v in others.items())}"
-            "; expected tensors or lists (columns) and Stat, Max, Total or EffectiveSize (metrics)"
+            "; expected tensors or lists (columns) and Stat, Max, Total, Moments or EffectiveSize (metrics)"
         )
     return columns, metrics
 

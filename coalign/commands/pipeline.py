@@ -42,7 +42,7 @@ from coalign.launch.plan import find_recipe, prepare
 from coalign.launch.run import train
 from coalign.launch.validate import check_reward_lengths
 from coalign.report.display import Display
-from coalign.report.step_line import format_number
+from coalign.report.step_line import format_metric
 from coalign.roles import Trainable
 from coalign.run_files.lock import lock_folder
 
@@ -232,4 +232,4 @@ def _write(record: Path, state: JsonRecord) -> None:
 
 
 def _format_counts(counts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {format_number(value)}" for name, value in counts.items())
+    return ", ".join(f"{name} {format_metric(counts, name)}" for name in counts)

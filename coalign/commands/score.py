@@ -138,7 +138,7 @@ def summarise_scores(records: Iterable[JsonRecord]) -> dict[str, float]:
         if pair and None not in found:
             pairs += 1
             wins += (found[0] > found[1]) + 0.5 * (found[0] == found[1])
-    counts: dict[str, float] = {"rows": rows, "unscored": missing}
+    counts: dict[str, float] = {"rows": rows, "scored": len(scores), "unscored": missing}
     if scores:
         spread = {"std": statistics.pstdev(scores), "min": min(scores), "max": max(scores)}
         counts |= {"mean": statistics.fmean(scores), **spread}

@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import sys
+import sysconfig
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_snake
@@ -24,6 +26,8 @@ from pydantic.errors import PydanticUserError
 from coalign.config.errors import ConfigError, ConfigProblem, describe_error, parse_key, suggest
 
 THIS_PROCESS = "<this process>"  # in place of the module in names of objects that no import finds
+_FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(?! *File ")(.+))?', re.MULTILINE)
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 _objects: dict[str, Any] = {}  # those objects, by the rest of their names
 
 
@@ -226,3 +230,37 @@ def _check_value(value: Any, kind: Any) -> Any:
         return value
     # As JSON, because YAML writes tuples, sets and enumerations as lists or texts.
     return adapter.validate_json(json.dumps(value), strict=True)
+
+
+class TraceFrame(NamedTuple):
+    """A frame in the text of a traceback."""
+
+    file: str
+    line: int
+    function: str
+    source: str
+
+    @property
+    def place(self) -> str:
+        """`my_rewards.py:12`: relative to the working directory where it lies there."""
+        path = Path(self.file)
+        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
+
+
+def find_own_frame(trace: str) -> TraceFrame | None:
+    """Find the last frame of people's own code: no file of Coalign, of an installed package or of Python."""
+    return next((frame for frame in reversed(_list_frames(trace)) if _is_own(frame.file)), None)
+
+
+def find_last_frame(trace: str) -> TraceFrame | None:
+    """Find the last frame in the text of a traceback."""
+    return next(reversed(_list_frames(trace)), None)
+
+
+def _list_frames(trace: str) -> list[TraceFrame]:
+    return [TraceFrame(file, int(line), function, source) for file, line, function, source in _FRAME.findall(trace)]
+
+
+def _is_own(file: str) -> bool:
+    installed = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+    return not file.startswith(installed) and "site-packages" not in file

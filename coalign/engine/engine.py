@@ -282,8 +282,9 @@ class Engine:
 
     def eval_flow(self, prompts: BatchRef) -> Any:
         """Compute metrics on held-out prompts; by default mean@n and pass@k of the policy's rewards."""
-        out = self.policy.generate(prompts, samples=self.config.runtime.eval_samples, **self.eval_sampling)
-        return self.apply(score, out, self.reward.forward_step(out))
+        samples = self.config.runtime.eval_samples
+        out = self.policy.generate(prompts, samples=samples, **self.eval_sampling)
+        return self.apply(score, out, self.reward.forward_step(out), prompts=len(prompts), samples=samples)
 
     def after_step(self, stats: Stats) -> None:
         """Adapt what the recipe keeps from step to step (a KL coefficient, say)."""

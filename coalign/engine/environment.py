@@ -31,7 +31,7 @@ from coalign.data.loader import Loader
 from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
 from coalign.engine.journal import CollectedBundle, Journal, describe_samples, format_groups, list_groups
 from coalign.engine.unfinished import UnfinishedGroups, find_oldest_versions
-from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
+from coalign.types import Max, Metric, Moments, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
@@ -510,7 +510,7 @@ def describe(
         stats["samples/staleness_max"] = Max(float(ages.max()) if len(ages) else 0.0)
     if reward is not None and len(reward):
         stats["reward/mean"] = Stat.of(reward)
-        stats["reward/std"] = Stat(float(reward.double().std(unbiased=False)))
+        stats["reward/std"] = Moments.of(reward)
         stats["reward/max"] = Max(float(reward.max()))
     return stats
 

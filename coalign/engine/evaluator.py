@@ -14,6 +14,7 @@ from torch import Tensor
 from coalign.cluster.future import BatchRef, WatchedCalls
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
+from coalign.rewards.calls import RewardError
 from coalign.types import Metric, Stat, Stats, Total, merge_stats
 
 if TYPE_CHECKING:
@@ -27,18 +28,25 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 
 
 def score(
-    reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor, *, solved: float = 1.0
+    reward: Tensor, group: Tensor, loss_mask: Tensor, *, prompts: int, samples: int, solved: float = 1.0
 ) -> dict[str, Metric]:
-    """mean@n, pass@k for k = 1, 2, 4, … n, and response length; a sample with reward >= ``solved`` is right."""
-    stats: dict[str, Metric] = {"response_tokens": Stat(float(loss_mask.sum()), float(len(reward)))}
-    _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
-    right = torch.zeros(len(sizes), dtype=torch.int64).index_add_(0, member, (reward >= solved).long())
-    n = int(sizes.max()) if len(sizes) else 0
-    stats[f"mean@{n}"] = stats["mean"] = Stat.of(reward)
+    """mean@n, pass@k for k = 1, 2, 4, … n, and response length; a sample with reward >= ``solved`` is right.
+
+    n is ``samples``, those asked for of each of ``prompts``. Samples that have failed are not among the rows: they are
+    counted in `samples/dropped`, no mean has them, and in pass@k they are wrong.
+    """
+    scored = len(reward)
+    stats: dict[str, Metric] = {
+        "response_tokens": Stat(float(loss_mask.sum()), float(scored)),
+        "samples/count": Total(float(scored)),
+        "samples/dropped": Total(float(prompts * samples - scored)),
+    }
+    stats[f"mean@{samples}"] = stats["mean"] = Stat.of(reward)
+    _, member = torch.unique(group, return_inverse=True)
+    right = torch.bincount(member, weights=(reward >= solved).double()).long().tolist()
     k = 1
-    while n > 1 and k <= n:
-        rates = [pass_at_k(c, size, k) for c, size in zip(right.tolist(), sizes.tolist(), strict=True) if size >= k]
-        stats[f"pass@{k}"] = Stat(sum(rates), len(rates))
+    while samples > 1 and k <= samples:
+        stats[f"pass@{k}"] = Stat(sum(pass_at_k(count, samples, k) for count in right), float(prompts))
         k *= 2
     return stats
 
@@ -67,6 +75,7 @@ class Evaluator:
         """Evaluate all prompts; return the metrics, named `eval/…`, and the batches that the flow returned.
 
         With several sources each has its own as well, named `eval/<source>/…`. ``display`` shows a bar meanwhile.
+        Raises RewardError if every sample has failed.
         """
         begun = time.perf_counter()
         futures, calls, results = [], dict[str, list[WatchedCalls]](), []
@@ -81,10 +90,14 @@ class Evaluator:
                 results.append(future.result())
                 advance(rows)
         parts = {source: merge_stats(each.stats() for each in own) for source, own in calls.items()}
+        together = merge_stats(parts.values())
+        if "samples/count" in together and not together["samples/count"].value:
+            lost = together["samples/dropped"].value
+            raise RewardError(f"evaluation: none of {lost:.0f} samples has a reward; a warning above says why")
         named = [(f"eval/{source}/", own) for source, own in parts.items() if len(parts) > 1]
         stats = {
             prefix + name: metric
-            for prefix, own in (*named, ("eval/", merge_stats(parts.values())))
+            for prefix, own in (*named, ("eval/", together))
             for name, metric in own.items()
             if not name.startswith(("time/", "memory/", "tokens/", "engine/"))
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
@@ -10,14 +11,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from coalign.algorithms.advantages import Moments
 from coalign.algorithms.segments import RewardGroups
 from coalign.cluster.future import BatchRef, Future, merge_columns
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished
-from coalign.rewards.calls import RewardError
-from coalign.types import SOURCE_KEY, Stat, Stats, Status, Total
+from coalign.rewards.calls import BUGS, RewardBug, RewardError
+from coalign.types import SOURCE_KEY, Moments, Stat, Stats, Status, Total
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
@@ -38,6 +38,7 @@ class RewardTerm:
     normalise: Literal["none", "batch", "group", "running"] = "none"
     clip: float | None = None
     sources: tuple[str, ...] = ()  # of the rows that have it; none: all rows
+    max_bugs: float = 0.5
 
 
 class Reward:
@@ -67,7 +68,8 @@ class Reward:
         A row without the value of a part that has weight becomes ERROR, counted in `reward/<part>/failed`, and so does
         one whose source no such part is for, counted in `reward/unrewarded`. Its reward is NaN, as is that of
         unfinished rows. Evaluation prompts (negative groups) get the weighted sum of the unscaled values. The call
-        fails with RewardError if no row has a reward.
+        fails with RewardError if no row that is trained on has a reward, or if a function with weight is wrong on more
+        rows than its `max_bugs`.
         """
         if into and (separate := [t.name for t in self._terms if t.normalise in ("batch", "group")]):
             raise ValueError(
@@ -117,7 +119,8 @@ def combine_rewards(
 ) -> tuple[Batch, Stats]:
     """Compute the columns and metrics of Reward.forward_step from the samples ``out`` and the results of the parts."""
     combined = CombinedRewards.of(out, scored, terms)
-    if combined.finished.any() and not combined.complete.any():
+    _refuse_bugs(scored, combined, terms)
+    if (combined.finished & combined.training).any() and not combined.complete.any():
         lacking = ", ".join(f"{name} {count}" for name, count in combined.count_failed(terms).items() if count)
         lacking = lacking or "no part with weight is for the sources of these rows (reward[].sources)"
         raise RewardError(
@@ -163,6 +166,25 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running:
             own = (own - moments.mean) / (moments.std + EPS)
         total[here] += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
     return total
+
+
+def _refuse_bugs(scored: Sequence[Batch], combined: CombinedRewards, terms: Sequence[RewardTerm]) -> None:
+    """Raise RewardBug for a function with weight whose code is wrong on more than `max_bugs` of its rows."""
+    lacking = combined.count_failed(terms)
+    for term, applies in zip(terms, combined.applies, strict=True):
+        asked = int((combined.finished & applies).sum())
+        if not term.weight or lacking[term.name] <= term.max_bugs * asked:
+            continue
+        failures = next((batch[key] for batch in scored if (key := f"reward/{term.name}/failure") in batch), ())
+        bugs = Counter(failure.partition(": ")[2] for failure in failures if failure.partition(": ")[0] in BUGS)
+        if bugs.total() <= term.max_bugs * asked:
+            continue
+        ((message, _),) = bugs.most_common(1)
+        count = f"{bugs.total()} of {asked} samples"
+        if message.startswith("TypeError: returned None;"):
+            raise RewardBug(f"reward '{term.name}' returned None for {count}: is a `return 0.0` missing?")
+        count = "every sample" if bugs.total() == asked else count
+        raise RewardBug(f"reward '{term.name}' fails on {count}: {message}")
 
 
 def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
@@ -227,10 +249,10 @@ class CombinedRewards:
         if unrewarded := int((self.finished & ~_is_rewarded(self.applies, terms)).sum()):
             stats[f"{into}/unrewarded"] = Total(float(unrewarded))
         for term, own in zip(terms, self.values, strict=True):
-            found = own[own.isfinite()]
-            if len(found):
-                stats[f"{into}/{term.name}/mean"] = Stat.of(found)
-                stats[f"{into}/{term.name}/std"] = Stat(found.double().std(unbiased=False).item())
+            scored = own[own.isfinite()]
+            if len(scored):
+                stats[f"{into}/{term.name}/mean"] = Stat.of(scored)
+                stats[f"{into}/{term.name}/std"] = Moments.of(scored)
         return stats
 
 
@@ -242,7 +264,10 @@ def _is_rewarded(applies: Tensor, terms: Sequence[RewardTerm]) -> Tensor:
 
 def build_terms(parts: Sequence[RewardConfig]) -> list[RewardTerm]:
     """Build the terms that say how the parts of a reward are combined."""
-    return [RewardTerm(part.called, part.weight, part.normalise, part.clip, tuple(part.sources)) for part in parts]
+    return [
+        RewardTerm(part.called, part.weight, part.normalise, part.clip, tuple(part.sources), part.max_bugs)
+        for part in parts
+    ]
 
 
 def list_reward_parts(config: RunConfig) -> list[RewardConfig]:

@@ -36,7 +36,14 @@ from rich.text import Text
 from coalign.config.secrets import hide_secrets
 from coalign.files import Sink
 from coalign.report.error_text import describe_place
-from coalign.report.step_line import RunTotals, describe_goodput, format_number, list_step_fields, smooth_metrics
+from coalign.report.step_line import (
+    RunTotals,
+    describe_goodput,
+    format_metric,
+    format_number,
+    list_step_fields,
+    smooth_metrics,
+)
 
 if TYPE_CHECKING:
     from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need
@@ -70,7 +77,7 @@ class Display:
         self._last = 0
         self._begun = time.monotonic()
         self._times: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
-        self._history: dict[str, tuple[float, float]] = {}  # metric -> its first and its newest value
+        self._history: dict[str, tuple[str, str]] = {}  # metric -> its first and its newest value
         self._smooth: dict[str, float] = {}
         self._totals = RunTotals()
 
@@ -104,8 +111,9 @@ class Display:
         """Print one line for the metrics of a step (names as in metrics.jsonl)."""
         fields = list_step_fields(metrics, self._smooth)
         self._totals.add(metrics)
-        for name, value in metrics.items():
-            self._history[name] = (self._history.get(name, (value, value))[0], value)
+        for name in {*metrics} & {*_SUMMARY}:
+            text = format_metric(metrics, name)
+            self._history[name] = (self._history.get(name, (text, text))[0], text)
         smooth_metrics(self._smooth, metrics)
         line = Text(f"step {step:>{len(str(self._last))}}/{self._last}")
         for field in fields:
@@ -129,7 +137,7 @@ class Display:
         if rows:
             table = _table("", "first", "last")
             for name, values in rows.items():
-                table.add_row(name, *map(format_number, values))
+                table.add_row(name, *values)
             self.out.print(table)
         for name, text in self._totals.rows().items():
             self.out.print(f"{name}: {text}", soft_wrap=True)
@@ -167,8 +175,8 @@ class Display:
     def table(self, title: str, metrics: Mapping[str, float]) -> None:
         """Print names and numbers."""
         table = _table(title, "")
-        for name, value in metrics.items():
-            table.add_row(name, format_number(value))
+        for name in metrics:
+            table.add_row(name, format_metric(metrics, name))
         self.out.print(table)
 
     def sample(self, sample: Sample) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import sysconfig
-from pathlib import Path
+from coalign.config.functions import find_last_frame, find_own_frame
 
-_FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(?! *File ")(.+))?', re.MULTILINE)
-_PACKAGE = str(Path(__file__).resolve().parents[1])
 _MOST_LINES = 6  # of a message
 
 
@@ -29,16 +25,8 @@ def describe_place(trace: str) -> list[str]:
 
     Empty for a text without frames.
     """
-    frames = _FRAME.findall(trace)
-    own = [frame for frame in frames if _is_own(frame[0])]
-    lines = []
-    for file, line, function, source in own[-1:] or frames[-1:]:
-        lines.append(f"  at {file}:{line}" + (f", in {function}" if function else ""))
-        lines += [f"      {source.strip()}"] if source else []
-    return lines
-
-
-def _is_own(file: str) -> bool:
-    """Whether a file is neither Coalign's nor an installed package's nor Python's."""
-    installed = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
-    return not file.startswith(installed) and "site-packages" not in file
+    frame = find_own_frame(trace) or find_last_frame(trace)
+    if frame is None:
+        return []
+    place = f"  at {frame.file}:{frame.line}" + (f", in {frame.function}" if frame.function else "")
+    return [place, *([f"      {frame.source.strip()}"] if frame.source else [])]

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from coalign.report.plots import PLOTS, Curve, CurvePlot, choose_curves
-from coalign.report.step_line import describe_goodput, format_number, list_step_fields, smooth_metrics
+from coalign.report.step_line import describe_goodput, format_metric, format_number, list_step_fields, smooth_metrics
 from coalign.run_files.lock import is_going, read_owner
 from coalign.run_files.records import START, follow_growth, follow_records, follow_text, parse_record, select_numbers
 
@@ -121,10 +121,10 @@ class RunView:
 
     def list_metrics(self) -> list[MetricRow]:
         """Return the metrics of the newest step, by name."""
-        before, first = self.metrics.before, self.metrics.first
+        before, first, last = self.metrics.before, self.metrics.first, self.metrics.last
         return [
-            MetricRow(name, format_number(value), _format(before.get(name)), format_number(first[name]))
-            for name, value in sorted(self.metrics.last.items())
+            MetricRow(name, format_metric(last, name), _format(before.get(name)), format_number(first[name]))
+            for name in sorted(last)
         ]
 
     def list_plots(self) -> list[tuple[CurvePlot, dict[str, Curve]]]:

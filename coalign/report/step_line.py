@@ -58,6 +58,17 @@ def format_number(value: float) -> str:
     return f"{value:.4f}" if 0 < size < 0.01 else f"{value:.3f}"
 
 
+def format_metric(metrics: Mapping[str, float], name: str) -> str:
+    """Return a metric as `0.412`; a mean that leaves out samples without a reward as `0.412 (99 of 500)`."""
+    text, (prefix, _, last) = format_number(metrics[name]), name.rpartition("/")
+    if last.partition("@")[0] != "mean":
+        return text
+    samples = "samples" if prefix == "reward" else f"{prefix}/samples" if prefix else ""
+    names = (f"{samples}/count", f"{samples}/dropped") if samples else ("scored", "unscored")
+    count, missing = (metrics.get(name, 0.0) for name in names)
+    return f"{text} ({count:.0f} of {count + missing:.0f})" if missing else text
+
+
 def list_step_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]) -> list[str]:
     """Return the texts of a step's line, from left to right. Arrows compare with ``smoothed``."""
     fields = format_fields(metrics, smoothed)
@@ -80,7 +91,7 @@ def format_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]) -
         value = metrics[name]
         change = value - smoothed.get(name, value)
         arrow = (" ▲" if change > 0 else " ▼") if has_arrow and change and math.isfinite(change) else ""
-        fields.append(f"{label} {format_number(value)}{arrow}")
+        fields.append(f"{label} {format_metric(metrics, name)}{arrow}")
     if metrics.get("loss/skipped_updates"):
         fields.append(f"skipped {metrics['loss/skipped_updates']:.0f}")
     if metrics.get("samples/dropped"):

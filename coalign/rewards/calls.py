@@ -13,6 +13,7 @@ import logging
 import math
 import reprlib
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -22,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
-from coalign.config.functions import bind, list_columns, resolve
+from coalign.config.functions import bind, find_own_frame, list_columns, resolve
 from coalign.config.schema import Function
 from coalign.function_process import FunctionPool, ProcessDied, build_pool, close_pools, is_coroutine_function
 from coalign.rewards.thread_pool import ThreadPool, TooManyHung
@@ -48,6 +49,10 @@ class RewardError(RuntimeError):
     """No sample could be scored, or too many calls never returned."""
 
 
+class RewardBug(RewardError):
+    """A person's function is wrong on most samples; the text names its line."""
+
+
 class GiveUp(RuntimeError):
     """A reward function raises this to say that a retry would fail too: the call is not repeated.
 
@@ -55,18 +60,26 @@ class GiveUp(RuntimeError):
     """
 
 
+# Errors that the same call raises again: a name, a key or a type that is wrong.
+CODE_ERRORS = (AttributeError, ImportError, LookupError, NameError, TypeError, ZeroDivisionError)
+BUGS = ("bug", "wrong_type", "wrong_length")
+
+
 class RewardFailure(NamedTuple):
-    """Why a sample has no value: ``raised``, ``timeout``, ``died``, ``service``, ``not_finite``, ``wrong_type`` or
-    ``wrong_length``."""
+    """Why a sample has no value: ``raised``, ``timeout``, ``died``, ``service``, ``not_finite``, or one of BUGS: the
+    function itself is wrong, so no call is repeated."""
 
     reason: str
     error: BaseException
 
     def __str__(self) -> str:
-        return f"{self.reason}: {type(self.error).__name__}: {self.error}"
+        frame = find_own_frame("".join(traceback.format_exception(self.error)))
+        place = f" ({frame.place})" if frame else ""
+        return f"{self.reason}: {type(self.error).__name__}: {self.error}{place}"
 
 
-RewardOutcome = dict[str, float] | RewardFailure  # {"reward": value, further entries for the log}
+# {"reward": a finite value, further entries for the log: NaN for one that is no number}
+RewardOutcome = dict[str, float] | RewardFailure
 
 
 def find_argument(name: str, fn: Callable[..., Any]) -> Literal["sample", "group", "samples"]:
@@ -275,7 +288,7 @@ def _is_service_failure(outcome: RewardOutcome) -> bool:
 
 
 def _is_worth_repeating(outcome: RewardOutcome) -> bool:
-    return isinstance(outcome, RewardFailure) and not isinstance(outcome.error, GiveUp)
+    return isinstance(outcome, RewardFailure) and outcome.reason not in BUGS and not isinstance(outcome.error, GiveUp)
 
 
 def _to_outcomes(
@@ -291,6 +304,8 @@ def _name_reason(function: RewardFunction, error: BaseException) -> str:
         return "service"
     if isinstance(error, ProcessDied):
         return "died"
+    if isinstance(error, CODE_ERRORS):
+        return "bug"
     return "timeout" if isinstance(error, CallTimeout) else "raised"
 
 
@@ -315,15 +330,15 @@ def _to_outcome(value: Any) -> RewardOutcome:
     if "reward" not in entries:
         return RewardFailure("wrong_type", TypeError(f"returned a dict without the key 'reward': {quote(value)}"))
     for name, entry in entries.items():
-        of = "" if name == "reward" else f" for '{name}'"
-        if not hasattr(entry, "__float__") or getattr(entry, "ndim", 0):
-            return RewardFailure("wrong_type", TypeError(f"returned {quote(entry)}{of}; expected a number"))
+        is_number = hasattr(entry, "__float__") and not getattr(entry, "ndim", 0)
+        if name == "reward" and not is_number:
+            return RewardFailure("wrong_type", TypeError(f"returned {quote(entry)}; expected a number"))
         try:
-            entries[name] = float(entry)
+            entries[name] = float(entry) if is_number else math.nan
         except OverflowError:  # an integer of a thousand digits, say
             entries[name] = math.inf
-        if not math.isfinite(entries[name]):
-            return RewardFailure("not_finite", ValueError(f"returned {entries[name]}{of}; expected a finite number"))
+    if not math.isfinite(entries["reward"]):
+        return RewardFailure("not_finite", ValueError(f"returned {entries['reward']}; expected a finite number"))
     return entries
 
 

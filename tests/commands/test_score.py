@@ -89,6 +89,7 @@ def test_pair_accuracy_and_spread(tmp_path):
     assert [(r["chosen_score"], r["rejected_score"]) for r in rows] == [(4.0, 1.0), (1.0, 4.0), (4.0, 4.0)]
     assert counts == {
         "rows": 3,
+        "scored": 6,
         "unscored": 0,
         "mean": 3.0,
         "std": pytest.approx(2**0.5),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from coalign.algorithms.advantages import Moments
 from coalign.engine.reward import RewardTerm, combine
+from coalign.types import Moments
 
 VALUES = torch.tensor([[1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 1.0, 0.0]])
 GROUP = torch.tensor([4, 4, 9, 9])

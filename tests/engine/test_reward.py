@@ -19,7 +19,7 @@ from coalign.launch.plan import find_turn_weight, prepare
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.roles import Context
-from coalign.types import Stat, Status, Total
+from coalign.types import Moments, Stat, Status, Total
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 
@@ -59,9 +59,9 @@ def test_columns_and_metrics():
     assert batch["status"].tolist() == [0] * 4 and batch["status"].dtype == torch.uint8
     assert stats == {
         "reward/kind/mean": Stat(10.0, 4.0),
-        "reward/kind/std": Stat(1.25**0.5),
+        "reward/kind/std": Moments(4.0, 2.5, 5.0),
         "reward/terse/mean": Stat(2.0, 4.0),
-        "reward/terse/std": Stat(0.5),
+        "reward/terse/std": Moments(4.0, 0.5, 1.0),
     }
     batch, stats = combine_rewards(responses([0] * 4), *parts, terms=terms, into="baseline")
     assert set(batch.sequence) == {"baseline", "baseline/kind", "baseline/terse", "status"}

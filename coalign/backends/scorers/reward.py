@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -41,7 +42,7 @@ class RewardModule(Module):
         if context.tokenizer is None:
             raise ValueError("module 'reward' needs the policy's tokenizer to read responses; the context names none")
         self.caller: RewardCaller | None = None
-        self._traced: set[str] = set()  # functions whose traceback has been shown
+        self._failed: Counter[str] = Counter()  # samples that each function has failed on
 
     def setup(self) -> None:
         from transformers import AutoTokenizer  # slow to import, and `coalign check` asks for the columns alone
@@ -55,6 +56,8 @@ class RewardModule(Module):
     def close(self) -> None:
         if self.caller is not None:
             self.caller.close()
+        for name, count in self._failed.items():
+            log.warning(f"reward function '{name}' failed on {count} samples in all")
 
     def forward_step(self, batch: Batch) -> dict[str, Any]:
         """Score the finished samples of ``batch`` with every function.
@@ -62,8 +65,9 @@ class RewardModule(Module):
         Returns columns ``reward/<function>`` f32[N], NaN where the function failed for good, is not for the sample's
         source, or the sample is unfinished, and ``reward/<function>/failure``, a string for each row that says what
         went wrong. Stats: the counts ``reward/failed/<reason>`` and ``reward/<function>/service_failures`` (samples
-        whose call was repeated, for each time), and the means of what a function returns besides. The caller decides
-        whether too many failed.
+        whose call was repeated, for each time), and the means of what a function returns besides; values that are no
+        finite numbers are counted in ``reward/<function>/<key>/not_logged``. The caller decides whether too many have
+        failed.
         """
         assert self.caller is not None
         rows = is_finished(cast(Tensor, batch["status"]))
@@ -85,19 +89,21 @@ class RewardModule(Module):
         return {**columns, **_stats(self.functions, outcomes), **waits}
 
     def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[RewardOutcome]) -> None:
-        """Log a function's first failure in this batch, with its traceback the first time."""
+        """Log a function's first failure, with its traceback. Later ones are counted."""
         failures = [(s, o) for s, o in zip(samples, scored, strict=True) if isinstance(o, RewardFailure)]
         if not failures:
             return
         sample, first = failures[0]
+        is_new = function.name not in self._failed
+        self._failed[function.name] += len(failures)
+        if not is_new:
+            return
         message = (
             f"reward function '{function.name}' failed on {len(failures)} of {len(samples)} samples "
             f"(at most {function.retries + 1} attempts each); first on group {sample.group}, index {sample.index}: "
-            f"{first}"
+            f"{first}; later failures are counted in reward/failed/…"
         )
-        trace = first.reason == "raised" and function.name not in self._traced
-        self._traced.add(function.name)
-        log.warning(message, exc_info=first.error if trace else None)
+        log.warning(message, exc_info=first.error if first.reason in ("raised", "bug") else None)
 
 
 def build_reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
@@ -147,6 +153,7 @@ def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[Rewa
             if isinstance(outcome, RewardFailure):
                 many.append({f"reward/failed/{outcome.reason}": Total(1.0)})
             else:
-                logged = {key: value for key, value in outcome.items() if key != "reward"}
-                many.append({f"reward/{function.name}/{key}": Stat(value) for key, value in logged.items()})
+                logged = {f"reward/{function.name}/{key}": v for key, v in outcome.items() if key != "reward"}
+                many.append({key: Stat(value) for key, value in logged.items() if math.isfinite(value)})
+                many.append({f"{key}/not_logged": Total(1.0) for key, v in logged.items() if not math.isfinite(v)})
     return merge_stats(many)

@@ -144,7 +144,11 @@ class RewardConfig(Function):
     timeout: Annotated[PositiveFloat, FunctionSetting()] = 30.0
     """Functions only: seconds after which a call counts as failed."""
     retries: Annotated[NonNegativeInt, FunctionSetting()] = 2
-    """Functions only: further calls after a failed one."""
+    """Functions only: further calls after a failed one. A bug (see `max_bugs`) is not called again."""
+    max_bugs: Annotated[Probability, FunctionSetting()] = 0.5
+    """Functions only: share of a batch's samples on which the function may be wrong: it returns None or no number, or
+    raises AttributeError, ImportError, KeyError or IndexError, NameError, TypeError or ZeroDivisionError. Above it the
+    run ends; 1: never."""
     patience: Annotated[NonNegativeFloat, FunctionSetting()] = 600.0
     """Functions only: seconds for which calls are repeated while a service does not answer, with the batch kept. Then
     their samples have failed. A part of weight 0 does not wait."""

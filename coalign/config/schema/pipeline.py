@@ -40,6 +40,8 @@ class JudgeConfig(Section):
                 raise Conflict(("reward", index, "model"), "names a model of a run; give the directory: `reward_model`")
             if reward.normalise != "none":
                 raise Conflict(("reward", index, "normalise"), "has no effect here; scores are kept as they are")
+            if reward.max_bugs != RewardConfig.model_fields["max_bugs"].default:
+                raise Conflict(("reward", index, "max_bugs"), "is for runs; here a response without a score is counted")
             if reward.sources:
                 raise Conflict(("reward", index, "sources"), "is for runs; here every response gets every part")
 
