@@ -176,7 +176,7 @@ class Pairwise:
         if which is not None:
             return group[which].response
         row = group[0].meta
-        if self.against not in row:
+        if row.get(self.against or "") is None:
             raise KeyError(f"judge.against: the row has no '{self.against}'; it has {sorted(row)}")
         return str(row[self.against])
 
