@@ -145,8 +145,8 @@ def _message(value: Any, place: str, images: bool = False) -> Message:
 
 def _name_keys(value: Any, place: str) -> Message:
     """Return the message without keys that are None, with `role` and `content` in place of `from` and `value`."""
-    value = value if isinstance(value, dict) else {}
-    message = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
+    entries = value.items() if isinstance(value, dict) else ()
+    message = {key: entry for key, entry in entries if entry is not None or key == "content"}
     if "role" not in message and isinstance(said := message.get("from"), str):
         rest = {key: entry for key, entry in message.items() if key not in ("from", "value", "content")}
         message = rest | {"role": ROLES.get(said, said)} | ({"content": value["value"]} if "value" in value else {})
@@ -238,7 +238,8 @@ def _read_reasoning(message: Message, place: str) -> Message:
         return message
     block, rest = split_reasoning(message)
     if len({value.strip() for value in (*said.values(), block) if value}) > 1:
-        raise BadRow(f"{place} has different reasoning under {', '.join(said)}{' and in a <think> block' * bool(block)}")
+        also = " and in a <think> block" if block else ""
+        raise BadRow(f"{place} has different reasoning under {', '.join(said)}{also}")
     key, value = next(iter(said.items()))
     return (rest if block else message) | {key: value}
 

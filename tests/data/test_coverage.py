@@ -68,7 +68,8 @@ def test_parts_of_text_are_a_text(name):
 def test_what_templates_write_is_not_refused(name):
     template = load_any(name)
     odd = [user("  <tool_response>\n5\n</tool_response>"), answer("\n 2 </s> \n"), user("/nothink")]
-    for messages in ([user("one?")], PLAIN[1:4], DIALOGUE[1:4], odd, [user("1"), answer("<think>\na\n</think>\n\n2"), user("3")]):
+    blocks = [user("1"), answer("<think>\na\n</think>\n\n2"), user("3")]
+    for messages in ([user("one?")], PLAIN[1:4], DIALOGUE[1:4], odd, blocks):
         assert template.prompt(messages)
     if name != "Mistral":  # whose roles alternate
         assert template.prompt(PLAIN[:4])
@@ -93,7 +94,8 @@ def test_rows_of_every_kind_are_refused_with_file_row_role_and_template(kind):
     said = [{"role": "developer", "content": "Be brief."}, user("1?")]
     row = {"prompt": said, "answer": "2", "label": 1, "steps": ["2"], "labels": [1]}
     row |= {"chosen": [answer("2")], "rejected": [answer("3")]} if kind == "preferences" else {}
-    for jinja, name in ((FAMILIES["Qwen2.5"], "the template in data.chat_template"), ("auto", "the chat template of .+")):
+    inline = (FAMILIES["Qwen2.5"], "the template in data.chat_template")
+    for jinja, name in (inline, ("auto", "the chat template of .+")):
         message = rf"a\.jsonl:1: {name} leaves out the content of message 0 of role 'developer'"
         with pytest.raises(ValueError, match=message):
             use(reader(kind, tokenizer=family_tokenizer("Qwen2.5"), chat_template=jinja), row)
@@ -153,9 +155,9 @@ def test_keys_that_nobody_reads_are_refused_by_name():
         assert batch("conversations", {"messages": [user("1?"), answer("2", refusal=empty, annotations=[])]})
     jinja = CHATML.replace("message['content']", "message['content'] + message.refusal | default('')")
     assert jinja != CHATML and load_template(TOKENIZER, jinja).prompt([user("1?") | {"refusal": "no"}])
-    for content in ([{"type": "tool_use", "id": 1}], [{"type": "refusal", "refusal": "no"}], [{"type": "text", "value": "a"}]):
+    for part in ({"type": "tool_use", "id": 1}, {"type": "refusal", "refusal": "no"}, {"type": "text", "value": "a"}):
         with pytest.raises(ValueError, match="a part of content is no text"):
-            batch("prompts", {"prompt": [{"role": "user", "content": content}]})
+            batch("prompts", {"prompt": [{"role": "user", "content": [part]}]})
 
 
 def test_a_form_is_rendered_once(monkeypatch):

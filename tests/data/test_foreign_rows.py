@@ -58,6 +58,7 @@ def test_pairs_of_alpaca_and_sharegpt():
 
 
 FUNCTION = CALL["function"]
+ARGUMENTS = FUNCTION["arguments"]
 RESULT = {"role": "tool", "name": "add", "content": "3.5"}
 CALLED = [user("sum?"), answer("", tool_calls=[CALL]), RESULT, said("3.5")]
 SHAREGPT = [
@@ -68,7 +69,7 @@ SHAREGPT = [
 ]
 LEGACY = [
     user("sum?"),
-    {"role": "assistant", "content": None, "function_call": FUNCTION | {"arguments": json.dumps(FUNCTION["arguments"])}},
+    {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": json.dumps(ARGUMENTS)}},
     {"role": "function", "name": "add", "content": "3.5"},
     said("3.5"),
 ]
@@ -95,7 +96,8 @@ def test_calls_behind_a_block_of_reasoning_and_several_at_once():
     turn = {"from": "function_call", "value": f"<think>\nto add\n</think>\n\n{json.dumps([FUNCTION, FUNCTION])}"}
     made = text({"conversations": [SHAREGPT[0], turn]}, tokenizer=family_tokenizer("Qwen3"))[1]
     assert made.startswith("<think>\nto add\n</think>") and made.count('"name": "add"') == 2
-    for value, message in (("add(1)", "message 1: function_call' is no valid JSON"), ("[3]", "a tool call is an object")):
+    refused = (("add(1)", "message 1: function_call' is no valid JSON"), ("[3]", "a tool call is an object"))
+    for value, message in refused:
         with pytest.raises(ValueError, match=message):
             text({"conversations": [SHAREGPT[0], turn | {"value": value}]}, tokenizer=QWEN)
     both = {"role": "assistant", "content": "", "tool_calls": [CALL], "function_call": FUNCTION}
@@ -110,14 +112,15 @@ def test_arguments_that_are_nothing_are_an_empty_object(nothing):
     assert '{"name": "now", "arguments": {}}' in made[1]
     for wrong in (3, [1], '"a"'):
         call = {"function": {"name": "now", "arguments": wrong}}
-        with pytest.raises(ValueError, match="message 1: the arguments of 'now' are .*; expected an object"):
+        with pytest.raises(ValueError, match=r"message 1: the arguments of 'now' are .*; expected an object"):
             text({"messages": [user("?"), {"role": "assistant", "tool_calls": [call]}]}, tokenizer=QWEN)
 
 
 WEIGHTED = [user("Hi"), answer("Hello", weight=0), user("1?"), answer("2", weight=1)]
 GENERATION = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% generation %}{{ m.content if m.role == 'assistant' }}"
-    "{% endgeneration %}{{ m.content if m.role != 'assistant' }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
+    "{{ m.content if m.role != 'assistant' }}{{ '<|im_end|>\n' }}{% endfor %}"
 )
 
 
@@ -125,14 +128,16 @@ GENERATION = (
 def test_answers_of_weight_0_are_not_learned(jinja):
     learned = text({"messages": WEIGHTED}, chat_template=jinja)[1]
     assert learned.endswith("2<|im_end|>") and "Hello" not in learned
-    turns = [{"from": {"user": "human"}.get(m["role"], "gpt"), "value": m["content"], "weight": m.get("weight")} for m in WEIGHTED]
+    speakers = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": speakers[m["role"]], "value": m["content"], "weight": m.get("weight")} for m in WEIGHTED]
     assert text({"conversations": turns}, chat_template=jinja)[1] == learned
 
 
 def test_weights_of_other_kinds_and_values():
     pair = {"prompt": "1?", "chosen": [answer("a", weight=0), user("?"), answer("b")], "rejected": [said("c")]}
     assert text(pair, "preferences")[1] == "b<|im_end|>"
-    assert text({"messages": WEIGHTED}, reasoning="last", tokenizer=family_tokenizer("Qwen3"))[1].endswith("2<|im_end|>")
+    qwen3 = family_tokenizer("Qwen3")
+    assert text({"messages": WEIGHTED}, reasoning="last", tokenizer=qwen3)[1].endswith("2<|im_end|>")
     assert text({"messages": [user("Hi") | {"weight": 0}, said("Hello")]})[1] == "Hello<|im_end|>"
     none = [user("Hi"), answer("Hello", weight=0)]
     examples = reader("conversations")
@@ -152,7 +157,7 @@ def test_nulls_that_a_person_wrote_are_absent():
     assert made["answer"] == "2" and made["data_source"] == "a"
     for nothing in (None, "", "[]", "null"):
         assert text(row | {"tools": nothing}) == text(row)
-    with pytest.raises(ValueError, match="no key 'context', which data.prompt_format names"):
+    with pytest.raises(ValueError, match=r"no key 'context', which data\.prompt_format names"):
         batch("prompts", {"prompt": "1?", "context": None}, prompt_format="{context} {prompt}")
 
 

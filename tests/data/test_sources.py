@@ -270,12 +270,18 @@ def test_objects_that_datasets_writes_as_texts_are_objects(tmp_path):
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
 OTHER = {"type": "function", "function": {"name": "g", "parameters": {"properties": {"text": {"type": "string"}}}}}
+CALLS = [{"function": {"name": "f", "arguments": {"x": 0}}}], [{"function": {"name": "g", "arguments": {"text": ""}}}]
 WIDENED = [  # tables give all objects of a column all keys
-    {"messages": [{"role": "user", "content": "a", "name": "B"}], "tools": [TOOL], "extra": {"a": {"b": 1}}, "n": [1, None]},
+    {
+        "messages": [{"role": "user", "content": "a", "name": "B"}],
+        "tools": [TOOL],
+        "extra": {"a": {"b": 1}},
+        "n": [1, None],
+    },
     {
         "messages": [
-            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 0}}}]},
-            {"role": "assistant", "content": "c", "tool_calls": [{"function": {"name": "g", "arguments": {"text": ""}}}]},
+            {"role": "assistant", "content": None, "tool_calls": CALLS[0]},
+            {"role": "assistant", "content": "c", "tool_calls": CALLS[1]},
             {"role": "user", "content": "d"},
         ],
         "tools": [OTHER],
@@ -330,7 +336,8 @@ BOM = b"\xef\xbb\xbf"
 )
 def test_a_byte_order_mark_is_no_text(name, content, tmp_path):
     rows = open_rows(write(tmp_path / name, content))
-    assert [rows[i] for i in range(len(rows))] == [row.row() for row, _ in rows.read()] == [{"text": "ä"}, {"text": "b"}]
+    wanted = [{"text": "ä"}, {"text": "b"}]
+    assert [rows[i] for i in range(len(rows))] == [row.row() for row, _ in rows.read()] == wanted
 
 
 def test_a_damaged_array_with_a_byte_order_mark_is_named(tmp_path):
