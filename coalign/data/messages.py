@@ -152,7 +152,7 @@ def _name_keys(value: Any, place: str) -> Message:
         message = rest | {"role": ROLES.get(said, said)} | ({"content": value["value"]} if "value" in value else {})
     if not isinstance(message.get("role"), str):
         raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
-    return message | {"role": RESULTS.get(message["role"], message["role"])}
+    return message | {"role": RESULTS.get(str(message["role"]), message["role"])}
 
 
 def _read_content(content: Any, place: str, images: bool) -> str | list[dict[str, Any]]:
