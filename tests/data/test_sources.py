@@ -330,7 +330,7 @@ BOM = b"\xef\xbb\xbf"
         ("a.jsonl", BOM + b'{"text": "\xc3\xa4"}\n' + BOM + b'{"text": "b"}\n'),
         ("a.jsonl", BOM + b'\n{"text": "\xc3\xa4"}\n{"text": "b"}\n'),
         ("a.txt", BOM + b"\xc3\xa4\n" + BOM + b"\nb\n"),
-        ("a.txt.gz", gzip.compress(BOM + b"\xc3\xa4\r\nb\r\n")),
+        ("a.txt.gz", gzip.compress(BOM + b"\xc3\xa4\r\nb\r\n", mtime=0)),
         ("a.csv", BOM + b"text\n\xc3\xa4\nb\n"),
     ],
 )
