@@ -191,7 +191,8 @@ class RowEncoder(ABC):
             example.row.pop(KEEPS_SPECIAL_TOKENS, None)
             marks = (self.name, number, True) if self.template.guard.keep else (self.name, number)
             example.row.update(zip(MARKS, marks, strict=False))
-            example.row[SOURCE_KEY] = str(example.row.get(SOURCE_KEY, self.source))
+            named = example.row.get(SOURCE_KEY)
+            example.row[SOURCE_KEY] = self.source if named is None else str(named)
         return examples
 
     def truncate(self, example: Example) -> Example:

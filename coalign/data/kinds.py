@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from coalign.data.examples import Example, RowEncoder, exclude_first_token
-from coalign.data.messages import ContentGuard, Message, format_prompt, tokenize
+from coalign.data.messages import ContentGuard, Message, format_prompt, is_learned, tokenize
 from coalign.data.sources import BadRow, is_number, read_number
 from coalign.data.templates import encode_learned, get_bos, get_eos
 from coalign.types import ImageSpan
@@ -115,9 +115,8 @@ class PromptEncoder(RowEncoder):
         if not tokens:
             raise BadRow("the prompt has no tokens", "empty")
         reference = self.reader.reference(row)
-        answer = {} if reference is None else {"answer": reference}
-        shown = {"tools": tools} if tools else {}
-        row = row | {"prompt": format_prompt(messages), "messages": messages} | shown | answer
+        more = {name: value for name, value in (("answer", reference), ("tools", tools)) if value is not None}
+        row = row | {"prompt": format_prompt(messages), "messages": messages} | more
         return [Example(tokens, row, images=self.locate_images(tokens, messages))]
 
 
@@ -138,6 +137,7 @@ class ConversationEncoder(RowEncoder):
         for index, (since, stop) in enumerate(self._find_learned(messages)):
             tokens, mask = encode_learned(self.template, messages[:stop], tools, since=since)
             if self.config.train_on == "all":
+                _refuse_weights(messages)
                 mask = [True] * len(tokens)
             columns = {"index": index} if self.config.reasoning == "last" else {}
             images = self.locate_images(tokens, messages[:stop])
@@ -153,7 +153,10 @@ class ConversationEncoder(RowEncoder):
         asked = [i for i, m in enumerate(messages) if m["role"] == "user"] or [0]
         answered = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         lasts = {q: i for i in answered if (q := max((q for q in asked if q < i), default=None)) is not None}
-        return [(question, last + 1) for question, last in lasts.items()]
+        learned = [(q, last + 1) for q, last in lasts.items() if any(map(is_learned, messages[q : last + 1]))]
+        if not learned:
+            raise BadRow("no answer to learn: each has weight 0, or no question before it", "empty")
+        return learned
 
     def truncate(self, example: Example) -> Example:
         cut = super().truncate(example)
@@ -161,6 +164,12 @@ class ConversationEncoder(RowEncoder):
         if dropped and self.config.train_on != "all" and dropped >= _find_last_answer(example.loss_mask or []):
             raise BadRow(f"the last answer leaves no room for a question in {self.limit}", "long")
         return cut
+
+
+def _refuse_weights(messages: list[Message]) -> None:
+    for i, message in enumerate(messages):
+        if message.get("weight") == 0:
+            raise BadRow(f"message {i} has weight 0, and data.train_on: all learns every token; set `assistant`")
 
 
 def _exclude_images(mask: list[bool], images: tuple[ImageSpan, ...] | None) -> list[bool]:

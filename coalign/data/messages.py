@@ -24,14 +24,19 @@ Message = dict[str, Any]
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 # Who speaks in `from` of conversations as ShareGPT and OpenHermes have them, beside the roles themselves.
-ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "function_response": "tool"}
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+# Roles in either form: OpenAI's before `tool`, ms-swift's and LLaMA-Factory's; and those whose content is a call.
+RESULTS = {"function": "tool", "function_response": "tool", "tool_response": "tool"}
+CALLS = ("function_call", "tool_call")
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 ReasoningPolicy = Literal["keep", "drop", "last"]
 SEEN = ("image", "video")  # types of parts that models which see read
 MEDIA = (*SEEN, "audio")
+TEXTS = ("text", "input_text", "output_text", "None")  # types of parts that are texts; not all say their type
 # Keys of messages that hold reasoning: vLLM's and Qwen's, gpt-oss', OpenAI's and others'.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING_KEYS}  # that are read here
 _THOUGHTS = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
 
 MAX_CHARACTERS = 1 << 23  # of one text: 2 million tokens of English, and some 10 s of tokenising
@@ -114,54 +119,137 @@ def format_prompt(messages: list[Message]) -> str:
 
 def parse_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
     """Parse descriptions of tools: a list of JSON Schema objects, or JSON text of it. None for an empty list."""
-    value = _parse_json(value, key)
-    tools = [_parse_json(tool, key) for tool in value] if isinstance(value, list) else value
+    value = parse_json(value or None, key)
+    tools = [parse_json(tool, key) for tool in value] if isinstance(value, list) else value or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(f"'{key}' is no list of JSON Schema functions: {str(value)[:80]}")
-    return tools or None
+    bare = [isinstance(tool.get("name"), str) and "parameters" in tool for tool in tools]
+    return [{"type": "function", "function": t} if b else t for t, b in zip(tools, bare, strict=True)] or None
 
 
 def _message(value: Any, place: str, images: bool = False) -> Message:
-    """Validate a message, set a content, and drop keys that are None: tables have all columns in all rows.
+    """Validate a message, and convert it to the one form that is used here.
 
-    `from` and `value` become `role` and `content`.
+    Without keys that are None or say nothing; calls of tools as objects; a content of text alone as a text.
     """
-    if isinstance(value, dict) and value.get("role") is None and isinstance(said := value.get("from"), str):
-        rest = {key: part for key, part in value.items() if key not in ("from", "value", "role", "content")}
-        value = {"role": ROLES.get(said, said), "content": value.get("value"), **rest}
-    calls = value.get("tool_calls") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not (calls or "content" in value):
+    message = _name_keys(value, place)
+    if message["role"] in CALLS:
+        message = _read_called(message, place)
+    if calls := _read_calls(message, place):
+        message["tool_calls"] = calls
+    if "content" not in message and not calls:
         raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
-    content = value.get("content")
-    if not isinstance(content, str | list | None):
-        raise BadRow(f"{place}: content is {type(content).__name__}; expected a string or a list of parts")
-    for part in content if isinstance(content, list) else ():
+    message["content"] = _read_content(message.get("content"), place, images)
+    return _read_reasoning(_read_weight(message, place), place)
+
+
+def _name_keys(value: Any, place: str) -> Message:
+    """Return the message without keys that are None, with `role` and `content` in place of `from` and `value`."""
+    entries = value.items() if isinstance(value, dict) else ()
+    message = {key: entry for key, entry in entries if entry is not None or key == "content"}
+    if "role" not in message and isinstance(said := message.get("from"), str):
+        rest = {key: entry for key, entry in message.items() if key not in ("from", "value", "content")}
+        message = rest | {"role": ROLES.get(said, said)} | ({"content": value["value"]} if "value" in value else {})
+    if not isinstance(message.get("role"), str):
+        raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
+    return message | {"role": RESULTS.get(str(message["role"]), message["role"])}
+
+
+def _read_content(content: Any, place: str, images: bool) -> str | list[dict[str, Any]]:
+    """Return a text, or parts if any of them is an image or a video. BadRow for parts of other types."""
+    if not isinstance(content, list):
+        if not isinstance(content, str | None):
+            raise BadRow(f"{place}: content is {type(content).__name__}; expected a string or a list of parts")
+        return content or ""
+    for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str | None):
             raise BadRow(f"{place}: a part of content is an object, maybe with a text, not {str(part)[:80]}")
-        kind = str(part.get("type"))
-        medium = kind.removeprefix("input_").removesuffix("_url")
-        if medium in MEDIA and not (images and kind in SEEN):
+        name = str(part.get("type"))
+        medium = name.removeprefix("input_").removesuffix("_url")
+        if medium in MEDIA and not (images and name in SEEN):
             seen = f"{medium}s are read if data.images is set"
             remedy = seen if medium in SEEN else "Coalign reads text, images and videos"
-            raise BadRow(f"{place}: a part of content is of type '{kind}'; {remedy}")
-    if not isinstance(calls, list | None):
+            raise BadRow(f"{place}: a part of content is of type '{name}'; {remedy}")
+        if medium not in MEDIA and (name not in TEXTS or ("text" not in part and part.keys() != {"type"})):
+            raise BadRow(f"{place}: a part of content is no text: {str(part)[:80]}")
+    return content if any(part.get("type") in SEEN for part in content) else get_text({"content": content})
+
+
+def join_parts(content: Any) -> Any:
+    """Join parts of a content that are all texts; return any other content as it is."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) and "text" in part for part in content):
+        return content
+    return "".join(part["text"] or "" for part in content)
+
+
+def _read_called(message: Message, place: str) -> Message:
+    """Read a turn whose content is a call, or a list of calls: as JSON text, maybe behind a block of reasoning."""
+    content = join_parts(message.get("content"))
+    block = _THOUGHTS.match(content) if isinstance(content, str) else None
+    calls = parse_json(content[block.end() :] if block else content, f"{place}: {message['role']}")
+    said = {"content": block[0].strip() if block else "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return message | {"role": "assistant"} | said
+
+
+def _read_calls(message: Message, place: str) -> list[dict[str, Any]]:
+    """Take the calls of tools out of a message, those under OpenAI's older `function_call` as well."""
+    calls, call = (parse_json(message.pop(key, None) or None, key) for key in ("tool_calls", "function_call"))
+    if calls and call:
+        raise BadRow(f"{place} has both tool_calls and function_call; leave one out")
+    calls = [call] if call else calls or []
+    if not isinstance(calls, list):
         raise BadRow(f"{place}: tool_calls is {type(calls).__name__}; expected a list")
-    message = {"content": ""} | {key: part for key, part in value.items() if part is not None}
-    return message | {"tool_calls": [_tool_call(call, place) for call in calls]} if calls else message
+    return [_tool_call(call, place) for call in calls]
 
 
-def _tool_call(call: Any, place: str) -> Any:
-    """Convert a tool call's arguments from JSON text, as in chat APIs, to an object, as templates expect."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or "name" not in function:
+def _tool_call(call: Any, place: str) -> dict[str, Any]:
+    """Return a call with its arguments as an object, as templates expect; chat APIs have JSON text."""
+    call = {key: entry for key, entry in call.items() if entry is not None} if isinstance(call, dict) else {"": call}
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(f"{place}: a tool call is an object with function: {{name, arguments}}, not {str(call)[:80]}")
-    if not isinstance(function.get("arguments"), str):
-        return call
-    function = function | {"arguments": _parse_json(function["arguments"], "arguments")}
-    return call | {"function": function} if "function" in call else function
+    arguments = function.get("arguments")
+    arguments = parse_json(arguments.strip() or None if isinstance(arguments, str) else arguments, "arguments") or {}
+    if not isinstance(arguments, dict):
+        raise BadRow(f"{place}: the arguments of '{function['name']}' are {str(arguments)[:80]!r}; expected an object")
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else {"type": "function", "function": function}
 
 
-def _parse_json(value: Any, key: str) -> Any:
+def _read_weight(message: Message, place: str) -> Message:
+    """Keep `weight` only where it is 0: on an answer that is not learned. BadRow for what nothing here can do."""
+    if (weight := message.pop("weight", None)) is None:
+        return message
+    if weight not in (0, 1):
+        raise BadRow(f"{place}: weight is {weight!r}; expected 1, or 0 for an answer that is not learned")
+    if weight and message["role"] != "assistant":
+        raise BadRow(f"{place}: weight is 1, and only what the assistant says is learned, not role '{message['role']}'")
+    return message if weight or message["role"] != "assistant" else message | {"weight": 0}
+
+
+def _read_reasoning(message: Message, place: str) -> Message:
+    """Leave out reasoning that is empty or said twice. BadRow for what is no text, or where two differ."""
+    said = {key: message.pop(key) for key in REASONING_KEYS if key in message}
+    for key, value in said.items():
+        if not isinstance(value, str) or (value.strip() and message["role"] != "assistant"):
+            raise BadRow(f"{place}: {key} is {str(value)[:80]!r}; expected a text, in messages of the assistant")
+    said = {key: value for key, value in said.items() if value.strip()}
+    if not said:
+        return message
+    block, rest = split_reasoning(message)
+    if len({value.strip() for value in (*said.values(), block) if value}) > 1:
+        also = " and in a <think> block" if block else ""
+        raise BadRow(f"{place} has different reasoning under {', '.join(said)}{also}")
+    key, value = next(iter(said.items()))
+    return (rest if block else message) | {key: value}
+
+
+def is_learned(message: Message) -> bool:
+    """Whether a message is one of the assistant whose `weight` is not 0."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def parse_json(value: Any, key: str) -> Any:
     """Parse a JSON text; return any other value as it is."""
     if not isinstance(value, str):
         return value
@@ -207,12 +295,27 @@ def find_last_question(messages: Sequence[Message]) -> int:
     return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
 
 
+def find_reasoning_key(jinja: str) -> str | None:
+    """Find the key of messages under which the template ``jinja`` reads reasoning; None if it reads none."""
+    return next((key for key in REASONING_KEYS if re.search(rf"\b{key}\b", jinja)), None)
+
+
 def place_reasoning(messages: Sequence[Message], jinja: str) -> list[Message]:
     """Move ``reasoning_content`` to the key that the template ``jinja`` reads, or else into the content."""
-    key = next((key for key in REASONING_KEYS if re.search(rf"\b{key}\b", jinja)), None)
+    key = find_reasoning_key(jinja)
     if key == REASONING_KEYS[0]:
         return list(messages)
     return [_place_reasoning(message, key) if REASONING_KEYS[0] in message else message for message in messages]
+
+
+def move_blocks(messages: Sequence[Message], key: str) -> list[Message]:
+    """Move blocks of reasoning that begin what the assistant says to ``key``, in messages without such a key."""
+    return [
+        _place_reasoning(message, key)
+        if message["role"] == "assistant" and not any(key in message for key in REASONING_KEYS)
+        else message
+        for message in messages
+    ]
 
 
 def _move_reasoning(message: Message, keep: bool) -> Message:
@@ -222,6 +325,8 @@ def _move_reasoning(message: Message, keep: bool) -> Message:
 
 def _place_reasoning(message: Message, key: str | None) -> Message:
     reasoning, rest = split_reasoning(message)
+    if not reasoning:
+        return rest
     if key is not None:
         return rest | {key: reasoning}
     return rest | {"content": f"<think>\n{reasoning}\n</think>\n\n{get_text(rest)}"}
@@ -262,22 +367,10 @@ class ContentGuard:
         if isinstance(value, dict):
             if value.get("type") in SEEN:  # a path, which no template writes
                 return value
-            value = self._join_spelled(value)
             items = {self.protect(key): self.protect(item) for key, item in value.items()}
             same = all(key in items and items[key] is item for key, item in value.items())
             return value if same else items
         return value
-
-    def _join_spelled(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        """A message with its parts of text in one, if they spell a special token together; else the value."""
-        parts = value.get("content")
-        if not isinstance(parts, list) or not all(isinstance(part, dict) and "text" in part for part in parts):
-            return value
-        text = get_text(value)
-        alone = sum(len(self._marker.findall(part["text"] or "")) for part in parts)
-        return (
-            {**value, "content": [{"type": "text", "text": text}]} if len(self._marker.findall(text)) > alone else value
-        )
 
     def is_spelled(self, value: Any) -> bool:
         """Whether the value spells a special token that stays text."""

@@ -15,6 +15,7 @@ from coalign.data.messages import (
     Message,
     get_text,
     has_content,
+    parse_json,
     parse_messages,
     parse_response,
     parse_tools,
@@ -36,6 +37,8 @@ CONVENTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"prompt": ("instruction", "input", "context"), "answer": ("output",)},  # Alpaca
     {"prompt": ("instruction", "input", "context"), "answer": ("response",)},  # Dolly
     {"messages": ("messages",), "answer": ("ground_truth",)},  # Tulu 3, RLVR
+    {"prompt": ("instruction", "input"), "chosen": ("chosen",), "rejected": ("rejected",)},  # LLaMA-Factory's pairs
+    {"messages": ("messages",), "tools": ("functions",)},  # OpenAI's before `tools`
     {"prompt": ("prompt",), "steps": ("completions",), "labels": ("labels",)},  # PRM800K, Math-Shepherd as of TRL
     {"prompt": ("instruction",), "responses": ("completions.response",), "scores": ("completions.overall_score",)},
 )  # (the last: UltraFeedback)
@@ -47,7 +50,7 @@ SYNONYMS = {
     "chosen": ("chosen_response", "preferred", "accepted", "response_chosen", "response_0", "response_a"),
     "rejected": ("rejected_response", "dispreferred", "response_rejected", "response_1", "response_b"),
     "text": ("content", "document", "raw_content"),
-    "label": ("is_correct", "correct", "desirable"),
+    "label": ("is_correct", "correct", "desirable", "kto_tag"),
     "steps": ("completions",),
 }
 
@@ -100,7 +103,7 @@ class RowReader:
 
     def reference(self, row: dict[str, Any]) -> Any | None:
         """Return the row's reference answer: under the answer key, or the assistant's last message."""
-        if self.answer_key in row:
+        if self.has(row, self.answer_key):
             return row[self.answer_key]
         last = self._read(row)[-1]
         return get_text(last) if last["role"] == "assistant" else None
@@ -134,7 +137,8 @@ class RowReader:
         found = {name: self._find_conversation(row, name, value) for name, value in responses.items()}
         whole = [messages for messages in found.values() if messages]
         if not whole:
-            prompt = self._format(self._prompt(row), row)
+            answers = not self.has(row, self.prompt_key) and self.has(row, self.config.messages_key)
+            prompt = self._format(self._read(row) if answers else self._prompt(row), row)
             if prompt[-1]["role"] == "assistant":
                 raise BadRow(f"'{self.prompt_key}' ends with the assistant's words, so there is nothing to answer")
             return prompt, [trim_to_assistant(parse_response(value, name)) for name, value in responses.items()]
@@ -163,6 +167,8 @@ class RowReader:
 
     def _parse(self, value: Any, key: str, row: dict[str, Any]) -> list[Message]:
         """Parse messages that begin with the row's first; its images are put where they belong."""
+        if row.get("history") and key == self.prompt_key:
+            raise BadRow(f"the row has 'history' and messages under '{key}'; name its turns in one of them")
         messages = parse_messages(value, key, images=self.images is not None)
         return messages if self.images is None else place_images(messages, row["images"], row["videos"])
 
@@ -172,18 +178,20 @@ class RowReader:
             return self._parse(prompt, self.prompt_key, row)
         if not prompt.strip():
             raise BadRow(f"'{self.prompt_key}' is empty", "empty")
-        messages: list[Message] = [{"role": "user", "content": prompt}]
+        messages = [*_read_history(row.get("history")), {"role": "user", "content": prompt}]
         return messages if self.images is None else place_images(messages, row["images"], row["videos"])
 
     def _format(self, messages: list[Message], row: dict[str, Any]) -> list[Message]:
-        """Apply `data.prompt_format` to the last user message, and put `data.system` first if there is no system."""
+        """Apply `data.prompt_format` to the last user message, and put the system message of the row's column
+        `system`, or else `data.system`, first if there is none. BadRow if the row has two."""
         if not has_content(messages):
             raise BadRow("no message with a text", "empty")
         form = self.config.prompt_format
         last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
         if form != "{prompt}" and last is not None:
             try:
-                text = form.format_map({**row, "prompt": get_text(messages[last])})
+                values = {key: value for key, value in row.items() if value is not None}
+                text = form.format_map(values | {"prompt": get_text(messages[last])})
             except KeyError as error:
                 message = f"no key {error}, which data.prompt_format names; {_describe_keys(row)}"
                 raise BadRow(message, "missing") from error
@@ -191,9 +199,27 @@ class RowReader:
                 raise BadRow(f"data.prompt_format {form!r} does not fit the row: {error}") from error
             content = replace_text(messages[last], text)
             messages = [*messages[:last], messages[last] | {"content": content}, *messages[last + 1 :]]
-        if self.config.system is None or messages[0]["role"] == "system":
+        column = row.get("system") or ""
+        if not isinstance(column, str):
+            raise BadRow(f"'system' is {type(column).__name__}; expected the text of the system message")
+        if messages[0]["role"] == "system":
+            if column.strip() and column.strip() != get_text(messages[0]).strip():
+                raise BadRow("the row has two system messages: under 'system', and first in its messages")
             return messages
-        return [{"role": "system", "content": self.config.system}, *messages]
+        system = column if column.strip() else self.config.system
+        return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _read_history(value: Any) -> list[Message]:
+    """Read Alpaca's column `history`, a list of questions with their answers, as LLaMA-Factory has it."""
+    turns = parse_json(value or [], "history")
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise BadRow(f"'history' is {str(value)[:80]!r}; expected a list of [question, answer]")
+    said = [{"role": role, "content": text} for turn in turns for role, text in zip(_TURN, turn, strict=True)]
+    return parse_messages(said, "history")
+
+
+_TURN = ("user", "assistant")
 
 
 def _apply_convention(row: dict[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ class JsonLines:
         with refuse_damage(self.path), open_binary(self.path) as file:
             skip(file, start)
             for line in file:
-                if not line.isspace():
+                if line.removeprefix(BOM_UTF8).strip():
                     yield start, line
                 start += len(line)
 
@@ -169,7 +170,7 @@ class TextLines(JsonLines):
     @staticmethod
     def parse(line: bytes) -> Row:
         try:
-            return {"text": line.decode().rstrip("\r\n")}
+            return {"text": line.removeprefix(BOM_UTF8).decode().rstrip("\r\n")}
         except UnicodeDecodeError as error:
             raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
 
@@ -252,12 +253,11 @@ class TableRows(ABC):
             os.unlink(name)  # the mapping keeps the contents
 
     def _decode(self, schema: pyarrow.Schema) -> Callable[[Row], Row]:
-        """A function that reads the objects which `datasets` writes as JSON texts, if the table has any."""
-        return (
-            load_features(schema).decode_example
-            if b'"Json"' in (schema.metadata or {}).get(b"huggingface", b"")
-            else dict
-        )
+        """A function that reads the objects which `datasets` writes as JSON texts, if the table has any, and drops
+        what the table filled in: objects have all keys of their column, as None."""
+        has_json = b'"Json"' in (schema.metadata or {}).get(b"huggingface", b"")
+        decode = load_features(schema).decode_example if has_json else dict
+        return lambda row: {name: _drop_filled(value, schema.field(name).type) for name, value in decode(row).items()}
 
 
 class ParquetRows(TableRows):
@@ -312,6 +312,26 @@ class ArrowRows(TableRows):
         with refuse_damage(self.path):
             schema, _, batches = self.read_batches(0)
             return pyarrow.Table.from_batches(batches, schema).slice(0, self._most)
+
+
+def _drop_filled(value: Any, type_: pyarrow.DataType) -> Any:
+    """Return a value without the keys that are None in objects of the table; JSON texts were read as they are.
+
+    A message keeps what it says, which may be nothing.
+    """
+    from pyarrow import types
+
+    if types.is_struct(type_) and isinstance(value, dict):
+        fields = {name: type_.field(name).type for name in value}
+        said = ("content", "value") if isinstance(value.get("role") or value.get("from"), str) else ()
+        return {
+            name: _drop_filled(entry, fields[name])
+            for name, entry in value.items()
+            if entry is not None or name in said
+        }
+    if types.is_nested(type_) and hasattr(type_, "value_type") and isinstance(value, list):
+        return [_drop_filled(item, type_.value_type) for item in value]
+    return value
 
 
 def _validate(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
@@ -459,7 +479,8 @@ def _open(path: DataPath, max_samples: int | None) -> RowFile:
 
 def _open_json(path: DataPath, max_samples: int | None) -> RowFile:
     with refuse_damage(path), open_binary(path) as file:
-        first = next((line.strip()[:1] for line in file if line.strip()), b"")
+        lines = (line.removeprefix(BOM_UTF8).strip() for line in file)
+        first = next((line[:1] for line in lines if line), b"")
         if first != b"[":
             return JsonLines(path, max_samples)
     with open_binary(path) as file:

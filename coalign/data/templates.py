@@ -20,6 +20,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
 from coalign.config.errors import suggest
 from coalign.data.batch import Batch
+from coalign.data.coverage import CoverageCheck, list_unknown_keys
 from coalign.data.images.placeholders import Placeholders, is_image, shift
 from coalign.data.messages import (
     REASONING_KEYS,
@@ -29,10 +30,13 @@ from coalign.data.messages import (
     apply_reasoning,
     check_length,
     find_last_question,
+    find_reasoning_key,
     get_text,
+    is_learned,
+    join_parts,
+    move_blocks,
     parse_tools,
     place_reasoning,
-    split_reasoning,
 )
 from coalign.data.sources import BadRow
 from coalign.types import ImageSpan, Sample, Status
@@ -83,9 +87,18 @@ def load_template(
             raise ValueError("data.chat_template: none reads no chat_template_kwargs, and knows no reasoning")
         return PlainText(tokenizer, keep_special_tokens=keep_special_tokens, placeholders=placeholders)
     jinja, more = _jinja(tokenizer, chat_template), {"placeholders": placeholders}
-    return ChatTemplate(
+    template = ChatTemplate(
         tokenizer, jinja, chat_template_kwargs, reasoning, keep_special_tokens=keep_special_tokens, **more
     )
+    template.coverage.name = _name_template(tokenizer, chat_template)
+    return template
+
+
+def _name_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
+    if chat_template == "auto":
+        return f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+    is_jinja = "{{" in chat_template or "{%" in chat_template
+    return "the template in data.chat_template" if is_jinja else f"the chat template {chat_template}"
 
 
 class PlainText:
@@ -141,11 +154,16 @@ class PlainText:
         """
         if complete and any(key in messages[-1] for key in REASONING_KEYS):
             raise BadRow("data.chat_template: none has no place for the answer's reasoning; set a template")
+        if messages[-1].get("tool_calls"):
+            raise BadRow("data.chat_template: none has no place for the answer's tool calls; set a template")
+        for message in messages:
+            if unknown := list_unknown_keys(message):
+                raise BadRow(f"data.chat_template: none has no place for {', '.join(unknown)} of a message")
         prompt = self.prompt(messages[:-1], tools)
         answer, eos = self.guard.read(get_text(messages[-1])), get_eos(self.tokenizer)
         if answer[-1:] != [eos]:  # the text may contain its own EOS
             answer = [*answer, eos]
-        return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+        return prompt + answer, [False] * len(prompt) + [is_learned(messages[-1])] * len(answer)
 
     def list_alternatives(self) -> Iterator[tuple[str, Template]]:
         """Yield other settings, in words, that may do where these do not: none."""
@@ -180,19 +198,41 @@ class ChatTemplate:
         self._special = list_special_tokens(tokenizer)
         self._knows_tools = reads_tools(jinja)
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
+        self.coverage = CoverageCheck("the chat template", jinja)
 
     def render(self, messages: Messages, tools: Tools | None = None, *, generation_prompt: bool = False) -> str:
         """Render the text of protected messages. BadRow with the template's own message if it refuses them."""
+        text = self._apply(self._shape(messages), tools, generation_prompt)
+        return check_length(self._expand(text, messages)[0])
+
+    def _apply(self, messages: Messages, tools: Tools | None, generation_prompt: bool = False) -> str:
         with _refuse_errors(messages):
             text = self.tokenizer.apply_chat_template(
-                self._shape(messages),
+                list(messages),
                 tools=cast(Any, self._check_tools(tools)),  # a list is invariant, and theirs admits callables
                 chat_template=self.jinja,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 **self._arguments,
             )
-        return check_length(self._expand(cast(str, text), messages)[0])
+        return cast(str, text)
+
+    def check_coverage(
+        self,
+        messages: Messages,
+        tools: Tools | None = None,
+        *,
+        since: int = 0,
+        learned: int | None = None,
+        generation_prompt: bool = False,
+    ) -> None:
+        """Raise BadRow if the template leaves out something of protected messages (see CoverageCheck)."""
+
+        def render(standing: list[Message]) -> str:
+            return self._apply(self._shape(standing), tools, generation_prompt)
+
+        form = (bool(tools), generation_prompt)
+        self.coverage.check(messages, render, form=form, since=since, learned=learned)
 
     def _expand(self, text: str, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         if self.placeholders is None:
@@ -201,23 +241,36 @@ class ChatTemplate:
 
     @cached_property
     def _needs_parts(self) -> bool:
-        """Whether the template writes nothing of a content that is a text, as those of some vision-language models."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": "text"}], chat_template=self.jinja, tokenize=False, **self._arguments
-            )
-        except (TemplateError, TypeError):
-            return True
-        return "text" not in cast(str, text)
+        """Whether the template writes parts of texts, and no texts, as those of some vision-language models."""
+        said: list[Any] = ["qztextqz", [{"type": "text", "text": "qztextqz"}]]
+        return [self._try([{"role": "user", "content": content}]).count("qztextqz") for content in said] == [0, 1]
+
+    @cached_property
+    def _block_key(self) -> str | None:
+        """The key of messages for reasoning that begins their contents, unless the template reads that itself."""
+        if (key := find_reasoning_key(self.jinja)) is None:
+            return None
+        asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "qztextqz"}
+        moved = self._try([asked, said | {key: "qzthoughtqz"}])
+        content = self.guard.protect("<think>\nqzthoughtqz\n</think>\n\nqztextqz")
+        return key if "qzthoughtqz" in moved and self._try([asked, said | {"content": content}]) != moved else None
+
+    def _try(self, messages: list[Message]) -> str:
+        with suppress(BadRow):
+            return self._apply(messages, None)
+        return ""
 
     def protect(self, messages: Messages, tools: Tools | None = None) -> tuple[list[Message], Tools | None]:
         """Prepare messages for `render`: their reasoning by the policy, special tokens in contents as codes."""
-        messages, tools = self.guard.protect((apply_reasoning(messages, self.reasoning), tools))
+        joined = [m | {"content": join_parts(m["content"])} for m in messages]
+        if self.reasoning is None and self._block_key is not None:
+            joined = move_blocks(joined, self._block_key)
+        messages, tools = self.guard.protect((apply_reasoning(joined, self.reasoning), tools))
         return place_reasoning(messages, self.jinja) if self.reasoning else list(messages), tools
 
     def _shape(self, messages: Messages) -> list[Message]:
         """The messages with parts in place of texts, for a template that reads parts alone."""
-        if self.placeholders is None or not self._needs_parts:
+        if not self._needs_parts:
             return list(messages)
         return [
             m if isinstance(m["content"], list) else m | {"content": [{"type": "text", "text": m["content"]}]}
@@ -225,7 +278,10 @@ class ChatTemplate:
         ]
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        return self.guard.tokenize(self.render(*self.protect(messages, tools), generation_prompt=True))
+        messages, tools = self.protect(messages, tools)
+        text = self.render(messages, tools, generation_prompt=True)
+        self.check_coverage(messages, tools, generation_prompt=True)
+        return self.guard.tokenize(text)
 
     def list_alternatives(self) -> Iterator[tuple[str, ChatTemplate]]:
         """Yield other settings, in words, that may do where these do not: first those that write the same prompts."""
@@ -274,7 +330,7 @@ class ChatTemplate:
         self, messages: Messages, tools: Tools | None = None, *, since: int = 0, complete: bool = False
     ) -> tuple[list[int], list[bool]]:
         between = range(since, find_last_question(messages) if self.reasoning == "last" else 0)
-        if learned := [i for i in between if messages[i]["role"] == "assistant"]:
+        if learned := [i for i in between if is_learned(messages[i])]:
             raise BadRow(
                 f"data.reasoning: last drops the reasoning of message {learned[0]}, which is learned: the model is "
                 "asked again after it; learn from the last question on"
@@ -282,30 +338,18 @@ class ChatTemplate:
         messages, tools = self.protect(messages, tools)
         find = self._generation_blocks if self._marks_generation else self._assistant_turns
         text, spans = find(messages, tools, since)
-        if complete:
-            self._check_reasoning(text, messages, since)
+        self.check_coverage(messages, tools, learned=since if complete else None)
         tokens = self.guard.tokenize(text)
         mask = [False] * len(tokens)
         for start, stop in spans:
             first, last = self._position(tokens, text, start), self._position(tokens, text, stop)
             mask[first:last] = [True] * (last - first)
-        if not any(mask) and any(m["role"] == "assistant" for m in messages[since:]):
+        if not any(mask) and any(map(is_learned, messages[since:])):
             raise BadRow(
                 "the chat template marks nothing of what the assistant says: its {% generation %} blocks are empty or "
                 "left out; put them around the assistant's words in data.chat_template"
             )
         return self._end_turns(tokens, mask)
-
-    def _check_reasoning(self, text: str, messages: Messages, since: int) -> None:
-        """Refuse a template that leaves out the reasoning of a turn that is learned."""
-        for i, message in enumerate(messages[since:], since):
-            if message["role"] != "assistant":
-                continue
-            if split_reasoning(message)[0] not in text:
-                raise BadRow(
-                    f"the chat template leaves out the reasoning of message {i}, which is learned; drop it "
-                    "(data.reasoning: drop), or take a template that shows it"
-                )
 
     def _generation_blocks(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
         """Render the text, with the character spans of its generation blocks."""
@@ -323,17 +367,18 @@ class ChatTemplate:
         (spans,) = cast(list[list[Span]], found)
         text, moved = self._expand(text, messages)
         spans = [(shift(start, moved), shift(stop, moved)) for start, stop in spans] if moved else spans
-        if not since:
-            return text, spans
-        before = self._find_beginning(text, messages, tools, since)
-        return text, [span for span in spans if span[0] >= before]
+        left_out = [(i, i + 1) for i, m in enumerate(messages) if i >= since and m.get("weight") == 0]
+        for first, stop in [(0, since), *left_out]:
+            begin, end = (self._find_beginning(text, messages, tools, i) for i in (first, stop))
+            spans = [span for span in spans if not begin <= span[0] < end]
+        return text, spans
 
     def _assistant_turns(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
         """Render the text, with the character spans of the assistant's words and ends of turns."""
         text = self.render(messages, tools)
         spans = []
         for i, message in enumerate(messages[since:], since):
-            if message["role"] != "assistant":
+            if not is_learned(message):
                 continue
             if i == 0:
                 raise BadRow("the conversation begins with the assistant")
@@ -350,8 +395,8 @@ class ChatTemplate:
 
     def _find_beginning(self, text: str, messages: Messages, tools: Tools | None, stop: int) -> int:
         """Count the characters of the conversation's text that belong to its first ``stop`` messages."""
-        if stop == len(messages):
-            return len(text)
+        if stop in (0, len(messages)):
+            return len(text) if stop else 0
         beginning = self.render(messages[:stop], tools)
         if not text.startswith(beginning):
             raise BadRow(
@@ -504,7 +549,7 @@ def read_template(chat_template: str) -> str:
             f"data.chat_template: {chat_template!r} is neither `auto`, `none`, a Jinja template, a file that exists, "
             f"nor one of ours{suggest(chat_template, TRAINING_TEMPLATES)}"
         )
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def _roles(messages: Messages) -> str:

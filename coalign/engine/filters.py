@@ -185,7 +185,8 @@ def add_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tok
     columns = {}
     for name, (key, otherwise) in keys.items():
         if key is not None:
-            numbers = [row.get(key, otherwise) for row in prompts["rows"]]
+            values = [row.get(key) for row in prompts["rows"]]
+            numbers = [otherwise if value is None else value for value in values]
             for row, number in zip(prompts["rows"], numbers, strict=True):
                 if not isinstance(number, int) or number < 1:
                     source, place = (row.get(mark, "?") for mark in MARKS[:2])

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from coalign.config.functions import bind, resolve
+from coalign.data.messages import parse_messages
 from coalign.environments.completion_records import (
     ChatChoice,
     ChatCompletion,
@@ -29,7 +30,6 @@ from coalign.environments.completion_records import (
     parse_arguments,
     read_answer,
     read_message,
-    with_objects,
 )
 from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode, Turn
@@ -75,7 +75,7 @@ class ChatCompletions:
         turn = await self.episode.generate(max_new_tokens=limit, stop=stop)
         answer = self._to_message(turn)
         message = answer.model_dump(exclude_none=True)
-        self.episode.messages[-1] = with_objects(message)
+        self.episode.messages[-1:] = parse_messages([message], "messages")
         self._history = [*map(_comparison_key, sent), _comparison_key(message)]
         total = len(self.episode.log.tokens)
         return ChatCompletion(
@@ -97,7 +97,7 @@ class ChatCompletions:
     def _append_new(self, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
         if not self._history:
             self._tools = tools
-            self.episode.begin([with_objects(message) for message in sent], tools=tools)
+            self.episode.begin(sent, tools=tools)
             return
         known = len(self._history)
         for i, (before, now) in enumerate(zip(self._history, map(_comparison_key, sent), strict=False)):
@@ -112,7 +112,7 @@ class ChatCompletions:
             raise HistoryRewritten(f"after {known} messages there is {what}; an episode has one answer at each point")
         if tools != self._tools:
             raise HistoryRewritten("the tools are not those of the first call; they are part of the prompt")
-        self.episode.say(*map(with_objects, new))
+        self.episode.say(*new)
 
 
 def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:

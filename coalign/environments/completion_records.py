@@ -7,12 +7,12 @@ An agent's endpoint (chat.py) and `coalign serve` share it. The classes are our 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from coalign.data.messages import get_text
+from coalign.data.messages import join_parts
 from coalign.environments.episode import Turn
 from coalign.environments.parsers import ToolRequest
 from coalign.types import Status
@@ -66,20 +66,9 @@ class ChatCompletion(_Record):
 
 
 def read_message(message: Any) -> dict[str, Any]:
-    """A message as a dict with a text as its content; clients also send back the objects that they received."""
+    """A message as a dict, with its text in one; clients also send back the objects that they received."""
     plain = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
-    return {**plain, "content": get_text({"content": plain.get("content") or ""})}
-
-
-def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as chat templates expect it: tool arguments as objects, not JSON text."""
-    result = {"content": "", **message}
-    if calls := message.get("tool_calls"):
-        result["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": parse_arguments(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return result
+    return {**plain, "content": join_parts(plain.get("content") or "")}
 
 
 def parse_arguments(arguments: Any) -> Any:

@@ -219,7 +219,7 @@ class Episode:
         """
         if self._answer is not None:
             raise RuntimeError("Episode.begin comes before the first turn; later, messages are added with `say`")
-        self.messages = self.messages if messages is None else self._rendering.read_images(messages)
+        self.messages = self.messages if messages is None else self._rendering.read_messages(messages)
         self.tools = self.tools if tools is None else tools
         self._render_prompt = True
 
@@ -234,7 +234,7 @@ class Episode:
         if self._new_tokens:
             raise RuntimeError(_NOT_BOTH)
         self._count_spelled(messages)
-        read = self._rendering.read_images(messages)
+        read = self._rendering.read_messages(messages)
         self.messages += read
         self._new_messages += read
 

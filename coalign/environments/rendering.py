@@ -13,7 +13,7 @@ from typing import Any
 
 from coalign.data.images.placeholders import read_part
 from coalign.data.images.rows import RowImages
-from coalign.data.messages import ContentGuard, Message
+from coalign.data.messages import ContentGuard, Message, parse_messages
 from coalign.data.templates import (
     ChatTemplate,
     Template,
@@ -49,17 +49,19 @@ class Rendering:
         self._unguarded.guard = ContentGuard(self.tokenizer, keep=True)
         self._special = list_special_tokens(self.tokenizer)
 
-    def read_images(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with paths for images, which may come as paths, data URLs or bytes.
+    def read_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as rows have them (see `parse_messages`), with paths for images: paths, data URLs or bytes.
 
-        Raises RenderingError for images in a run that reads text alone, and BadRow (image) for one that cannot be used.
+        Raises RenderingError for images in a run that reads text alone, BadRow (image) for one that cannot be used, and
+        BadRow for what is no message.
         """
         if self.template.placeholders is not None:
-            return RowImages(self.template.placeholders.files).read_messages(list(messages))
+            read = RowImages(self.template.placeholders.files).read_messages(list(messages))
+            return parse_messages(read, "messages", images=True)
         parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
         if any(isinstance(part, dict) and read_part(part) is not None for part in parts):
             raise RenderingError("the environment shows an image, and the run reads text alone; set data.images: {}")
-        return list(messages)
+        return parse_messages(list(messages), "messages")
 
     def render_prompt(
         self, messages: list[Message], tools: Tools | None, keep_special_tokens: bool
@@ -99,6 +101,8 @@ class Rendering:
                 "`episode.write`)"
             )
         messages, tools = self.guard.protect((messages, tools))
+        before = _placeholder_conversation(_PLACEHOLDER, messages)
+        template.check_coverage([*before, *messages], tools, since=len(before), generation_prompt=True)
         if found := self._find_added(template, messages, tools):
             tokens = self._join(list(answer), *found)
             return tokens, locate_images(template, tokens, messages)

@@ -176,9 +176,9 @@ class Pairwise:
         if which is not None:
             return group[which].response
         row = group[0].meta
-        if self.against not in row:
+        if (text := row.get(self.against or "")) is None:
             raise KeyError(f"judge.against: the row has no '{self.against}'; it has {sorted(row)}")
-        return str(row[self.against])
+        return str(text)
 
     def _question(self, about: Sample, first: str, second: str) -> Messages:
         labels = {"first_label": self.labels[0], "second_label": self.labels[1], "tie": self.tie}

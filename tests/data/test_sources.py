@@ -266,3 +266,80 @@ def test_objects_that_datasets_writes_as_texts_are_objects(tmp_path):
     for path in (tmp_path / "a.parquet", tmp_path / "b"):
         rows = open_rows(path)
         assert [rows[0], rows[1]] == [entry.row() for entry, _ in rows.read()] == mixed
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+OTHER = {"type": "function", "function": {"name": "g", "parameters": {"properties": {"text": {"type": "string"}}}}}
+CALLS = [{"function": {"name": "f", "arguments": {"x": 0}}}], [{"function": {"name": "g", "arguments": {"text": ""}}}]
+WIDENED = [  # tables give all objects of a column all keys
+    {
+        "messages": [{"role": "user", "content": "a", "name": "B"}],
+        "tools": [TOOL],
+        "extra": {"a": {"b": 1}},
+        "n": [1, None],
+    },
+    {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": CALLS[0]},
+            {"role": "assistant", "content": "c", "tool_calls": CALLS[1]},
+            {"role": "user", "content": "d"},
+        ],
+        "tools": [OTHER],
+        "extra": {"c": None},
+        "n": [],
+    },
+]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "directory"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_table_fills_in_is_dropped_at_every_depth(form, stream, tmp_path):
+    table, path = pa.Table.from_pylist(WIDENED), tmp_path / f"a.{form}"
+    if form == "parquet":
+        pq.write_table(table, path)
+    elif form == "arrow":
+        with pa.ipc.new_stream(path, table.schema) as out:
+            out.write_table(table)
+    else:
+        import datasets
+
+        datasets.Dataset(table).save_to_disk(path)
+    rows = open_rows(path)
+    first, second = [row.row() for row, _ in rows.read()] if stream else [rows[0], rows[1]]
+    assert first == WIDENED[0] and second == WIDENED[1] | {"extra": {}}
+
+
+def test_nulls_of_json_texts_in_tables_are_the_persons_own(tmp_path):
+    import datasets
+
+    features = datasets.Features({"a": datasets.Json(), "b": {"c": datasets.Json(), "d": datasets.Value("int64")}})
+    rows = [{"a": {"x": None}, "b": {"c": {"y": None}, "d": None}}]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "a")
+    assert open_rows(tmp_path / "a")[0] == {"a": {"x": None}, "b": {"c": {"y": None}}}
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", BOM + b'[{"text": "\xc3\xa4"}, {"text": "b"}]'),
+        ("a.json", BOM + b'\n [{"text": "\xc3\xa4"},\n {"text": "b"}]'),
+        ("a.json", BOM + b'{"text": "\xc3\xa4"}\n{"text": "b"}'),
+        ("a.jsonl", BOM + b'{"text": "\xc3\xa4"}\n' + BOM + b'{"text": "b"}\n'),
+        ("a.jsonl", BOM + b'\n{"text": "\xc3\xa4"}\n{"text": "b"}\n'),
+        ("a.txt", BOM + b"\xc3\xa4\n" + BOM + b"\nb\n"),
+        ("a.txt.gz", gzip.compress(BOM + b"\xc3\xa4\r\nb\r\n", mtime=0)),
+        ("a.csv", BOM + b"text\n\xc3\xa4\nb\n"),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(name, content, tmp_path):
+    rows = open_rows(write(tmp_path / name, content))
+    wanted = [{"text": "ä"}, {"text": "b"}]
+    assert [rows[i] for i in range(len(rows))] == [row.row() for row, _ in rows.read()] == wanted
+
+
+def test_a_damaged_array_with_a_byte_order_mark_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.json:1: not valid JSON: .*\(column \d+\)"):
+        open_rows(write(tmp_path / "a.json", BOM + b'[{"text": "a"},, {}]'))

@@ -135,6 +135,8 @@ def test_every_response_may_meet_the_text_of_the_row_instead():
     assert judging.rewards(1, [0.0, 1.0]) == [0.0]
     with pytest.raises(KeyError, match=r"judge.against: the row has no 'gold'; it has \['answer'\]"):
         judging.ask([sample("x", row={"answer": "z"})])
+    with pytest.raises(KeyError, match="the row has no 'gold'"):
+        judging.ask([sample("x", row={"gold": None})])
 
 
 @pytest.mark.parametrize(

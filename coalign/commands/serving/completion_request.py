@@ -17,7 +17,6 @@ from coalign.data.images.placeholders import Placeholders, read_part
 from coalign.data.messages import parse_messages, parse_tools
 from coalign.data.sources import BadRow
 from coalign.data.templates import PlainText, Template, locate_images
-from coalign.environments.completion_records import with_objects
 from coalign.http_server import HttpRefusal
 from coalign.types import ImageSpan
 
@@ -150,7 +149,6 @@ class ChatCompletionRequest(SamplingRequest):
             elif any(read_part(part) is not None for part in _list_parts(messages)):
                 raise BadRow("messages: this server reads text alone; one that is started with --images reads images")
             messages = parse_messages(messages, "messages", images=images is not None)
-            messages = [with_objects(message) for message in messages]
             tokens = template.prompt(messages, parse_tools(self.tools, "tools") if self.offers_tools else None)
             return TokenizedPrompt(tokens, locate_images(template, tokens, messages))
         except (BadRow, ValueError) as error:
