@@ -27,6 +27,7 @@ from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
 from coalign.launch.data_load import load_tokenizer
 from coalign.launch.plan import Plan, PlannedModel
+from coalign.launch.reward_check import try_rewards
 from coalign.roles import Rollout, Trainable
 from coalign.types import SOURCE_KEY
 
@@ -95,6 +96,9 @@ def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool =
             samples.append(sample)
     if samples:
         yield from _compare_numbers([sample for sample in samples if sample.key[1] == "train"], plan)
+    if plan.recipe.source == "prompts":
+        rows = [sample.used[0][0].row for sample in samples if sample.used]
+        yield from try_rewards(plan.rewards, rows, tokenizer)
 
 
 def _read(key: Key, source: SourceConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> RowSample:

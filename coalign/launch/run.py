@@ -26,7 +26,7 @@ from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, fetch_chec
 from coalign.engine.hooks.control import Preempted, RunControl, StopSignals
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
-from coalign.engine.hooks.guards import UNHEALTHY, Guards
+from coalign.engine.hooks.guards import UNHEALTHY, FlatRewards, Guards
 from coalign.engine.hooks.journal import JournalHook
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
@@ -152,7 +152,8 @@ def _learn(
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
     journal = [JournalHook(folder.journal, checkpoints)] if runtime.journal else []
     engine.cluster.on_end = timeline.note
-    engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks])
+    flat = [FlatRewards()] if engine.rewards else []
+    engine.hooks.extend([guards, *flat, timeline, *profile, *_evaluation(engine, record), *hooks])
     control = RunControl(folder.path, save, Fleet(runtime.autoscale, recovery.save_now))
     engine.hooks.extend([goodput, record, *journal, save, recovery, control])
     _refuse_namesakes(engine.hooks)

@@ -115,8 +115,18 @@ class KLOfResponse(KLInReward):
         return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if self.reference else batch
 
 
+def refuse_greedy(config: RunConfig) -> None:
+    """Raise ValueError for temperature 0, at which the responses to a prompt that are compared are one and the same."""
+    if config.models["policy"].sampling.temperature == 0:
+        raise ValueError(
+            f"models.policy.sampling.temperature is 0: `{config.algorithm}` compares responses to one prompt, which "
+            "would all be the same, so there is nothing to learn; use 1 (usual), or anything above 0"
+        )
+
+
 def require_several_samples(config: RunConfig) -> None:
-    """Raise ValueError for one sample per prompt, if the others are its baseline."""
+    """Raise ValueError for one sample per prompt, or for equal ones, if the others are its baseline."""
+    refuse_greedy(config)
     if config.runtime.samples_per_prompt == 1:
         raise ValueError(
             f"runtime.samples_per_prompt is 1: `{config.algorithm}` compares the samples of one prompt, and with one "

@@ -2,7 +2,7 @@
 
 from coalign.data.batch import Batch
 from coalign.engine.reference import drop_unread_reference
-from coalign.recipes.online import Online
+from coalign.recipes.online import Online, refuse_greedy
 
 
 class OnlineDPO(Online):
@@ -28,6 +28,7 @@ class OnlineDPO(Online):
 
     @classmethod
     def check(cls, config, loss):
+        refuse_greedy(config)
         if config.runtime.samples_per_prompt == 1:
             raise ValueError(
                 "runtime.samples_per_prompt is 1: the responses to one prompt are compared with each other; use 2 or "

@@ -4,7 +4,7 @@ import torch
 
 from coalign.data.batch import Batch
 from coalign.recipes.grpo import GRPO
-from coalign.recipes.online import KLInReward, KLOfResponse, refuse_kl_in_reward, require_several_samples
+from coalign.recipes.online import KLInReward, KLOfResponse, refuse_greedy, refuse_kl_in_reward, require_several_samples
 from coalign.types import Status
 
 
@@ -72,6 +72,11 @@ class ReMax(KLOfResponse):
         "kl": {"fn": "FixedKL", "coef": 0.01},
         "loss": {"fn": "policy_gradient", "aggregation": "sequence_mean_token_sum"},
     }
+
+    @classmethod
+    def check(cls, config, loss):
+        super().check(config, loss)
+        refuse_greedy(config)
 
     def env_flow(self, prompts):
         out = self.generate(prompts)

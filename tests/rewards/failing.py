@@ -22,3 +22,11 @@ def is_away_if_wrong(sample):
 
 def says_too_much(sample):
     return {"reward": 0.5 + sample.index, "ratio": float("nan"), "text": sample.response, "index": sample.index}
+
+
+def counts_a_group(group):
+    return [float(len(group))] * len(group)
+
+
+def depends_on_the_prompt(sample):
+    return float(len(sample.prompt) + sample.group)

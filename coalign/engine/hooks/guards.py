@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FLAT_STEPS = 3
 UNHEALTHY = 3  # exit code of a run that its guards ended
 # The metric of each threshold; `max_` ones are upper bounds, `min_` ones lower bounds.
 METRICS = {
@@ -119,6 +120,37 @@ class Guards(Hook):
         self.folder.cut(engine.step)
         # With the current data position and count: a run that is killed here must not meet the same data again.
         self.checkpoints.write(engine.step, partial(write_engine_state, engine))
+
+
+class FlatRewards(Hook):
+    """Warns after `FLAT_STEPS` steps in a row in which all samples that are compared earned the same."""
+
+    def __init__(self) -> None:
+        self.flat = 0  # steps in a row
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        is_constant = "reward/std" in stats and stats["reward/std"].value == 0
+        is_flat = is_constant or ("groups/zero_std" in stats and stats["groups/zero_std"].value == 1)
+        self.flat = self.flat + 1 if is_flat else 0
+        if self.flat != FLAT_STEPS:
+            return
+        if is_constant:
+            cause = (
+                f"every sample earned {stats['reward/mean'].value:g}. Does the reward read the response, and does its "
+                "answer have the form of the rows'? Look at samples.jsonl"
+            )
+        else:
+            cause = (
+                "the samples of each prompt earned the same. The prompts are too easy or too hard, or have too few "
+                "samples (runtime.samples_per_prompt); `filter: varied` looks for others"
+            )
+        log.warning("step %d: nothing was learned in %d steps in a row: %s", engine.step, self.flat, cause)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"flat": self.flat}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.flat = state["flat"]
 
 
 def list_non_finite(stats: Stats) -> list[str]:
