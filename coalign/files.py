@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 log = logging.getLogger(__name__)
+
+MAX_JSON_BYTES = 256 * 2**20  # of a file that is parsed in one go
+_FILE_TYPES = {stat.S_IFDIR: "directory", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+
+
+class NotRegularFile(OSError):
+    """A path leads to a directory, a FIFO, a device or a socket, where a file was expected."""
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file to read its bytes. Raises NotRegularFile for anything else, and OSError.
+
+    Folders of strangers may hold FIFOs and links to devices: `open` would wait there, or read for ever.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            file_type = _FILE_TYPES.get(stat.S_IFMT(mode), "device")
+            raise NotRegularFile(errno.EINVAL, f"is a {file_type}, not a regular file", str(path))
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_bounded(path: str | Path, most: int) -> bytes:
+    """Return the bytes of a regular file. Raises ValueError for one of more than ``most`` bytes, and OSError."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} has more than {most:,} bytes, the most that is read of such a file")
+    return content
 
 
 @contextmanager
@@ -90,7 +125,7 @@ def delete_path(path: Path) -> None:
 
 def hash_file(path: Path, digest: Any = "sha256") -> str:
     """Return the hash of a file's contents, in hexadecimal digits. ``digest``: a name, or a function that makes one."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, digest).hexdigest()
 
 
@@ -234,7 +269,7 @@ def require_empty_output(path: Path) -> None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object. Raises ValueError, naming the file, for any other."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bounded(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {describe_problem(error)}") from error
     if not isinstance(content, dict):
