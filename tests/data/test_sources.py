@@ -272,14 +272,10 @@ def test_media_of_a_table_are_left_as_they_are(tmp_path):
     """`datasets` would open the files, URLs and programs (EPS) that a table names as its images or sounds."""
     import datasets
 
-    features = {"x": datasets.Json(), "image": datasets.Image(), "several": datasets.List({"a": datasets.Image()})}
     picture = {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": None}
-    row = {"x": '{"a": 1}', "image": picture, "several": [{"a": picture}]}
-    plain = {"x": datasets.Value("string"), "image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}}
-    plain |= {"several": datasets.List({"a": plain["image"]})}
-    table = datasets.Dataset.from_list([row], features=datasets.Features(plain)).data.table
-    import pyarrow.parquet
-
-    schema = datasets.Features(features).arrow_schema
-    pyarrow.parquet.write_table(table.replace_schema_metadata(schema.metadata), tmp_path / "a.parquet")
-    assert open_rows(tmp_path / "a.parquet")[0] == row | {"x": {"a": 1}}
+    rows = [{"x": {"a": 1}, "image": picture, "several": [{"a": picture}]}]
+    features = {"x": datasets.Json(), "image": datasets.Image(), "several": datasets.List({"a": datasets.Image()})}
+    data = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    data.to_parquet(tmp_path / "a.parquet")
+    data.save_to_disk(tmp_path / "b")
+    assert open_rows(tmp_path / "a.parquet")[0] == open_rows(tmp_path / "b")[0] == rows[0]
