@@ -266,10 +266,10 @@ def require_empty_output(path: Path) -> None:
         raise FileExistsError(f"--output: {path} exists and is not empty")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object. Raises ValueError, naming the file, for any other."""
+def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read a file of ``most`` bytes that holds a JSON object. Raises ValueError, naming the file, for any other."""
     try:
-        content = json.loads(read_bounded(path, MAX_JSON_BYTES))
+        content = json.loads(read_bounded(path, most))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {describe_problem(error)}") from error
     if not isinstance(content, dict):
@@ -305,6 +305,16 @@ def _find_model(folder: Path) -> str:
     return ""
 
 
+def require_inner_name(name: Any, source: Path) -> str:
+    """Return the name of a file that ``source`` lists, which must lie beside it. Raises ValueError for any other.
+
+    The file itself may be a link, as in the hub's cache.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{source} names {str(name)[:200]!r}, which is no file of its folder")
+    return name
+
+
 def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[Path]:
     """List the files that the index of a Hugging Face directory names, or the ``single`` one; none if there is neither.
 
@@ -314,9 +324,9 @@ def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[P
     if not index.is_file():
         return [folder / single] if (folder / single).is_file() else []
     found = read_json_object(index).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    if not isinstance(found, dict):
         raise ValueError(f"{index} has no `weight_map` of the tensors' files")
-    names = sorted(set(found.values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    names = sorted({require_inner_name(name, index) for name in found.values()})
+    if missing := [name for name in names if not os.path.isfile(folder / name)]:  # or too long
         raise ValueError(f"{index} names files that do not exist: {missing}")
     return [folder / name for name in names]

@@ -135,7 +135,7 @@ class ImageFiles(FilesByContent):
 
 
 def write_data_url(path: str) -> str:
-    """Return the image at ``path`` as a data URL. OSError for a file that cannot be read, BadRow (image) for no image."""
+    """Return the image at ``path`` as a data URL. OSError for an unreadable file, BadRow (image) for no image."""
     content = read_content(path)
     media_type = _decode(content, path, LARGEST_SENT, has_pixels=False).media_type or "application/octet-stream"
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
