@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from glob import glob, has_magic
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -260,10 +261,43 @@ class RecordHandler(logging.Handler):
         self.file.append(f"{self.clean(self.format(record))}\n".encode())
 
 
-def require_empty_output(path: Path) -> None:
-    """Raise FileExistsError unless a command's output is missing, or an empty directory."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"--output: {path} exists and is not empty")
+def require_free_output(
+    path: Path, inputs: Iterable[str | Path] = (), *, overwrite: bool = False, is_folder: bool = False
+) -> None:
+    """Raise FileExistsError unless nothing is at the path of a command's output.
+
+    ``is_folder``: an empty directory may be there; ``overwrite``: a regular file. Whatever they say, ValueError for a
+    path that leads to one of the ``inputs``, by links too, or into one that is a directory; an input may be a pattern
+    of files.
+    """
+    for source in inputs:
+        if _is_same(path, Path(source)):
+            raise ValueError(f"--output: {path} is an input of the command ({source}); name another file")
+    if not os.path.lexists(path) or (is_folder and path.is_dir() and not any(path.iterdir())):
+        return
+    if is_folder:
+        raise FileExistsError(f"--output: {path} exists and is not empty; name another directory")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"--output: {path} exists and is no regular file; it is left as it is; name another file")
+    if not overwrite:
+        raise FileExistsError(f"--output: {path} exists, and is left as it is; name another file, or give --overwrite")
+
+
+def _is_same(path: Path, source: Path) -> bool:
+    """Whether a path leads to a file that is there, or to one in a directory or of a pattern."""
+    files = [Path(name) for name in glob(str(source), recursive=True)] if has_magic(str(source)) else []
+    for file in [source, *files]:
+        if not os.path.exists(file):
+            continue
+        if path.resolve() == file.resolve() or (path.exists() and path.samefile(file)):
+            return True
+        if (
+            file.is_dir()
+            and path.is_file()
+            and (path.resolve().is_relative_to(file.resolve()) or any(map(path.samefile, list_files(file))))
+        ):
+            return True
+    return False
 
 
 def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:

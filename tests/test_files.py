@@ -95,7 +95,7 @@ def test_only_regular_files_are_opened(put, tmp_path):
             server = socket.socket(socket.AF_UNIX)
             server.bind(str(path))
     for read in (open_regular, hash_file, lambda path: read_bounded(path, 10), read_json_object):
-        with pytest.raises((OSError, ValueError), match="not a regular file|No such device"):
+        with pytest.raises((OSError, ValueError), match=r"not a regular file|No such device"):
             read(path)
 
 
@@ -127,7 +127,7 @@ def test_an_index_names_files_of_its_folder_alone(name, tmp_path):
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     for read in (list_weight_files, lambda folder: fetch(str(folder))):
-        with pytest.raises(ValueError, match="which is no file of its folder|names files that do not exist"):
+        with pytest.raises(ValueError, match=r"which is no file of its folder|names files that do not exist"):
             read(folder)
 
 

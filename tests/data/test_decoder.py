@@ -141,7 +141,7 @@ def test_frames_and_their_rate():
     frames[0].save(out, "WEBP", save_all=True, append_images=frames[1:], duration=250, lossless=True)
     images, rate = open_frames(out.getvalue(), "a", MOST)
     assert rate == 4.0 and [image.getpixel((0, 0)) for image in images] == [(255, 0, 0), (0, 0, 255), (0, 128, 0)]
-    with pytest.raises(BadRow, match="the 3 frames of a have 144 pixels; data.images.max_file_pixels is 100"):
+    with pytest.raises(BadRow, match=r"the 3 frames of a have 144 pixels; data\.images\.max_file_pixels is 100"):
         open_frames(out.getvalue(), "a", 100)
 
 
@@ -168,9 +168,9 @@ def test_files_that_are_no_files(tmp_path):
     }.items():
         with pytest.raises(BadRow, match=why):
             files.store(name)
-        with pytest.raises(BadRow):
+        with pytest.raises(BadRow) as refusal:
             VideoFiles(files).store(name)
-        assert len(repr(pytest.raises(BadRow, files.store, name).value)) < 1500
+        assert len(str(refusal.value)) < 1000
     with pytest.raises(BadRow, match="no bytes or path"):
         files.store({"bytes": {"bytes": {"path": "a.png"}}})
 

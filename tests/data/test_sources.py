@@ -347,7 +347,7 @@ def test_an_array_in_one_line_may_be_longer_than_a_line(tmp_path, monkeypatch):
 def test_rows_of_brackets_are_refused(tmp_path):
     brackets = "[" + "[]," * 200_000 + "[]]"
     write(tmp_path / "a.jsonl", '{"x": ' + brackets + "}")
-    with pytest.raises(BadRow, match="200,003 brackets in 600,0.. bytes"):
+    with pytest.raises(BadRow, match=r"200,003 brackets in 600,0.. bytes"):
         open_rows(tmp_path / "a.jsonl")[0]
     write(tmp_path / "a.json", brackets)
     with pytest.raises(ValueError, match=r"a\.json cannot be read: it has 200,002 brackets"):
