@@ -12,9 +12,10 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from glob import glob, has_magic
+from io import BufferedReader
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class NotRegularFile(OSError):
     """A path leads to a directory, a FIFO, a device or a socket, where a file was expected."""
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a regular file to read its bytes. Raises NotRegularFile for anything else, and OSError.
 
     Folders of strangers may hold FIFOs and links to devices: `open` would wait there, or read for ever.

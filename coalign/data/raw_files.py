@@ -33,7 +33,7 @@ def open_binary(path: DataPath, max_line: int | None = MAX_LINE) -> BinaryIO:
     Reading raises DataBomb for a line of more than ``max_line`` bytes, and where a file decompresses to more than 200
     times its size. Raises NotRegularFile for a FIFO, a device or a directory.
     """
-    file = open_regular(path) if isinstance(path, Path) else path.open("rb")
+    file: BinaryIO = open_regular(path) if isinstance(path, Path) else path.open("rb")
     most = None
     if (codec := CODECS.get("".join(path.suffixes[-1:]).lower())) is not None:
         import pyarrow

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -113,7 +113,7 @@ def main() -> None:
         del header, frames, text
 
 
-def _read(stream: BinaryIO, size: int) -> bytes:
+def _read(stream: Any, size: int) -> bytes:
     if len(content := stream.read(size)) < size:
         os._exit(0)  # the parent has gone
     return content
