@@ -163,6 +163,7 @@ def generate(
     images: bool | Mapping[str, Any] = False,
     on_record: Callable[[dict[str, Any]], None] | None = None,
     quiet: bool = False,
+    overwrite: bool = False,
     **sampling: Any,
 ) -> list[dict[str, Any]]:
     """Generate ``samples`` responses to each prompt with the model in a Hugging Face directory.
@@ -178,7 +179,8 @@ def generate(
     file that keeps them, too: a call that was killed goes on where it was, if its prompts are a file. Without
     ``output``, ``on_record`` sees each record as soon as it is there.
 
-    Raises ConfigError for wrong settings, ValueError for a directory that holds no model and for prompts that fail.
+    Raises ConfigError for wrong settings, ValueError for a directory that holds no model and for prompts that fail,
+    FileExistsError for an ``output`` that exists, unless ``overwrite`` is set.
     """
     from coalign.commands.generate import generate as respond
     from coalign.report.display import Display
@@ -221,7 +223,7 @@ def generate(
             if on_record is not None:
                 on_record(record)
 
-        respond(config, take if output is None else Path(output), Display(quiet=quiet))
+        respond(config, take if output is None else Path(output), Display(quiet=quiet), overwrite=overwrite)
     return records if output is None else _read_lines(Path(output))
 
 

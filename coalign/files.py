@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from glob import glob, has_magic
+from io import BufferedReader
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+MAX_JSON_BYTES = 256 * 2**20  # of a file that is parsed in one go
+_FILE_TYPES = {stat.S_IFDIR: "directory", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+
+
+class NotRegularFile(OSError):
+    """A path leads to a directory, a FIFO, a device or a socket, where a file was expected."""
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a regular file to read its bytes. Raises NotRegularFile for anything else, and OSError.
+
+    Folders of strangers may hold FIFOs and links to devices: `open` would wait there, or read for ever.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            file_type = _FILE_TYPES.get(stat.S_IFMT(mode), "device")
+            raise NotRegularFile(errno.EINVAL, f"is a {file_type}, not a regular file", str(path))
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_bounded(path: str | Path, most: int) -> bytes:
+    """Return the bytes of a regular file. Raises ValueError for one of more than ``most`` bytes, and OSError."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} has more than {most:,} bytes, the most that is read of such a file")
+    return content
 
 
 @contextmanager
@@ -90,7 +127,7 @@ def delete_path(path: Path) -> None:
 
 def hash_file(path: Path, digest: Any = "sha256") -> str:
     """Return the hash of a file's contents, in hexadecimal digits. ``digest``: a name, or a function that makes one."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, digest).hexdigest()
 
 
@@ -225,16 +262,49 @@ class RecordHandler(logging.Handler):
         self.file.append(f"{self.clean(self.format(record))}\n".encode())
 
 
-def require_empty_output(path: Path) -> None:
-    """Raise FileExistsError unless a command's output is missing, or an empty directory."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"--output: {path} exists and is not empty")
+def require_free_output(
+    path: Path, inputs: Iterable[str | Path] = (), *, overwrite: bool = False, is_folder: bool = False
+) -> None:
+    """Raise FileExistsError unless nothing is at the path of a command's output.
+
+    ``is_folder``: an empty directory may be there; ``overwrite``: a regular file. Whatever they say, ValueError for a
+    path that leads to one of the ``inputs``, by links too, or into one that is a directory; an input may be a pattern
+    of files.
+    """
+    for source in inputs:
+        if _is_same(path, Path(source)):
+            raise ValueError(f"--output: {path} is an input of the command ({source}); name another file")
+    if not os.path.lexists(path) or (is_folder and path.is_dir() and not any(path.iterdir())):
+        return
+    if is_folder:
+        raise FileExistsError(f"--output: {path} exists and is not empty; name another directory")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"--output: {path} exists and is no regular file; it is left as it is; name another file")
+    if not overwrite:
+        raise FileExistsError(f"--output: {path} exists, and is left as it is; name another file, or give --overwrite")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object. Raises ValueError, naming the file, for any other."""
+def _is_same(path: Path, source: Path) -> bool:
+    """Whether a path leads to a file that is there, or to one in a directory or of a pattern."""
+    files = [Path(name) for name in glob(str(source), recursive=True)] if has_magic(str(source)) else []
+    for file in [source, *files]:
+        if not os.path.exists(file):
+            continue
+        if path.resolve() == file.resolve() or (path.exists() and path.samefile(file)):
+            return True
+        if (
+            file.is_dir()
+            and path.is_file()
+            and (path.resolve().is_relative_to(file.resolve()) or any(map(path.samefile, list_files(file))))
+        ):
+            return True
+    return False
+
+
+def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read a file of ``most`` bytes that holds a JSON object. Raises ValueError, naming the file, for any other."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bounded(path, most))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {describe_problem(error)}") from error
     if not isinstance(content, dict):
@@ -270,6 +340,16 @@ def _find_model(folder: Path) -> str:
     return ""
 
 
+def require_inner_name(name: Any, source: Path) -> str:
+    """Return the name of a file that ``source`` lists, which must lie beside it. Raises ValueError for any other.
+
+    The file itself may be a link, as in the hub's cache.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{source} names {str(name)[:200]!r}, which is no file of its folder")
+    return name
+
+
 def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[Path]:
     """List the files that the index of a Hugging Face directory names, or the ``single`` one; none if there is neither.
 
@@ -279,9 +359,9 @@ def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[P
     if not index.is_file():
         return [folder / single] if (folder / single).is_file() else []
     found = read_json_object(index).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    if not isinstance(found, dict):
         raise ValueError(f"{index} has no `weight_map` of the tensors' files")
-    names = sorted(set(found.values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    names = sorted({require_inner_name(name, index) for name in found.values()})
+    if missing := [name for name in names if not os.path.isfile(folder / name)]:  # or too long
         raise ValueError(f"{index} names files that do not exist: {missing}")
     return [folder / name for name in names]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 import huggingface_hub  # its own parts are imported when they are used
 from huggingface_hub import constants
 
-from coalign.files import find_cache, write_text_atomically
+from coalign.files import find_cache, list_weight_files, read_json_object, require_inner_name, write_text_atomically
 
 if TYPE_CHECKING:
     from coalign.config.schema import ModelConfig
@@ -36,6 +36,7 @@ HUB_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 INDEX = "model.safetensors.index.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 RepositoryKind = Literal["model", "dataset"]
 
 
@@ -102,6 +103,9 @@ def fetch(name: str, *, weights: bool = True, code: bool = False, pickles: bool 
         convert_gguf(Path(name), directory, weights=weights)
         return directory
     if not is_hub_name(name):
+        if weights:
+            for single in WEIGHTS:
+                list_weight_files(Path(name), single)  # transformers would follow an index out of the folder
         return Path(name)
     repository, commit = split_name(pin(name))
     directory = _cache_of(repository) / "snapshots" / commit
@@ -177,7 +181,10 @@ def _list_files(repository: str, commit: str) -> dict[str, int]:
 def _choose_weights(name: str, directory: Path, files: Mapping[str, int], pickles: bool) -> list[str]:
     """Return the files that transformers would load. HubError if these are pickles that nobody asked for."""
     if INDEX in files:
-        shards = set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        mapped = read_json_object(directory / INDEX).get("weight_map")
+        if not isinstance(mapped, dict):
+            raise HubError(f"{name}: {INDEX} has no `weight_map` of the tensors' files")
+        shards = {require_inner_name(shard, directory / INDEX) for shard in mapped.values()}
         if lost := sorted(shards - files.keys()):
             raise HubError(f"{name}: {INDEX} names files that the repository does not have: {', '.join(lost)}")
         return sorted(shards)

@@ -22,7 +22,7 @@ import urllib.parse
 import urllib.request
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coalign.files import find_cache, hash_file, write_atomically, write_text_atomically
 from coalign.hub import HubError, HubFile, explain, fetch_dataset, is_hub_name, pin, split_name
@@ -97,10 +97,27 @@ def fetch_data(name: str, *, rows: bool = True) -> list[Path] | list[HubFile]:
 
 
 def load_features(schema: pyarrow.Schema) -> datasets.Features:
-    """Read what `datasets` notes of its columns in a table."""
+    """Read what `datasets` notes of its columns in a table; it decodes objects that are written as texts, no media.
+
+    Its classes for images, sounds, videos and documents open whatever file, URL or format a table names.
+    """
     import datasets
 
-    return datasets.Features.from_arrow_schema(schema)
+    features = datasets.Features.from_arrow_schema(schema)
+    _leave_media_encoded(features)
+    return features
+
+
+def _leave_media_encoded(feature: Any) -> None:
+    if isinstance(feature, dict):
+        feature = list(feature.values())
+    if isinstance(feature, list | tuple):
+        for inner in feature:
+            _leave_media_encoded(inner)
+    elif hasattr(feature, "feature"):
+        _leave_media_encoded(feature.feature)
+    elif getattr(feature, "decode", False) and type(feature).__name__ != "Json":
+        feature.decode = False
 
 
 def _find_split(repository: str, parts: list[str]) -> list[str]:

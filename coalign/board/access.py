@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -18,6 +19,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SHORTEST_TOKEN = 16  # characters
+# All of a Host header, in small letters: an address of version 6 in brackets, one of version 4, or a name; and a port.
+_HOST = re.compile(
+    r"(?:\[(?P<v6>[0-9a-f.]*:[0-9a-f:.]*)\]|(?P<v4>[0-9]+(?:\.[0-9]+){3})|(?P<name>[a-z0-9_.-]+))(?::(?P<port>[0-9]{1,5}))?"
+)
+_LARGEST_PORT = 65535
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; "
     "form-action 'self'",
@@ -85,14 +91,16 @@ class RequestGuard:
         await _answer(send_with_headers, 401, "a token is needed: open the board once with ?token=… behind its address")
 
     def _is_own_host(self, host: str) -> bool:
-        name = _split_host(host)
-        return name in self._names or _is_address(name)
+        found = _HOST.fullmatch(host.lower())
+        if found is None or int(found["port"] or 0) > _LARGEST_PORT:
+            return False
+        return found["name"] in self._names if found["name"] else _is_address(found["v4"] or found["v6"])
 
     @staticmethod
     def _is_own_page(headers: dict[str, str]) -> bool:
         """A script sends no Origin, a browser does for every request that may change something."""
         origin = headers.get("origin")
-        return origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        return origin is None or origin.lower().partition("://")[2] == headers.get("host", "").lower()
 
     def _is_token(self, text: str) -> bool:
         return self._token is not None and hmac.compare_digest(text.encode(), self._token)
@@ -115,13 +123,6 @@ def list_own_names(host: str) -> tuple[str, ...]:
 
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
-def _split_host(header: str) -> str:
-    """Return the name or address of a Host header, without port and brackets."""
-    if header.startswith("[") and "]" in header:
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0].lower()
 
 
 def _is_address(name: str) -> bool:

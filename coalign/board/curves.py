@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.run_files.records import START, FilePosition, parse_record, read_growth
+from coalign.run_files.records import START, FilePosition, is_number, is_record, parse_record, read_growth
 
 MOST_BUCKETS = 1024  # then two become one
 FEWEST_BUCKETS = 256  # of a part of a curve; with fewer it is read again
@@ -49,7 +48,7 @@ class BucketSeries:
         except (TypeError, OverflowError):
             total = math.nan
         if not math.isfinite(total):
-            finite = [value for value in values if is_finite(value)]
+            finite = [value for value in values if is_number(value)]
             self.holes[bucket] += len(values) - len(finite)
             if not finite:
                 return
@@ -104,6 +103,7 @@ class MetricCurves:
         self.width = 1  # steps of a bucket
         self.first: int | None = None  # the first step of the first bucket
         self.newest = -1
+        self.skipped = 0  # lines that hold no step
         self.steps = array("q")
         self.tokens = array("d")
         self.seconds = array("d")
@@ -160,7 +160,9 @@ class MetricCurves:
         records, offsets = [], []
         parsed = _parse_together(lines)
         for line, record in zip(lines, parsed, strict=True):
-            if record is not None:
+            if record is None:
+                self.skipped += bool(line.strip())
+            else:
                 records.append(record)
                 offsets.append(offset)
             offset += len(line) + 1
@@ -236,7 +238,7 @@ def _parse_together(lines: list[bytes]) -> list[dict[str, Any] | None]:
     """Parse lines as one array, which is faster; one by one where that fails."""
     try:
         records = _DECODE(f"[{b','.join(lines).decode()}]")
-        if len(records) == len(lines) and all(type(r) is dict and type(r.get("step")) is int for r in records):
+        if len(records) == len(lines) and all(map(is_record, records)):
             return records
     except (ValueError, RecursionError):
         pass
@@ -255,13 +257,9 @@ def _read_columns(records: list[dict[str, Any]]) -> Iterable[tuple[str, Sequence
     return columns.items()
 
 
-def is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
 def _read_number(record: dict[str, Any], name: str, default: float) -> float:
     value = record.get(name)
-    return float(value) if is_finite(value) else default  # pyright: ignore[reportArgumentType]
+    return float(value) if is_number(value) else default  # pyright: ignore[reportArgumentType]
 
 
 def _pair(values: array[Any], join: Any) -> list[Any]:

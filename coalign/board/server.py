@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
+import math
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ from coalign.board.readers.flow import read_flow
 from coalign.board.readers.log import read_log, read_stalls
 from coalign.board.readers.metrics import CurveReader
 from coalign.board.readers.placement import read_placement
-from coalign.board.readers.sample_lists import SampleReader, find_media_type, read_newest_samples
+from coalign.board.readers.sample_lists import SampleReader, read_image, read_newest_samples
 from coalign.board.readers.timeline import read_timeline, read_trace
 from coalign.board.status import RunSummaries
 from coalign.http_server import (
@@ -43,6 +45,8 @@ STATIC = Path(__file__).parent / "static"
 _LARGEST_REQUEST = 1 << 16  # bytes of a request to a run
 _MOST_COMPARED = 12  # runs; there are no more colours that can be told apart
 _THREADS = 2
+# Of a path: no regular file, none at all, a name that is too long, a loop of links, a socket.
+_PATH_FAULTS = (errno.EINVAL, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO)
 _CONNECTIONS = 200
 _TIMEOUT = 60.0  # seconds that a client may take to send a request, or to take its answer
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -128,21 +132,25 @@ class BoardEndpoints:
     async def get_static(self, request: Request) -> Response:
         return self._send_static(request, request.path_params["name"])
 
-    async def list_runs(self, request: Request) -> dict[str, Any]:
+    async def list_runs(self, request: Request) -> Response:
         """Return the summaries of all runs, and whether they can be asked for something."""
-        return await _run(self._list_runs)
+        return await _run(lambda: _send_json(self._list_runs()))
 
-    async def compare(self, request: Request) -> dict[str, Any]:
+    async def compare(self, request: Request) -> Response:
         """Return what is different between the runs in `runs`, a list in JSON."""
-        return await _run(lambda: self._compare(request.query_params))
+        return await _run(lambda: _send_json(self._compare(request.query_params)))
 
-    async def read_run(self, request: Request) -> dict[str, Any] | Response:
+    async def read_run(self, request: Request) -> Response:
         """Return what a reader says of a run. A path that it returns is sent as a file."""
         run, name = request.path_params["run"], request.path_params["reader"]
         if name not in self._readers:
             raise HttpRefusal(404, f"nothing is called '{name[:80]}'; there are {', '.join(sorted(self._readers))}")
-        content = await _run(lambda: self._readers[name](self.catalog.find(run), request.query_params))
-        return await _run(lambda: _send_image(content)) if isinstance(content, Path) else content
+
+        def read() -> Response:
+            content = self._readers[name](self.catalog.find(run), request.query_params)
+            return _send_image(content) if isinstance(content, Path) else _send_json(content)
+
+        return await _run(read)
 
     async def ask_run(self, request: Request) -> dict[str, Any]:
         """Ask a run for what the body says ({"do": "save"}), and return the request's `id`."""
@@ -190,7 +198,27 @@ def _read_answer(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _send_image(path: Path) -> Response:
-    return Response(path.read_bytes(), 200, {"Cache-Control": "private, max-age=3600"}, find_media_type(path))
+    content, media_type = read_image(path)
+    return Response(content, 200, {"Cache-Control": "private, max-age=3600"}, media_type)
+
+
+def _send_json(content: Any) -> Response:
+    """Return an answer in JSON, which has no NaN and no infinity: sums of a file's numbers may be such."""
+    try:
+        text = json.dumps(content, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_replace_non_finite(content))
+    except RecursionError:
+        raise ValueError("what the file holds is nested too deeply to be sent") from None
+    return Response(text.encode(), 200, None, "application/json")
+
+
+def _replace_non_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parse_body(body: bytes) -> Any:
@@ -210,8 +238,9 @@ async def _run(read: Callable[[], Any]) -> Any:
         raise HttpRefusal(403, _describe(problem)) from problem
     except ValueError as problem:
         raise HttpRefusal(400, _describe(problem)) from problem
-    except OSError as problem:  # a disk that is away
-        raise HttpRefusal(500, _describe(problem)) from problem
+    except OSError as problem:
+        status = 400 if problem.errno in _PATH_FAULTS else 500  # a disk that is away
+        raise HttpRefusal(status, _describe(problem)) from problem
 
 
 def _describe(problem: Exception) -> str:

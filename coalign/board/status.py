@@ -11,6 +11,7 @@ from typing import Any
 
 from coalign.board.catalog import find_within
 from coalign.board.curves import round_value
+from coalign.files import open_regular
 from coalign.report.step_line import format_fields, format_goodput, format_idle, format_seconds
 from coalign.run_files.lock import is_going, read_owner
 from coalign.run_files.records import parse_record, read_end, select_numbers
@@ -134,7 +135,8 @@ def _find_stall(folder: Path) -> str | None:
         metrics = folder / "metrics.jsonl"
         if metrics.exists() and metrics.stat().st_mtime_ns > report.stat().st_mtime_ns:
             return None
-        reason = report.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        with open_regular(report) as file:
+            reason = file.read(_BYTES).decode(errors="replace").partition("\n")[0]
     except (OSError, ValueError):
         return None
     return None if reason.startswith("asked for") else reason[:300]
@@ -150,7 +152,7 @@ def _read_end(folder: Path, name: str) -> bytes:
 
 def _read_start(folder: Path, name: str) -> bytes:
     try:
-        with open(find_within(folder, folder / name), "rb") as file:
+        with open_regular(find_within(folder, folder / name)) as file:
             return file.read(4096)
     except (OSError, ValueError):
         return b""

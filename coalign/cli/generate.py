@@ -35,6 +35,9 @@ Images = Annotated[bool, typer.Option("--images", help="Read images, with a mode
 ImageRoot = Annotated[Path | None, typer.Option(help="Folder of image files that requests may name; implies --images.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option()]
 Device = Annotated[str, typer.Option(help="auto (the machine's accelerator, or else the CPU), cpu, cuda, cuda:1.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output if it exists; without, only what this command began.")
+]
 Rewards = Annotated[
     list[str] | None,
     typer.Option(
@@ -77,6 +80,7 @@ def generate(
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "auto",
+    overwrite: Overwrite = False,
 ):
     """Generate responses: JSONL in, JSONL out. After an interruption the same command resumes."""
     from coalign import api
@@ -105,6 +109,7 @@ def generate(
         device=device,
         images=images or bool(image),
         on_record=None if output else lambda record: Display().show(record["response"]),
+        overwrite=overwrite,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -129,6 +134,7 @@ def score(
     score_at: ScoreAt = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
+    overwrite: Overwrite = False,
 ):
     """Score responses with a reward model or reward functions. After an interruption the same command resumes."""
     from coalign.commands.score import score as judge
@@ -150,7 +156,7 @@ def score(
         device=device,
     )
     display = Display()
-    display.table("scores", judge(config, output, display))
+    display.table("scores", judge(config, output, display, overwrite=overwrite))
 
 
 def chat(

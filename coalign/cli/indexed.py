@@ -10,6 +10,7 @@ import typer
 
 app = typer.Typer(help="Tokenised documents in Megatron's format (PREFIX.bin and PREFIX.idx).", no_args_is_help=True)
 Prefix = Annotated[Path, typer.Option("--output", "-o", help="Prefix to write; .bin and .idx are added to it.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 
 
 @app.command()
@@ -23,6 +24,7 @@ def build(
     ] = "error",
     processes: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Rows per task of a process.")] = 10_000,
+    overwrite: Overwrite = False,
     keep_special_tokens: Annotated[
         bool, typer.Option(help="Read special tokens that a text spells as tokens, not as text.")
     ] = False,
@@ -47,7 +49,7 @@ def build(
     )
     total = sum(len(open_rows(path)) for path in plan.inputs)
     with display.progress("tokenising", total) as advance:
-        counts = write(plan, output, processes=processes or os.cpu_count() or 1, advance=advance)
+        counts = write(plan, output, processes=processes or os.cpu_count() or 1, advance=advance, overwrite=overwrite)
     display.table(f"{output}.bin, {output}.idx", dict(counts))
 
 
@@ -55,6 +57,7 @@ def build(
 def merge(
     prefixes: Annotated[list[Path], typer.Argument(help="Prefixes (or their .idx files), in the order to write.")],
     output: Prefix,
+    overwrite: Overwrite = False,
 ):
     """Concatenate several datasets."""
     from coalign.data.indexed import IndexedTokens
@@ -62,7 +65,7 @@ def merge(
     from coalign.report.display import Display
 
     datasets = [IndexedTokens(_prefix(path)) for path in prefixes]
-    join(datasets, output)
+    join(datasets, output, overwrite=overwrite)
     documents, tokens = sum(map(len, datasets)), sum(each.tokens for each in datasets)
     Display().note(f"{documents:,} documents, {tokens:,} tokens -> {output}.bin, {output}.idx")
 

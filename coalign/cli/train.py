@@ -222,14 +222,18 @@ def inspect_data(
     thumbnails: Annotated[
         Path | None, typer.Option(help="Also write the rows to this HTML page, with small pictures of their images.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it exists.")] = False,
     no_code: NoCode = False,
 ):
     """Show rows as the trainer sees them: text after the chat template, trained parts, preferences and labels."""
     _refuse(no_code)
     from coalign.api import load_config
+    from coalign.files import require_free_output
     from coalign.report.display import Display
 
     loaded = load_config(config, overrides, planned=True)
+    if thumbnails is not None:
+        require_free_output(thumbnails, [config, *(source.path for source in loaded.data.train)], overwrite=overwrite)
     from coalign.commands.evaluate import show_data
 
     show_data(loaded, rows, Display(), tokens=tokens, thumbnails=thumbnails)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from coalign.backends.engines.module import RolloutModule
 from coalign.commands.judges import ResponseJudge, ResponseToScore, choose_device, open_judge
-from coalign.commands.resumable import JsonRecord, RecordStream, ResumableOutput, fingerprint_settings
+from coalign.commands.resumable import (
+    JsonRecord,
+    RecordStream,
+    ResumableOutput,
+    fingerprint_settings,
+    list_inputs,
+    require_writable,
+)
 from coalign.commands.score import report_unscored, summarise_scores, verdict_entries
 from coalign.config.functions import resolve_class
 from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig, VisionConfig
@@ -28,15 +35,23 @@ AHEAD = 4
 
 
 def generate(
-    config: GenerateConfig, output: Path | Callable[[JsonRecord], None], display: Display, *, round: int = 1
+    config: GenerateConfig,
+    output: Path | Callable[[JsonRecord], None],
+    display: Display,
+    *,
+    round: int = 1,
+    overwrite: bool = False,
 ) -> dict[str, float]:
     """Write the responses of ``config.model`` to a file, or hand each to a function; return the counts.
 
     A record is the prompt's row with `response`, `group` (the draw), `index`, `status`, `tokens`, `logprob`, and
     `score` if there is a judge. ``round`` k draws the prompts that follow those of earlier rounds. Continues where a
     killed call stopped, with the same result: a response depends on seed, group and index, not on what came before.
-    Raises ValueError for a directory that is no model, and for invalid prompts.
+    Raises ValueError for a directory that is no model, for invalid prompts, and for an output that is an input;
+    FileExistsError for a file that another command has written, unless ``overwrite`` says that it may be replaced.
     """
+    if isinstance(output, Path):
+        require_writable(output, config, overwrite)
     device = choose_device(config.device)
     settings = config.model_dump(include={"module", "dtype", "sampling", "native", "transformers"})
     images = config.data.images
@@ -54,7 +69,7 @@ def generate(
     begun, fresh = time.perf_counter(), 0
     with (
         closing(open_judge(config, images)) if has_judge else nullcontext() as judge,
-        _open_output(config, output, size, round) as partial,
+        _open_output(config, output, size, round, overwrite) as partial,
         bar as advance,
     ):
         advance(min(partial.done * size, count) * config.samples)
@@ -74,12 +89,13 @@ def generate(
 
 
 def _open_output(
-    config: GenerateConfig, output: Path | Callable[[JsonRecord], None], size: int, round: int
+    config: GenerateConfig, output: Path | Callable[[JsonRecord], None], size: int, round: int, overwrite: bool
 ) -> RecordStream:
     if not isinstance(output, Path):
         return RecordStream(output)
     # Finished units are counted, so their size matters here, though `native`, which sets it, changes no response.
-    return ResumableOutput(output, {"round": round, "prompts of a unit": size, **fingerprint_settings(config)})
+    fingerprint = {"round": round, "prompts of a unit": size, **fingerprint_settings(config)}
+    return ResumableOutput(output, fingerprint, list_inputs(config), overwrite=overwrite)
 
 
 def _draw_prompts(loader: Loader, first: int, count: int, size: int, done: int) -> Iterator[Batch]:

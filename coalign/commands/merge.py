@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 from coalign.backends import lora
 from coalign.backends.pretrained import find_auto_class
 from coalign.backends.vision_language import copy_processor
-from coalign.files import read_model_config, require_empty_output, write_atomically
+from coalign.files import read_model_config, require_free_output, write_atomically
 
 HEAD = lora.PREFIX + "score.weight"
 
@@ -23,7 +23,7 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
     at the end. Raises ValueError for directories without a model or a LoRA adapter and for an adapter of another
     model, FileExistsError for an output that is not empty.
     """
-    require_empty_output(output)
+    require_free_output(output, [base, adapter], is_folder=True)
     read_model_config(base)
     settings, tensors = lora.read_adapter(adapter)
     config = AutoConfig.from_pretrained(base)

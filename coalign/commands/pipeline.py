@@ -106,9 +106,9 @@ def run_stage(stage: PlannedStage, display: Display) -> tuple[dict[str, float], 
     """Write the output, or the rest of it after an interruption; return counts and an exit code."""
     match stage.settings:
         case GenerateConfig() as settings:
-            return generate(settings, stage.output, display, round=stage.round), 0
+            return generate(settings, stage.output, display, round=stage.round, overwrite=True), 0
         case ScoreConfig() as settings:
-            return score(settings, stage.output, display), 0
+            return score(settings, stage.output, display, overwrite=True), 0
         case SelectConfig() as settings:
             return select(settings, stage.output), 0
         case RunConfig() as settings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from glob import glob
@@ -21,7 +22,7 @@ from coalign.config.schema import Section
 from coalign.config.secrets import hide_secrets
 from coalign.engine.hooks.provenance import fingerprint_source
 from coalign.engine.hooks.run_folder import replace_non_finite
-from coalign.files import hash_file, write_atomically
+from coalign.files import hash_file, require_free_output, write_atomically
 from coalign.hub import is_hub_name, pin
 from coalign.run_files.lock import lock_file
 
@@ -64,15 +65,22 @@ class ResumableOutput(RecordStream):
     """Keeps finished units in ``OUTPUT.partial``: a line with the ``fingerprint``, then one line for each unit.
 
     ``done`` units are there already if an earlier call with the same fingerprint was killed. A file with another
-    fingerprint starts over, with a warning that names the difference. Raises FolderInUse while another process writes.
+    fingerprint starts over, with a warning that names the difference. An output that exists is replaced if such a call
+    has written it, or with ``overwrite``; else FileExistsError. ValueError for one that is one of the ``inputs``.
+    Raises FolderInUse while another process writes.
     """
 
-    def __init__(self, output: Path, fingerprint: Mapping[str, Any]) -> None:
+    def __init__(
+        self, output: Path, fingerprint: Mapping[str, Any], inputs: Sequence[str] = (), *, overwrite: bool = False
+    ) -> None:
         self.output = output
-        self.path = output.with_name(output.name + ".partial")
+        self.path = _name_partial(output)
         self.done = 0
+        fingerprint = json.loads(json.dumps(fingerprint))
+        require_free_output(self.path, inputs, overwrite=True)
+        require_free_output(output, inputs, overwrite=overwrite or self._has_begun(fingerprint))
         self._file = lock_file(self.path, f"{output} is being written by another process")
-        self._resume(json.loads(json.dumps(fingerprint)))
+        self._resume(fingerprint)
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
@@ -94,6 +102,12 @@ class ResumableOutput(RecordStream):
             for unit in self.units():
                 out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in unit)
         self.path.unlink()
+
+    def _has_begun(self, fingerprint: Mapping[str, Any]) -> bool:
+        if not self.path.is_file():
+            return False
+        with open(self.path, "rb") as file:
+            return _read_line(file.readline(), dict) == fingerprint
 
     def _resume(self, fingerprint: Mapping[str, Any]) -> None:
         """Count the complete lines and cut off the rest; start over if the fingerprint is another one."""
@@ -121,6 +135,10 @@ class ResumableOutput(RecordStream):
         self._file.flush()
 
 
+def _name_partial(output: Path) -> Path:
+    return output.with_name(f"{output.name}.partial")
+
+
 def open_records(path: Path) -> TextIO:
     """Open a file for lines of JSON. Half a surrogate pair, which UTF-8 does not have, is written as its escape."""
     return open(path, "w", encoding="utf-8", errors="backslashreplace")
@@ -133,6 +151,22 @@ def _read_line(line: bytes, kind: type[T]) -> T | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, kind) else None
+
+
+def list_inputs(settings: Section) -> list[str]:
+    """List the paths that a command reads by its settings: of models, of data, and of files such as templates."""
+    texts = ((key, value) for key, value in list_relevant_settings(settings) if isinstance(value, str))
+    return [
+        value
+        for key, value in texts
+        if os.path.isfile(value) or (find_input(key, type(settings)) is not None and key[-1] != "root")
+    ]
+
+
+def require_writable(output: Path, settings: Section, overwrite: bool) -> None:
+    """Raise what `ResumableOutput` raises for an output that it cannot write, before anything slow is done."""
+    has_begun = _name_partial(output).is_file()
+    require_free_output(output, list_inputs(settings), overwrite=overwrite or has_begun)
 
 
 def fingerprint_settings(settings: Section) -> dict[str, Any]:

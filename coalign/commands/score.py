@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
-from coalign.commands.resumable import JsonRecord, ResumableOutput, fingerprint_settings
+from coalign.commands.resumable import JsonRecord, ResumableOutput, fingerprint_settings, list_inputs, require_writable
 from coalign.config.schema import ScoreConfig, SourceConfig
 from coalign.data.loader import open_row_images
 from coalign.data.messages import Message, parse_response
@@ -22,19 +22,21 @@ from coalign.types import Status
 CHUNK = 256  # rows that are scored, and kept, together
 
 
-def score(config: ScoreConfig, output: Path, display: Display) -> dict[str, float]:
+def score(config: ScoreConfig, output: Path, display: Display, *, overwrite: bool = False) -> dict[str, float]:
     """Write the rows of ``config.data.train`` with their scores to ``output``; return counts, mean and spread.
 
     A row gets `score` (and `rewards`, of several functions); a pair gets `chosen_score` and `rejected_score`. A score
     that could not be computed is null. Continues where a killed call stopped. Raises ValueError for a file without
-    rows, or a row without a response, before anything is scored.
+    rows, a row without a response, or an output that is an input, and FileExistsError for a file that another command
+    has written (unless ``overwrite`` says that it may be replaced), before anything is scored.
     """
+    require_writable(output, config, overwrite)
     rows = [row for source in config.data.train for row in _open_rows(config, source)]
     chunks = list(_split_rows(rows))
     bar = display.progress("scoring", len(rows))
     with (
         closing(open_judge(config, config.data.images)) as judge,
-        ResumableOutput(output, fingerprint_settings(config)) as partial,
+        ResumableOutput(output, fingerprint_settings(config), list_inputs(config), overwrite=overwrite) as partial,
         bar as advance,
     ):
         advance(sum(map(len, chunks[: partial.done])))

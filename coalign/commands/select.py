@@ -12,7 +12,7 @@ from coalign.commands.resumable import JsonRecord, open_records
 from coalign.config.schema import DataConfig, SelectConfig, SourceConfig
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, FileRows, is_number, open_rows
-from coalign.files import write_atomically
+from coalign.files import require_free_output, write_atomically
 from coalign.types import Status
 
 READER = RowReader(DataConfig(), SourceConfig(path=""))
@@ -42,6 +42,7 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
     is {prompt (messages), chosen, rejected, margin, chosen_score, rejected_score}; a labelled response {prompt, answer,
     label}. Raises ValueError for rows without `response` and `score`, and if nothing is left.
     """
+    require_free_output(output, config.data, overwrite=True)  # a pipeline's folder is its own
     counts: Counter[str] = Counter()
     groups = _group_responses(config, counts)
     with write_atomically(output) as aside, open_records(aside) as out:

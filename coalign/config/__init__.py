@@ -6,8 +6,20 @@ functions and checks their arguments, `export.py` writes configurations, `pipeli
 stages, `secrets.py` keeps secrets out of what is written.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from coalign.config.errors import ConfigError, locate_problems
-from coalign.config.export import dump
-from coalign.config.loading import check_names, load, load_section
+
+if TYPE_CHECKING:
+    from coalign.config.export import dump
+    from coalign.config.loading import check_names, load, load_section
 
 __all__ = ["ConfigError", "check_names", "dump", "load", "load_section", "locate_problems"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what reads configurations late: the board reads YAML alone, and saves the 18 MB of pydantic."""
+    if name not in __all__:
+        raise AttributeError(f"module 'coalign.config' has no attribute '{name}'")
+    return getattr(import_module("coalign.config.export" if name == "dump" else "coalign.config.loading"), name)

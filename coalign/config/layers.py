@@ -20,7 +20,8 @@ from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Ke
 from coalign.config.functions import name_object
 from coalign.config.introspect import find_section, find_type, list_keys, unwrap_type
 from coalign.config.schema import RunConfig, Section
-from coalign.config.yaml_reader import parse
+from coalign.config.yaml_reader import MAX_BYTES, parse
+from coalign.files import read_bounded
 
 
 @dataclass
@@ -70,8 +71,8 @@ def read_file(
         circle = " → ".join(str(p) for p in (*trail, path))
         return ConfigLayer(problems=[ConfigProblem(("include",), f"files include each other: {circle}", asked)])
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(path, 4 * MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
         return ConfigLayer(problems=[ConfigProblem(("include",) if asked else (), _unreadable(path, error), asked)])
     try:
         data, places = parse(text, str(path))
@@ -217,11 +218,13 @@ def expand_shorthands(value: Any, key: Key, schema: type[Section] = RunConfig) -
     return {section.shorthand: value} if section and section.shorthand else value
 
 
-def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
+def _unreadable(path: Path, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"there is no file '{path}'{suggest_file(path)}"
     if isinstance(error, UnicodeDecodeError):
         return f"'{path}' is not UTF-8 text"
+    if isinstance(error, ValueError):
+        return str(error)
     return f"'{path}' cannot be read: {error.strerror}"
 
 

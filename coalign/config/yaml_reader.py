@@ -29,7 +29,7 @@ _SCALARS = {  # first match wins
     "float": (_FLOAT, "-+.0123456789"),
 }
 
-
+_COLLECTIONS = ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 MAX_BYTES, MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 4 * 2**20, 100_000, 50, 100
 
 
@@ -155,6 +155,10 @@ class _Reader:
             return None
         self._open.add(id(node))
         try:
+            if node.tag not in _COLLECTIONS:
+                place = _place(self.source, node.start_mark)
+                self.problems.append(ConfigProblem(key, f"the tag {node.tag} is not supported", place))
+                return None
             if isinstance(node, yaml.SequenceNode):
                 return [self.value(item, (*key, i)) for i, item in enumerate(node.value)]
             assert isinstance(node, yaml.MappingNode)  # the third kind of node

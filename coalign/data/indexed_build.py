@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +25,7 @@ from coalign.data.indexed import IndexedTokens, IndexedWriter, choose_dtype, nam
 from coalign.data.kinds import DocumentEncoder
 from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template
-from coalign.files import move_aside, write_text_atomically
+from coalign.files import move_aside, require_free_output, write_text_atomically
 from coalign.hub_data import describe_source
 
 log = logging.getLogger(__name__)
@@ -63,15 +63,20 @@ class BuildTask:
 
 
 def build(
-    plan: BuildPlan, prefix: Path, *, processes: int, advance: Callable[[int], None] = lambda rows: None
+    plan: BuildPlan,
+    prefix: Path,
+    *,
+    processes: int,
+    advance: Callable[[int], None] = lambda rows: None,
+    overwrite: bool = False,
 ) -> Counter:
     """Write PREFIX.bin and PREFIX.idx, and return counts: `rows`, `used`, `empty`, …, and `tokens`.
 
-    ``advance`` is called with the number of rows done. FileExistsError if the output exists. ValueError for a row that
-    may not be dropped (data.bad_rows, data.on_empty), for PREFIX.parts of another build, and if no document is
-    usable.
+    ``advance`` is called with the number of rows done. FileExistsError if the output exists, unless ``overwrite`` says
+    that it may be replaced. ValueError for an output that is an input, for a row that may not be dropped
+    (data.bad_rows, data.on_empty), for PREFIX.parts of another build, and if no document is usable.
     """
-    _check_absent(prefix)
+    _require_free(prefix, plan.inputs, overwrite)
     parts = prefix.with_name(f"{prefix.name}.parts")
     _claim(parts, plan)
     total: Counter[str] = Counter()
@@ -84,25 +89,28 @@ def build(
     if not total["used"]:
         shutil.rmtree(parts)
         raise ValueError(f"{', '.join(plan.inputs)}: no document to write ({dict(total)})")
-    join([IndexedTokens(part) for part in sorted(done)], prefix)
+    join([IndexedTokens(part) for part in sorted(done)], prefix, overwrite=overwrite)
     shutil.rmtree(parts)
     return total
 
 
-def join(datasets: Sequence[IndexedTokens], prefix: Path) -> None:
+def join(datasets: Sequence[IndexedTokens], prefix: Path, *, overwrite: bool = False) -> None:
     """Write all documents of ``datasets``, in order, as one dataset.
 
-    ValueError if the types of their tokens differ, FileExistsError if the output exists.
+    ValueError if the types of their tokens differ, or if one of them is the output. FileExistsError if the output
+    exists, unless ``overwrite`` says that it may be replaced.
     """
-    _check_absent(prefix)
+    _require_free(prefix, [file for each in datasets for file in name_files(each.prefix)], overwrite)
+    for file in name_files(prefix):
+        file.unlink(missing_ok=True)  # a link would have its target overwritten
     with IndexedWriter(prefix, datasets[0].dtype) as out:
         for each in datasets:
             out.extend(each)
 
 
-def _check_absent(prefix: Path) -> None:
-    if existing := [file for file in name_files(prefix) if file.exists()]:
-        raise FileExistsError(f"{existing[0]} exists already; remove it or choose another output")
+def _require_free(prefix: Path, inputs: Iterable[str | Path], overwrite: bool) -> None:
+    for file in name_files(prefix):
+        require_free_output(file, inputs, overwrite=overwrite)
 
 
 def _workers(processes: int) -> Executor:

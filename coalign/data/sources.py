@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import glob
-import io
 import json
 import os
 import shutil
@@ -29,7 +28,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from coalign.files import WatchedFiles, describe_problem, read_json_object
+from coalign.data.raw_files import open_binary, read_array, read_first_byte, refuse_brackets
+from coalign.files import WatchedFiles, describe_problem, open_regular, read_json_object, require_inner_name
 from coalign.hub import HubError, HubFile, explain
 from coalign.hub_data import CODECS, fetch_data, is_dataset, is_url, load_features, pin_data
 
@@ -72,16 +72,6 @@ def is_number(value: Any) -> bool:
 DataPath = Path | HubFile
 
 
-def open_binary(path: DataPath) -> BinaryIO:
-    """Open a file to be read from its beginning on, decompressed if its ending says so (`.gz`, `.bz2`, `.zst`, …)."""
-    file = path.open("rb")
-    if (codec := CODECS.get("".join(path.suffixes[-1:]).lower())) is None:
-        return file
-    import pyarrow
-
-    return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(file, codec), 1 << 20))
-
-
 class JsonLines:
     """A file with one JSON object per line; blank lines are skipped. A line is parsed when its row is read.
 
@@ -117,6 +107,7 @@ class JsonLines:
     @staticmethod
     def parse(line: bytes) -> Row:
         try:
+            refuse_brackets(line)
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise BadRow(f"not valid JSON: {error.msg} (column {error.colno})") from error
@@ -468,6 +459,9 @@ def _match_files(path: Path) -> list[Path]:
 def _open(path: DataPath, max_samples: int | None) -> RowFile:
     endings = [ending.lower() for ending in path.suffixes[-2:]]
     packed = bool(endings) and endings[-1] in CODECS
+    if isinstance(path, Path):
+        with refuse_damage(path):
+            open_regular(path).close()  # the readers of tables would wait for a FIFO
     opener = OPENERS.get("".join(endings[:-1][-1:] if packed else endings[-1:]))
     if opener is None or (packed and opener in (ParquetRows, ArrowRows)):
         raise ValueError(
@@ -478,13 +472,10 @@ def _open(path: DataPath, max_samples: int | None) -> RowFile:
 
 
 def _open_json(path: DataPath, max_samples: int | None) -> RowFile:
-    with refuse_damage(path), open_binary(path) as file:
-        lines = (line.removeprefix(BOM_UTF8).strip() for line in file)
-        first = next((line[:1] for line in lines if line), b"")
-        if first != b"[":
+    with refuse_damage(path):
+        if read_first_byte(path) != b"[":
             return JsonLines(path, max_samples)
-    with open_binary(path) as file:
-        content = file.read()
+        content = read_array(path)
     try:
         rows = json.loads(content)
     except json.JSONDecodeError as error:
@@ -511,7 +502,8 @@ def _list_tables(path: Path) -> list[Path]:
     files = read_json_object(path / "state.json").get("_data_files")
     if not isinstance(files, list) or not files:
         raise ValueError(f"{path / 'state.json'} names no `_data_files`")
-    return [path / file["filename"] for file in files]
+    names = [file.get("filename") if isinstance(file, dict) else file for file in files]
+    return [path / require_inner_name(name, path / "state.json") for name in names]
 
 
 OPENERS: Mapping[str, Callable[[DataPath, int | None], RowFile]] = {

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from coalign.diagnosis.logs import LogFile
+from coalign.files import open_regular
 
 _LARGEST = 1 << 30  # bytes of a file: of a larger one its end is read
 _NO_LOGS = {
@@ -49,11 +50,10 @@ def read_log(path: Path) -> LogFile:
     """Read a file (also one that ends in .gz). OSError if it cannot be read."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or folder")
-    if path.suffix == ".gz":
-        with gzip.open(path, "rb") as file:
-            data = file.read(_LARGEST)
-    else:
-        with open(path, "rb") as file:
+    with open_regular(path) as file:
+        if path.suffix == ".gz":
+            data = gzip.GzipFile(fileobj=file).read(_LARGEST)
+        else:
             file.seek(max(path.stat().st_size - _LARGEST, 0))
             data = file.read(_LARGEST)
     return LogFile(str(path), data, datetime.fromtimestamp(path.stat().st_mtime).year)
@@ -85,7 +85,8 @@ def _list_run(path: Path) -> list[Path]:
     """List a run's log, other logs that were put beside it, and the newest stacks."""
     beside = [file for pattern in ("*.log", "*.out", "*.err") for file in sorted(path.glob(pattern))]
     stalls = sorted((path / "stalls").glob("*/"))[-1:]
-    return [path / "log.txt", *beside, *(file for folder in stalls for file in sorted(folder.glob("*.txt")))]
+    named = [path / "log.txt", *beside, *(file for folder in stalls for file in sorted(folder.glob("*.txt")))]
+    return [file for file in named if file.is_file()]
 
 
 def _list_texts(path: Path) -> list[Path]:

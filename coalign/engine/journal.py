@@ -38,7 +38,8 @@ from torch import Tensor
 from coalign.cluster.future import BatchRef, Future
 from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
-from coalign.files import RecordFile, describe_problem
+from coalign.files import RecordFile, describe_problem, open_regular
+from coalign.run_files.records import MAX_LINE
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)
@@ -260,7 +261,7 @@ def _ends_a_line(path: Path) -> bool:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the record of each line, None for a damaged one. Empty lines are passed over."""
-    with open(path, "rb") as lines:
-        for line in lines:
+    with open_regular(path) as lines:
+        while line := lines.readline(MAX_LINE):
             if line != b"\n":
                 yield decode_line(line)

@@ -19,6 +19,7 @@ from rich.style import Style
 from rich.text import Text
 
 from coalign.config.schema import ImagesConfig
+from coalign.data.images.files import read_content
 from coalign.data.images.videos import read_frames
 from coalign.data.sources import BadRow
 from coalign.run_files.records import parse_record, read_end
@@ -102,7 +103,7 @@ def draw_thumbnail(path: str) -> bytes:
     """
     from PIL import Image
 
-    frames, _ = read_frames(Path(path).read_bytes(), path, ImagesConfig().max_file_pixels)
+    frames, _ = read_frames(read_content(path), path, ImagesConfig().max_file_pixels)
     shown = frames[:: -(-len(frames) // FRAMES)]
     for frame in shown:
         frame.thumbnail((SIDE, SIDE))

@@ -12,8 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from coalign.config.yaml_reader import MAX_BYTES, parse
+from coalign.files import read_bounded
 from coalign.report.plots import PLOTS, Curve, CurvePlot, choose_curves
 from coalign.report.step_line import describe_goodput, format_metric, format_number, list_step_fields, smooth_metrics
 from coalign.run_files.lock import is_going, read_owner
@@ -160,7 +160,8 @@ def _format(value: float | None) -> str:
 def _read_steps(path: Path) -> int | None:
     """Return the number of steps that a run was configured for, if it was by steps."""
     try:
-        steps = yaml.safe_load(path.read_text(encoding="utf-8"))["runtime"]["steps"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        text = read_bounded(path, MAX_BYTES).decode(errors="replace")
+        steps = parse(text, str(path))[0]["runtime"]["steps"]
+    except (OSError, ValueError, KeyError, TypeError):  # among them ConfigError
         return None
     return steps if isinstance(steps, int) else None

@@ -47,7 +47,7 @@ def _is_left(folder: Path) -> bool:
 def find_step(path: Path) -> int:
     """Return the step of a checkpoint's directory; -1 for any other."""
     number = path.name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isascii() and number.isdigit() else -1
 
 
 def list_steps(directory: Path) -> list[int]:
@@ -80,6 +80,9 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str | None]]:
     """Return size and SHA-256 of each file of a checkpoint (None: of one in memory). Raises CorruptCheckpoint."""
     try:
         files: dict[str, Any] = read_json_object(path / MANIFEST)["files"]
+        for name, entry in files.items():
+            if type(entry["size"]) is not int or ".." in Path(name).parts or Path(name).is_absolute() or "\0" in name:
+                raise ValueError(f"{name[:80]!r} of {str(entry['size'])[:80]!r} bytes is no file of a checkpoint")
         return {name: (entry["size"], entry.get("sha256")) for name, entry in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CorruptCheckpoint(f"{path} has no readable {MANIFEST} ({describe_problem(problem)})") from problem

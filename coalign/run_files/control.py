@@ -65,6 +65,10 @@ class ControlResult:
     done: bool
     text: str
 
+    @classmethod
+    def parse(cls, content: Mapping[str, Any]) -> ControlResult:
+        return cls(str(content.get("do", "")), content.get("done") is True, str(content.get("text", "")))
+
 
 @dataclass(frozen=True, slots=True)
 class PendingControl:
@@ -98,8 +102,8 @@ def submit(run: Path, *requests: ControlRequest) -> str:
 def read_answer(run: Path, request_id: str) -> list[ControlResult] | None:
     """Return what became of a request, by its id; None: it is not answered yet."""
     for answer in _read_answers(run):
-        if answer.get("id") == request_id:
-            return [ControlResult(**result) for result in answer["results"]]
+        if answer.get("id") == request_id and isinstance(results := answer.get("results"), list):
+            return [ControlResult.parse(result) for result in results if isinstance(result, dict)]
     return None
 
 

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from coalign.files import read_json_object
+from coalign.files import open_regular, read_json_object
 
 NAME = ".lock"
+_LATEST = 1e11  # seconds since the epoch, some thousand years from now
 _LOOK_SECONDS = 0.01  # longer than another process takes to look whether a lock is held
 
 
@@ -78,7 +79,7 @@ def is_going(folder: Path) -> bool:
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock of this file."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return is_held(file)
     except FileNotFoundError:
         return False
@@ -96,8 +97,11 @@ def read_owner(folder: Path) -> LockOwner | None:
     """Return the newest owner of the folder's lock; None if nobody has had it, or it cannot be read."""
     try:
         found = read_json_object(folder / NAME)
-        return LockOwner(int(found["pid"]), str(found["host"]), float(found["started"]), int(found.get("epoch", 1)))
-    except (OSError, ValueError, KeyError, TypeError):
+        started = float(found["started"])
+        if not 0 <= started < _LATEST:
+            return None
+        return LockOwner(int(found["pid"]), str(found["host"]), started, int(found.get("epoch", 1)))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

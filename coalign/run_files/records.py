@@ -7,15 +7,24 @@ everything is read again. Lines end at `\\n` alone, and one that is not complete
 from __future__ import annotations
 
 import json
+import math
 import os
-import sys
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
+from coalign.files import open_regular
+
 CHUNK = 1 << 22  # bytes read at once
+MAX_LINE = 1 << 24  # bytes; a longer line is no record, and becomes several damaged ones
+MAX_NESTING = 100  # lists and objects within each other
+LARGEST_STEP = 1 << 53  # which JavaScript can still count
+LARGEST_NUMBER = 1e200  # sums of as many as a file can hold stay finite
+_QUOTE = ord('"')
+_TEXTS_OR_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.?)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
 _TAIL = 64  # bytes before the position that must be as they were
 Value = TypeVar("Value")
 
@@ -50,10 +59,10 @@ class FileGrowth:
 def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> FileGrowth:
     """Read what was added to a file after ``position``: at most ``chunk`` bytes, or one line. A missing file is empty.
 
-    Raises OSError if it cannot be read.
+    Raises OSError if it cannot be read, or is no regular file.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 (closed below)
+        file = open_regular(path)
     except FileNotFoundError:
         return FileGrowth([], START, replaced=position.offset > 0)
     with file:
@@ -62,9 +71,10 @@ def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> FileG
         start = START if replaced else position
         file.seek(start.offset)
         data = file.read(chunk)
-        while data and b"\n" not in data and (more := file.read(chunk)):
+        while data and b"\n" not in data and len(data) < MAX_LINE and (more := file.read(chunk)):
             data += more
-    data = data[: data.rfind(b"\n") + 1]
+    # The last byte of an overlong line stands for its end: positions stay right, and nobody parses it.
+    data = data[: data.rfind(b"\n") + 1 or len(data) * (len(data) >= MAX_LINE)]
     after = FilePosition(inode, start.offset + len(data), (start.tail + data)[-_TAIL:])
     return FileGrowth(data[:-1].split(b"\n") if data else [], after, replaced)
 
@@ -89,7 +99,7 @@ def read_end(path: Path, most: int) -> bytes:
     Raises OSError if it cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - most))
             data = file.read(most)
@@ -99,12 +109,43 @@ def read_end(path: Path, most: int) -> bytes:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a line of metrics.jsonl or samples.jsonl; None if it is damaged, or has no `step`."""
+    """Return the object of a line of metrics.jsonl or samples.jsonl; None if it is damaged, or has no `step`.
+
+    NaN, infinities and numbers beyond the floats become None.
+    """
+    if line.count(b"[") + line.count(b"{") > MAX_NESTING and _measure_nesting(line) > MAX_NESTING:
+        return None
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=lambda _: None, parse_float=_parse_finite)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    return record if is_record(record) else None
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is an object that has the number of a step."""
+    return type(value) is dict and type(step := value.get("step")) is int and 0 <= step < LARGEST_STEP
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that can be added to others."""
+    return type(value) in (int, float) and abs(value) <= LARGEST_NUMBER
+
+
+def _parse_finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _measure_nesting(line: bytes) -> int:
+    """Return how deep brackets are nested outside of texts."""
+    depth = deepest = 0
+    for found in _TEXTS_OR_BRACKETS.finditer(line):
+        bracket = line[found.start()]
+        if bracket != _QUOTE:
+            depth += 1 if bracket in b"[{" else -1
+            deepest = max(deepest, depth)
+    return deepest
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -117,7 +158,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite metrics of a record as floats (metrics.jsonl writes NaN as null)."""
-    return {k: float(v) for k, v in record.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
+    return {name: float(value) for name, value in record.items() if isinstance(value, bool) or is_number(value)}
 
 
 class FollowedFile(Generic[Value]):

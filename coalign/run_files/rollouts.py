@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from coalign.files import describe_problem, write_atomically
+from coalign.files import describe_problem, open_regular, write_atomically
 
 if TYPE_CHECKING:  # numpy is imported late: the board reads these files without its 11 MB of memory
     import numpy as np
@@ -82,7 +82,7 @@ def find_rollouts(run: Path, step: int) -> Path:
 def list_rollout_steps(run: Path) -> list[int]:
     """Return the steps that have a file, ascending."""
     names = [path.stem.removeprefix("step_") for path in (run / FOLDER).glob("step_*.safetensors")]
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def write_rollouts(path: Path, step: int, rollouts: LoggedRollouts) -> None:
@@ -99,6 +99,7 @@ def write_rollouts(path: Path, step: int, rollouts: LoggedRollouts) -> None:
 def read_rollouts(path: Path) -> LoggedRollouts:
     """Read the file of a step. Raises FileNotFoundError, and ValueError for a file of another kind."""
     try:
+        open_regular(path).close()  # `safe_open` would wait for a FIFO
         with safe_open(path, "numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             metadata = file.metadata() or {}

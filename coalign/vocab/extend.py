@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from coalign.files import list_weight_files, read_json_object, read_model_config, require_empty_output, write_atomically
+from coalign.files import list_weight_files, read_json_object, read_model_config, require_free_output, write_atomically
 from coalign.vocab.tokenizer import (
     TokenizerExtension,
     check_saved_tokenizer,
@@ -203,7 +203,7 @@ def extend(
     The output appears complete or not at all. Raises ValueError for input that cannot be used, FileExistsError for an
     output that is not empty, FileNotFoundError for a missing file.
     """
-    require_empty_output(output)
+    require_free_output(output, [model, tokens, *([sample] if sample else [])], is_folder=True)
     if sample is not None and not sample.is_file():
         raise FileNotFoundError(f"--sample: {sample} is not a file")
     config, source = read_config(model), read_tokens(tokens)

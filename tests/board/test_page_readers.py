@@ -77,7 +77,7 @@ def test_steps_count_groups_whose_rewards_are_all_the_same(folder):
 
 def test_a_run_without_samples_has_empty_lists(tmp_path):
     reader = SampleReader()
-    assert reader.read_steps(tmp_path, {}) == {"total": 0, "offset": 0, "steps": []}
+    assert reader.read_steps(tmp_path, {}) == {"total": 0, "offset": 0, "steps": [], "skipped": 0}
     assert reader.read_page(tmp_path, {"search": "x"}) == {"total": 0, "offset": 0, "samples": []}
     with pytest.raises(FileNotFoundError, match=r"no sample 0 of group 0 at step 1 \(train\)"):
         reader.read_sample(tmp_path, {"step": "1", "group": "0", "index": "0"})

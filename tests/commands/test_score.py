@@ -40,7 +40,8 @@ def settings(path, **changes):
 
 
 def scored(path, tmp_path, **changes):
-    counts = score(settings(path, **changes), tmp_path / "scored.jsonl", Display(quiet=True, err=Console(quiet=True)))
+    display = Display(quiet=True, err=Console(quiet=True))
+    counts = score(settings(path, **changes), tmp_path / "scored.jsonl", display, overwrite=True)
     return [json.loads(line) for line in (tmp_path / "scored.jsonl").read_bytes().splitlines()], counts
 
 
@@ -146,6 +147,7 @@ def test_on_the_command_line(judge, tmp_path):
     options = ["-i", str(path), "-o", str(out)]
     result = CliRunner().invoke(app, ["score", str(judge), *options])
     assert result.exit_code == 0 and "pair_accuracy" in result.stdout
+    options.append("--overwrite")
     assert CliRunner().invoke(app, ["score", *options, "--reward", LENGTH[0]["fn"]]).exit_code == 0
     assert json.loads(out.read_text())["chosen_score"] == 4.0
     reward = "{fn: regex, pattern: l.*, weight: 2.0}"

@@ -193,7 +193,7 @@ def test_a_file_that_is_not_there_or_not_text(here, write):
     (here / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"^'bytes.yaml' is not UTF-8 text$"):
         load("bytes.yaml")
-    with pytest.raises(ConfigError, match="'model' cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="'model' cannot be read: is a directory"):
         load("model")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,48 @@ def test_a_bad_file_is_named_with_its_row_and_counted(fault, load, tmp_path):
         load(*rows)
     loader = load(*rows, bad_rows="drop")
     assert loader.rows == 1 and "1 with images that cannot be used" in loader.report()
+
+
+NAMES = {
+    "long": ("x" * 5000 + ".png", "cannot be read: File name too long"),
+    "directory": ("folder.png", "is a directory"),
+    "FIFO": ("fifo.png", "is no regular file"),
+    "device": ("/dev/zero", "is no regular file"),
+    "null": ("a\0.png", "does not exist"),
+    "odd URL": ("http://[::1", "is no URL"),
+    "narrow": ("narrow.png", r"narrow\.png \(1 x 40000 pixels\) is nothing for the processor in .*aspect ratio"),
+    "wide": ("wide.png", r"wide\.png \(40000 x 1 pixels\) is nothing for the processor"),
+}
+
+
+@pytest.mark.parametrize("fault", NAMES)
+def test_a_bad_name_or_shape_is_named_with_its_row_and_counted(fault, load, tmp_path):
+    name, message = NAMES[fault]
+    (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "fifo.png")
+    Image.new("1", (1, 40_000)).save(tmp_path / "narrow.png")
+    Image.new("1", (40_000, 1)).save(tmp_path / "wide.png")
+    rows = {"prompt": "<image>", "images": ["a.png"]}, {"prompt": "<image>", "images": [name]}
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{message}"):
+        load(*rows)
+    loader = load(*rows, bad_rows="drop")
+    assert loader.rows == 1 and "1 with images that cannot be used" in loader.report()
+
+
+@pytest.mark.parametrize("problem", [ValueError("no"), ZeroDivisionError(), IndexError("list"), RuntimeError("kernel")])
+def test_whatever_a_processor_raises_for_an_image_is_of_its_row(problem, load, monkeypatch):
+    process = ImageProcessor._process
+
+    def fail(self, image):
+        if image.size == (40, 20):
+            raise problem
+        return process(self, image)
+
+    monkeypatch.setattr(ImageProcessor, "_process", fail)
+    rows = {"prompt": "<image>", "images": ["a.png"]}, {"prompt": "<image>", "images": ["b.png"]}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: the image .*b\.png .*is nothing for the processor"):
+        load(*rows)
+    assert load(*rows, bad_rows="drop").rows == 1
 
 
 ROWS = {

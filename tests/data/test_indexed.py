@@ -122,7 +122,7 @@ def test_joined_in_order(tmp_path):
     data = IndexedTokens(tmp_path / "all")
     assert [data[i].tolist() for i in range(len(data))] == [[1], [2, 3], [4]]
     assert (tmp_path / "all.idx").read_bytes() == write_whole(tmp_path / "whole", [1], [2, 3], [4])
-    with pytest.raises(FileExistsError, match=r"all\.bin exists already"):
+    with pytest.raises(FileExistsError, match=r"all\.bin exists, and is left as it is"):
         join(parts, tmp_path / "all")
     with pytest.raises(ValueError, match="holds int32, the others uint16"):
         join([parts[0], write(tmp_path / "d", [1], dtype=np.int32)], tmp_path / "none")
@@ -238,7 +238,7 @@ def test_the_result_does_not_depend_on_processes_or_chunks(tmp_path, monkeypatch
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
     assert not (tmp_path / "one.parts").exists()
-    with pytest.raises(FileExistsError, match=r"one\.bin exists already"):
+    with pytest.raises(FileExistsError, match=r"one\.bin exists, and is left as it is"):
         build(plan, tmp_path / "one", processes=1)
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import tempfile
 
 import pyarrow as pa
@@ -10,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from coalign.config import ConfigError, load
+from coalign.data import raw_files
 from coalign.data.sources import BadRow, open_rows
+from coalign.hub_data import CODECS
 
 ROWS = [{"q": "ä €", "n": 1, "messages": [{"role": "user", "content": "x"}]}, {"q": "b", "n": 2, "messages": []}]
 
@@ -343,3 +346,93 @@ def test_a_byte_order_mark_is_no_text(name, content, tmp_path):
 def test_a_damaged_array_with_a_byte_order_mark_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"a\.json:1: not valid JSON: .*\(column \d+\)"):
         open_rows(write(tmp_path / "a.json", BOM + b'[{"text": "a"},, {}]'))
+
+
+def test_media_of_a_table_are_left_as_they_are(tmp_path):
+    """`datasets` would open the files, URLs and programs (EPS) that a table names as its images or sounds."""
+    import datasets
+
+    picture = {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": "a.eps"}
+    rows = [{"x": {"a": 1}, "image": picture, "several": [{"a": picture}]}]
+    features = {"x": datasets.Json(), "image": datasets.Image(), "several": datasets.List({"a": datasets.Image()})}
+    data = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    data.to_parquet(tmp_path / "a.parquet")
+    data.save_to_disk(tmp_path / "b")
+    assert open_rows(tmp_path / "a.parquet")[0] == open_rows(tmp_path / "b")[0] == rows[0]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.arrow", "a.txt", "a.jsonl.gz"])
+def test_what_is_no_file_is_refused_and_not_waited_for(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} cannot be read: .*is a FIFO, not a regular file"):
+        open_rows(tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    for path in (tmp_path / name, tmp_path / "*"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read: .*is a device, not a regular file"):
+            open_rows(path)
+
+
+@pytest.mark.parametrize("form", ["gz", "bz2", "zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv"])
+def test_a_file_that_decompresses_to_hundreds_of_times_its_size_is_refused(name, form, tmp_path, monkeypatch):
+    import pyarrow
+
+    monkeypatch.setattr(raw_files, "LEAST_UNPACKED", 2**18)
+    text = b"x" * 1000
+    line = {"a.jsonl": b'{"x": "%s"}\n', "a.txt": b"%s\n", "a.csv": b"%s\n", "a.json": b'{"x": "%s"},\n'}[name] % text
+    content = (b"[" if name == "a.json" else b"") + line * 4000
+    with pyarrow.CompressedOutputStream(str(tmp_path / f"{name}.{form}"), CODECS[f".{form}"]) as out:
+        out.write(content)
+    with pytest.raises(ValueError, match=rf"{name}\.{form} cannot be read: .*decompresses to more than .* 200 times"):
+        rows = open_rows(tmp_path / f"{name}.{form}")
+        len(rows)
+    with pytest.raises(ValueError, match="200 times"):
+        list(open_rows(tmp_path / f"{name}.{form}").read())
+
+
+def test_text_that_is_repeated_may_be_small(tmp_path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as out:
+        out.writelines('{"x": 1}\n' for _ in range(10**6))
+    assert len(open_rows(tmp_path / "a.jsonl.gz")) == 10**6
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz"])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_line_that_is_too_long_is_named(name, ends, tmp_path, monkeypatch):
+    monkeypatch.setattr(raw_files.open_binary, "__defaults__", (2**21,))
+    good = b'{"text": "' + b"x" * 2**20 + b'"}\n'
+    content = good * 3 + good.replace(b"x", b"xxxx") + good * ends
+    with gzip.open(tmp_path / name, "wb") if name.endswith("gz") else open(tmp_path / name, "wb") as out:
+        out.write(content if ends else content[:-1])
+    rows = open_rows(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: it has a line of more than 2,097,152 bytes"):
+        len(rows)
+    with pytest.raises(ValueError, match="it has a line of more than"):
+        list(rows.read())
+
+
+def test_an_array_in_one_line_may_be_longer_than_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw_files.open_binary, "__defaults__", (2**10,))
+    write(tmp_path / "a.json", json.dumps([{"x": "y" * 100}] * 100))
+    assert len(open_rows(tmp_path / "a.json")) == 100
+    monkeypatch.setattr(raw_files, "MAX_ARRAY", 10**4)
+    with pytest.raises(ValueError, match=r"a\.json cannot be read: it is an array of more than 10,000 bytes; write"):
+        open_rows(tmp_path / "a.json")
+
+
+def test_rows_of_brackets_are_refused(tmp_path):
+    brackets = "[" + "[]," * 200_000 + "[]]"
+    write(tmp_path / "a.jsonl", '{"x": ' + brackets + "}")
+    with pytest.raises(BadRow, match=r"200,003 brackets in 600,0.. bytes"):
+        open_rows(tmp_path / "a.jsonl")[0]
+    write(tmp_path / "a.json", brackets)
+    with pytest.raises(ValueError, match=r"a\.json cannot be read: it has 200,002 brackets"):
+        open_rows(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["../a.arrow", "/etc/a.arrow", "x/../../a.arrow", None, 3, "", "a\0"])
+def test_a_saved_dataset_names_files_of_its_folder_alone(name, tmp_path):
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(ValueError, match=r"state\.json names .* which is no file of its folder"):
+        open_rows(tmp_path)

@@ -182,7 +182,9 @@ def test_an_output_with_something_in_it_is_left_alone(tokens, tmp_path):
     old = made.byte_level_model(tmp_path / "old")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "notes").write_text("mine")
-    for output in (tmp_path / "new", tmp_path / "new" / "notes", old):
+    with pytest.raises(ValueError, match=r"old is an input of the command"):
+        extend(old, tokens, old)
+    for output in (tmp_path / "new", tmp_path / "new" / "notes"):
         with pytest.raises(FileExistsError, match="exists and is not empty"):
             extend(old, tokens, output)
     assert (tmp_path / "new" / "notes").read_text() == "mine"

@@ -15,6 +15,9 @@ from typing import Any
 from coalign.board.catalog import find_within
 from coalign.files import read_json_object
 
+LARGEST_OBJECT = 32 * 2**20  # bytes of a file of JSON
+_LONGEST_NUMBER = 16  # digits, fewer than JavaScript can count to
+
 Reader = Callable[[Path, Mapping[str, str]], Any]
 
 
@@ -35,9 +38,15 @@ def read_count(params: Mapping[str, str], name: str, default: int | None = None,
 def read_object(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object of a file in a run's folder. Raises FileNotFoundError, and ValueError for any other."""
     path = find_within(folder, folder / name)
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"the run has no {name}")
-    return read_json_object(path)
+    return read_json_object(path, LARGEST_OBJECT)
+
+
+def parse_number(name: str) -> int:
+    """Return the step in the name of a file, `step_12`; -1 for any other name."""
+    digits = name.removeprefix("step_")
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < _LONGEST_NUMBER else -1
 
 
 def read_choice(params: Mapping[str, str], name: str, choices: Sequence[str]) -> str:

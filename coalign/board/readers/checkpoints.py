@@ -23,8 +23,10 @@ from coalign.run_files.checkpoints import (
     read_manifest,
     verify_checkpoint,
 )
+from coalign.run_files.records import read_end
 
-_COPIED = re.compile(rb" step (\d+) is copied to ")  # a line of coalign.engine.hooks.checkpoint_remote in log.txt
+_LOG_BYTES = 16 * 2**20  # of the end of log.txt
+_COPIED = re.compile(rb" step (\d{1,15}) is copied to ")  # a line of coalign.engine.hooks.checkpoint_remote in log.txt
 
 
 def read_checkpoints(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -111,9 +113,12 @@ def _read_best(disk: Path) -> dict[str, Any] | None:
             best = read_json_object(disk / f"step_{step}" / "state.json")["hooks"]["Save"]["best"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        return {"value": best[0], "step": best[1]} if best else None
+        match best:
+            case [int() | float() as value, int(at)]:
+                return {"value": value, "step": at}
+        return None
     return None
 
 
 def _list_copied(log: Path) -> list[int]:
-    return sorted({int(found[1]) for found in _COPIED.finditer(log.read_bytes())}) if log.is_file() else []
+    return sorted({int(found[1]) for found in _COPIED.finditer(read_end(log, _LOG_BYTES))})

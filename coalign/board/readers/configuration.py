@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from coalign.board.catalog import find_within
+from coalign.config.errors import ConfigError
+from coalign.config.yaml_reader import parse
+from coalign.files import read_bounded
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_LARGEST = 1 << 20  # bytes of a config.yaml
+_LARGEST = 1 << 18  # bytes of a config.yaml: one of this size takes seconds to parse
 # Of runs that are alike but for these, the curves are those of one experiment with several seeds.
 _OF_ONE_START = ("seed", "output", "runtime.resume", "runtime.allow_changed", "runtime.ray_address")
 
@@ -51,8 +51,8 @@ def compare_configurations(folders: Sequence[Path]) -> dict[str, Any]:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of a run's config.yaml by their dotted keys. Raises ValueError if it is no YAML mapping."""
     try:
-        content = yaml.load(_read_text(folder, "config.yaml"), Loader=_LOADER)  # both loaders are safe ones
-    except (yaml.YAMLError, RecursionError) as problem:
+        content, _ = parse(_read_text(folder, "config.yaml"), "config.yaml")
+    except (ConfigError, RecursionError) as problem:
         raise ValueError(f"config.yaml of {folder.name} cannot be read: {str(problem)[:200]}") from problem
     if not isinstance(content, Mapping):
         raise ValueError(f"config.yaml of {folder.name} holds no settings")
@@ -82,8 +82,7 @@ def _show(settings: Mapping[str, Any], key: str) -> str | None:
 
 
 def _read_text(folder: Path, name: str) -> str:
-    with open(find_within(folder, folder / name), "rb") as file:
-        return file.read(_LARGEST).decode(errors="replace")
+    return read_bounded(find_within(folder, folder / name), _LARGEST).decode(errors="replace")
 
 
 def _number(name: str) -> tuple[int, str]:

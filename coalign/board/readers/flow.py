@@ -10,13 +10,25 @@ from coalign.board.readers import read_object
 
 
 def read_flow(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-    """Return `algorithm` and `calls` of a step (coalign.cluster.dry.describe_graph), each call with its `layer`."""
+    """Return `algorithm` and `calls` of a step (coalign.cluster.dry.describe_graph), each call with its `layer`.
+
+    `skipped` counts what is no call.
+    """
     flow = read_object(folder, "flow.json")
-    calls = flow.get("calls")
-    if not isinstance(calls, list):
+    listed = flow.get("calls")
+    if not isinstance(listed, list):
         raise ValueError("flow.json has no list `calls`")
+    calls = [call for call in listed if _is_call(call)]
     layers = assign_layers(calls)
-    return {"algorithm": flow.get("algorithm"), "calls": [call | {"layer": layers[call["label"]]} for call in calls]}
+    placed = [call | {"layer": layers[call["label"]]} for call in calls]
+    return {"algorithm": flow.get("algorithm"), "calls": placed, "skipped": len(listed) - len(calls)}
+
+
+def _is_call(call: Any) -> bool:
+    if type(call) is not dict or type(call.get("label")) is not str:
+        return False
+    reads = call.get("reads")
+    return isinstance(reads, dict) and all(isinstance(columns, list) for columns in reads.values())
 
 
 def assign_layers(calls: Sequence[Mapping[str, Any]]) -> dict[str, int]:

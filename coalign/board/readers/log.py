@@ -9,6 +9,7 @@ from typing import Any
 
 from coalign.board.catalog import find_within
 from coalign.board.readers import read_count
+from coalign.files import open_regular
 
 _BYTES = 1 << 16  # of one answer
 _MOST_STALLS = 100
@@ -23,7 +24,7 @@ def read_log(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """
     path = find_within(folder, folder / "log.txt")
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             begin = read_count(params, "from", size + 1)
             goes_on = begin <= size  # the byte is where a line begins
@@ -54,13 +55,17 @@ def read_stalls(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         path = find_within(stalls, stalls / params.get("time", "") / params["file"])
         if path.suffix != ".txt" or not path.is_file():
             raise FileNotFoundError(f"there are no stacks '{params['file']}' of {params.get('time', '')}")
-        with open(path, "rb") as file:
-            return {"text": file.read(_LARGEST_STACKS).decode(errors="replace")}
+        return {"text": _read_start(path)}
     found = []
     for each in sorted(stalls.iterdir(), reverse=True)[:_MOST_STALLS] if stalls.is_dir() else ():
         if each.is_dir() and not each.is_symlink():
             report = find_within(folder, each / "report.txt")
-            text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
+            text = _read_start(report) if report.is_file() else ""
             files = sorted(path.name for path in each.glob("*.txt") if path.name != "report.txt")
             found.append({"time": each.name, "report": text, "files": files})
     return {"stalls": found}
+
+
+def _read_start(path: Path) -> str:
+    with open_regular(path) as file:
+        return file.read(_LARGEST_STACKS).decode(errors="replace")

@@ -10,8 +10,9 @@ from threading import Lock
 from typing import Any
 
 from coalign.board.catalog import find_within
-from coalign.board.curves import FEWEST_BUCKETS, MetricCurves, is_finite, round_value
+from coalign.board.curves import FEWEST_BUCKETS, MetricCurves, round_value
 from coalign.board.readers import read_list
+from coalign.run_files.records import is_number
 
 _MOST_RUNS = 16  # whose curves are kept in memory
 _MOST_NAMES = 200  # metrics of one request
@@ -31,7 +32,7 @@ class CurveReader:
         `since` is "generation:width:bucket" of an earlier answer: of the same buckets, only those from this one are
         sent. `complete` is false while a long file is being read: ask again. Points have `steps`, `tokens` and
         `seconds`; each series has the `mean` of its buckets, and `low` and `high` where a bucket has several steps.
-        `all` are the names of all metrics, `latest` their newest values.
+        `all` are the names of all metrics, `latest` their newest values. `skipped` counts the lines that hold no step.
         """
         names = read_list(params, "names", _MOST_NAMES)
         find_within(folder, folder / "metrics.jsonl")
@@ -42,8 +43,9 @@ class CurveReader:
                 "complete": complete,
                 "read": curves.bytes_read,
                 "newest": curves.newest,
+                "skipped": curves.skipped,
                 "latest": {
-                    name: round_value(value) if is_finite(value) else None for name, value in curves.latest.items()
+                    name: round_value(value) if is_number(value) else None for name, value in curves.latest.items()
                 },
                 "all": sorted(curves.series),
                 **_select(curves, names, params),

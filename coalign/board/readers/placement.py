@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,21 @@ def find_placement(folder: Path) -> dict[str, Any] | None:
         placement = read_object(folder, "placement.json")
     except FileNotFoundError:
         return None
-    if not isinstance(placement.get("nodes"), list) or not isinstance(placement.get("models"), dict):
-        raise ValueError("placement.json: expected a list `nodes` and an object `models`")
+    nodes, models = placement.get("nodes"), placement.get("models")
+    if not _is_list(nodes, lambda node: isinstance(node, str)) or not isinstance(models, dict):
+        raise ValueError("placement.json: expected a list `nodes` of names, and an object `models`")
+    for name, model in models.items():
+        if not isinstance(model, dict) or not _is_list(model.get("processes", []), _is_place):
+            raise ValueError(f"placement.json: {name[:80]} has no list `processes` of [node, devices]")
     return placement
+
+
+def _is_place(process: Any) -> bool:
+    match process:
+        case [int(node), list(devices)]:
+            return node >= 0 and all(isinstance(device, str) for device in devices)
+    return False
+
+
+def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_item, value))

@@ -13,10 +13,11 @@ from typing import Any
 from safetensors import SafetensorError, deserialize
 
 from coalign.board.catalog import find_within
-from coalign.files import describe_problem
+from coalign.files import describe_problem, read_bounded
 from coalign.run_files.rollouts import FORMAT, find_rollouts
 
 _TYPES = {"I32": "i", "I64": "q", "F32": "f", "U8": "B"}
+_LARGEST = 256 * 2**20  # bytes of a file
 _OF_ROWS = ("tokens", "row_ends", "prompt_length")
 # Bounds of coalign.algorithms.divergence, which needs torch.
 _LARGEST_K3_EXPONENT = 10.0
@@ -34,7 +35,7 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
     - `kl`: the estimate k3 of the divergence from the reference (coalign.algorithms.divergence).
     """
     path = find_within(folder, find_rollouts(folder, step))
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
         tensors, pieces = _read_tensors(path)
@@ -42,8 +43,8 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
             return None
         start, stop = int(tensors["row_ends"][row - 1]) if row else 0, int(tensors["row_ends"][row])
         ids = tensors["tokens"][start:stop].tolist()
-        prompt_length = tensors["prompt_length"][row]
-    except (SafetensorError, ValueError, LookupError) as problem:
+        prompt_length = int(tensors["prompt_length"][row])
+    except (SafetensorError, ValueError, LookupError, OverflowError, RecursionError, AttributeError) as problem:
         raise ValueError(f"rollouts/{path.name} holds no roll-outs: {describe_problem(problem)}") from problem
     columns = {name: tensors[name][start:stop].tolist() for name in tensors.keys() - _OF_ROWS}
     measures = [(name, list(map(_round, values))) for name, values in (columns | derive_measures(columns)).items()]
@@ -57,7 +58,7 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
 
 def _read_tensors(path: Path) -> tuple[dict[str, array[Any]], dict[str, str]]:
     """Return the tensors of a file and the texts of its tokens, without numpy, which takes 11 MB of memory."""
-    data = path.read_bytes()
+    data = read_bounded(path, _LARGEST)
     tensors = {}
     for name, tensor in deserialize(data):
         tensors[name] = array(_TYPES[tensor["dtype"]])
@@ -68,7 +69,10 @@ def _read_tensors(path: Path) -> tuple[dict[str, array[Any]], dict[str, str]]:
     metadata = header["__metadata__"]
     if metadata["format"] != FORMAT:
         raise ValueError(f"its format is {metadata['format']!r}; expected {FORMAT!r}")
-    return tensors, json.loads(metadata["pieces"])
+    pieces = json.loads(metadata["pieces"])
+    if not isinstance(pieces, dict):
+        raise ValueError(f"its pieces are {type(pieces).__name__}; expected an object")
+    return tensors, {number: str(text) for number, text in pieces.items()}
 
 
 def derive_measures(columns: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from sys import intern
 from typing import IO, Any
 
-from coalign.run_files.records import START, parse_record, read_growth
+from coalign.run_files.records import LARGEST_STEP, START, is_number, parse_record, read_growth
 
 NAME = "samples.jsonl"
 PHASES = ("train", "eval")
+_LONGEST_STATUS = 100  # characters
 _CHUNK = 1 << 18  # bytes that are parsed at once
 
 
@@ -45,6 +46,7 @@ class SampleIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.skipped = 0  # lines that hold no sample
         self.summaries: list[SampleSummary] = []
         self._rows: Counter[int] = Counter()  # of each step
         self._position = START
@@ -54,7 +56,7 @@ class SampleIndex:
         while True:
             growth = read_growth(self.path, self._position, _CHUNK)
             if growth.replaced:
-                self.summaries, self._rows, self._position = [], Counter(), START
+                self.summaries, self.skipped, self._rows, self._position = [], 0, Counter(), START
             offset = self._position.offset
             for line in growth.lines:
                 self._add(line, offset)
@@ -65,7 +67,8 @@ class SampleIndex:
 
     def _add(self, line: bytes, offset: int) -> None:
         record = parse_record(line)
-        if record is None:
+        if record is None or not is_sample(record):
+            self.skipped += 1
             return
         step, versions = record["step"], record.get("versions") or []
         numbers = [version for version, _ in versions]
@@ -79,8 +82,8 @@ class SampleIndex:
                 phase=PHASES[phase == PHASES[1]],
                 group=record.get("group", 0),
                 index=record.get("index", 0),
-                reward=reward if isinstance(reward, int | float) and math.isfinite(reward) else None,
-                status=intern(str(record.get("status", ""))),  # one text for all lines
+                reward=reward if is_number(reward) else None,
+                status=intern(str(record.get("status", ""))[:_LONGEST_STATUS]),  # one text for all lines
                 tokens=sum(tokens for _, tokens in versions),
                 versions=(min(numbers), max(numbers)) if numbers else None,
                 turns=sum(message.get("role") == "assistant" for message in record.get("messages") or ()),
@@ -90,10 +93,29 @@ class SampleIndex:
         self._rows[step] += 1
 
 
+def is_sample(record: Mapping[str, Any]) -> bool:
+    """Whether a record has what a sample has, each of its type, as far as the board reads it."""
+    versions, messages = record.get("versions") or [], record.get("messages") or []
+    return (
+        _is_count(record.get("group", 0), least=-LARGEST_STEP)
+        and _is_count(record.get("index", 0))
+        and isinstance(versions, list)
+        and all(isinstance(run, list) and len(run) == 2 and all(map(_is_count, run)) for run in versions)
+        and isinstance(messages, list)
+        and all(isinstance(message, dict) for message in messages)
+        and isinstance(record.get("images") or [], list)
+        and isinstance(record.get("rewards") or {}, dict)
+    )
+
+
+def _is_count(value: Any, *, least: int = 0) -> bool:
+    return type(value) is int and least <= value < LARGEST_STEP
+
+
 def read_record(file: IO[bytes], summary: SampleSummary) -> dict[str, Any]:
     """Return the line of a summary. FileNotFoundError if the file has changed since."""
     file.seek(summary.offset)
     record = parse_record(file.read(summary.size))
-    if record is None or record["step"] != summary.step:
+    if record is None or record["step"] != summary.step or not is_sample(record):
         raise FileNotFoundError(f"{NAME} has just been replaced; ask again")
     return record

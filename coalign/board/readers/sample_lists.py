@@ -18,8 +18,9 @@ from typing import Any
 from coalign.board.catalog import find_within
 from coalign.board.readers import read_choice, read_count
 from coalign.board.readers.rollouts import read_row
-from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, read_record
-from coalign.run_files.records import parse_record, read_end
+from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, is_sample, read_record
+from coalign.files import open_regular, read_bounded
+from coalign.run_files.records import is_number, parse_record, read_end
 from coalign.run_files.rollouts import list_rollout_steps
 
 _MOST_RUNS = 16  # whose index is kept in memory
@@ -29,7 +30,6 @@ _SORTS = ("file", "reward", "length")
 _NEWEST_BYTES = 1 << 18  # of the end of samples.jsonl, for the newest samples
 _MOST_NEWEST = 50
 _LONGEST = 2000  # characters of a prompt or response among the newest
-_NEWEST_KEYS = ("step", "phase", "group", "index", "prompt", "response", "reward", "rewards", "status")
 _LARGEST_IMAGE = 32 * 2**20  # bytes
 # Of formats that hold no program; SVG may.
 _SIGNATURES = {
@@ -50,21 +50,27 @@ class SampleReader:
 
     def list_summaries(self, folder: Path) -> list[SampleSummary]:
         """Return all samples of a run in the order of the file; none if there is no file."""
+        return self._update(folder)[0]
+
+    def _update(self, folder: Path) -> tuple[list[SampleSummary], int]:
+        """Return all samples of a run, and how many lines of the file hold none."""
         with self._lock:
             index = self._kept.setdefault(folder, SampleIndex(find_within(folder, folder / NAME)))
             self._kept.move_to_end(folder)
             if len(self._kept) > _MOST_RUNS:
                 self._kept.popitem(last=False)
-            return list(index.update())
+            return list(index.update()), index.skipped
 
     def read_steps(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         """Return what was sampled at the steps `offset` to `offset + limit` (at most 200), the newest first.
 
         Of each: counts, rewards, groups whose rewards are all the same (`flat`), and whether tokens are recorded.
+        `skipped` counts the lines of the file that hold no sample.
         """
         offset, limit = read_count(params, "offset", 0), min(_MOST, read_count(params, "limit", 100))
         steps: dict[tuple[int, str], list[SampleSummary]] = {}
-        for sample in self.list_summaries(folder):
+        summaries, skipped = self._update(folder)
+        for sample in summaries:
             steps.setdefault((sample.step, sample.phase), []).append(sample)
         page, recorded = [], set(list_rollout_steps(folder))
         for step, phase in sorted(steps, reverse=True)[offset : offset + limit]:
@@ -72,7 +78,7 @@ class SampleReader:
             groups = [list(group) for _, group in groupby(samples, key=_get_group)]
             counts = {"groups": len(groups), "flat": sum(map(is_flat, groups)), "tokens_recorded": step in recorded}
             page.append({"step": step, "phase": phase, **counts, **_summarise(samples)})
-        return {"total": len(steps), "offset": offset, "steps": page}
+        return {"total": len(steps), "offset": offset, "steps": page, "skipped": skipped}
 
     def read_groups(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         """Return the groups of a `step` and a `phase` (train, eval), each with the end of its prompt."""
@@ -81,7 +87,7 @@ class SampleReader:
         if not members:
             raise FileNotFoundError(f"{NAME} has no samples of step {step} ({phase})")
         groups = []
-        with open(folder / NAME, "rb") as file:
+        with open_regular(folder / NAME) as file:
             for number, group in groupby(sorted(members, key=_get_group), key=_get_group):
                 samples = list(group)
                 prompt = str(read_record(file, samples[0]).get("prompt", ""))[-_EXCERPT:]
@@ -107,7 +113,7 @@ class SampleReader:
         needle = params.get("search", "").casefold()
         if not chosen:
             return {"total": 0, "offset": offset, "samples": []}
-        with open(folder / NAME, "rb") as file:
+        with open_regular(folder / NAME) as file:
             if needle:
                 chosen = [each for each in chosen if _find_text(read_record(file, each), needle) is not None]
             chosen = _sort(chosen, sort, descending=order == "down")
@@ -150,7 +156,7 @@ class SampleReader:
         if number >= len(listed):
             raise FileNotFoundError(f"the sample lists {len(listed)} images; there is no image {number}")
         path = folder / str(listed[number])  # an absolute path stays one
-        find_media_type(path)
+        read_image(path)
         return path
 
     def _find(self, folder: Path, params: Mapping[str, str]) -> tuple[SampleSummary, dict[str, Any]]:
@@ -159,7 +165,7 @@ class SampleReader:
         group = read_count(params, "group", least=None)  # those of evaluations are below 0
         for summary in self.list_summaries(folder):
             if (summary.step, summary.phase, summary.group, summary.index) == (step, phase, group, index):
-                with open(folder / NAME, "rb") as file:
+                with open_regular(folder / NAME) as file:
                     return summary, read_record(file, summary)
         raise FileNotFoundError(f"{NAME} has no sample {index} of group {group} at step {step} ({phase})")
 
@@ -172,9 +178,12 @@ def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, An
     for line in reversed(complete):
         if len(records) == count:
             break
-        if record := parse_record(line):
-            shown = {key: record.get(key) for key in _NEWEST_KEYS}
-            records.append({k: v[:_LONGEST] if isinstance(v, str) else v for k, v in shown.items()})
+        if (record := parse_record(line)) and is_sample(record):
+            reward, rewards = record.get("reward"), record.get("rewards") or {}
+            parts = {name: value for name, value in rewards.items() if is_number(value)}
+            shown = {key: str(record.get(key, ""))[:_LONGEST] for key in ("prompt", "response", "phase", "status")}
+            shown |= {key: record.get(key) for key in ("step", "group", "index")}
+            records.append({**shown, "reward": reward if is_number(reward) else None, "rewards": parts})
     return {"samples": records}
 
 
@@ -235,21 +244,19 @@ def _show(summary: SampleSummary, record: Mapping[str, Any], needle: str) -> dic
     return shown | ({"found": _find_text(record, needle)} if needle else {})
 
 
-def find_media_type(path: Path) -> str:
-    """Return the media type of an image. FileNotFoundError without a file, ValueError for one that is no image.
+def read_image(path: Path) -> tuple[bytes, str]:
+    """Return the content and the media type of an image. OSError without a file, ValueError for one that is no image.
 
     samples.jsonl names files anywhere on the machine that trained. Whoever wrote it must not be able to have the board
     send other files. Names say nothing: images that were in a data file are kept by their hash.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"the image {path} is not on this machine")
-    if path.stat().st_size > _LARGEST_IMAGE:
-        raise ValueError(f"the image {path} has more than {_LARGEST_IMAGE // 2**20} MiB")
-    with open(path, "rb") as file:
-        head = file.read(12)
-    if head[:4] == b"RIFF" and head[8:] == b"WEBP":
-        return "image/webp"
+    try:
+        content = read_bounded(path, _LARGEST_IMAGE)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"the image {path} is not on this machine") from None
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return content, "image/webp"
     for signature, media_type in _SIGNATURES.items():
-        if head.startswith(signature):
-            return media_type
+        if content.startswith(signature):
+            return content, media_type
     raise ValueError(f"{path} is no image of a kind that browsers show (PNG, JPEG, GIF, WebP, BMP)")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from coalign.board.catalog import find_within
-from coalign.board.readers import read_count, read_object
+from coalign.board.readers import parse_number, read_count, read_object
 from coalign.board.readers.placement import find_placement
+from coalign.run_files.records import is_number, read_end
 
 LOOP = "loop"  # the lane of the engine's phases (coalign.engine.hooks.timeline)
 MOVE = "move"  # a part of a model goes to a device, or leaves it: not computing
@@ -30,9 +31,10 @@ _EVENTS = {
     "failed": "the run ended with an error",
 }
 _EVENT = re.compile(
-    rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (INFO|WARNING|ERROR) \S+: (.*(?:"
+    rb"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (INFO|WARNING|ERROR) \S+: (.*(?:"
     + b"|".join(re.escape(text.encode()) for text in _EVENTS.values())
-    + rb").*)\n"
+    + rb").*)\n",
+    re.MULTILINE,
 )
 
 
@@ -43,44 +45,61 @@ def read_timeline(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
 
 def list_traces(folder: Path) -> list[int]:
     """Return the steps that have a trace, ascending."""
-    numbers = (path.stem.removeprefix("step_") for path in (folder / "timeline").glob("step_*.json"))
-    return sorted(int(number) for number in numbers if number.isdigit())
+    numbers = (parse_number(path.stem) for path in (folder / "timeline").glob("step_*.json"))
+    return sorted(number for number in numbers if number >= 0)
 
 
 def read_events(path: Path) -> Iterable[dict[str, str]]:
     """Yield the lines of a log that tell of lost processes, restarts, rollbacks and failures."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-        for line in file:
-            if found := _EVENT.match(line):
-                time, level, message = (part.decode("utf-8", "replace") for part in found.groups())
-                kind = next(kind for kind, words in _EVENTS.items() if words in message)
-                yield {"time": time, "level": level, "kind": kind, "text": message}
+    for found in _EVENT.finditer(read_end(path, _LOG_BYTES)):
+        time, level, message = (part.decode("utf-8", "replace") for part in found.groups())
+        kind = next(kind for kind, words in _EVENTS.items() if words in message)
+        yield {"time": time, "level": level, "kind": kind, "text": message}
 
 
 def read_trace(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """Return what was computed in a `step`: `lanes` of processes, and `devices` with the lanes that they have.
 
+    `skipped` counts the events that are none of Chrome's format.
     A bar is [start, seconds, name, call, MiB, number of calls]; a wait is [start, seconds, name]. Times are seconds
     since the step began.
     """
     step = read_count(params, "step")
     if step not in list_traces(folder):
         raise FileNotFoundError(f"step {step} has no trace; `runtime.timeline_every` says which steps are traced")
-    events = read_object(folder, f"timeline/step_{step}.json").get("traceEvents")
-    if not isinstance(events, list):
+    listed = read_object(folder, f"timeline/step_{step}.json").get("traceEvents")
+    if not isinstance(listed, list):
         raise ValueError(f"timeline/step_{step}.json has no list `traceEvents`")
+    events = [event for event in listed if is_event(event)]
     whole = max((event["ts"] + event["dur"] for event in events if event["ph"] == "X"), default=0) / 1e6
     lanes = build_lanes(events, whole)
     placement = find_placement(folder)
     return {
         "step": step,
         "seconds": whole,
+        "skipped": len(listed) - len(events),
         "lanes": lanes,
         "devices": group_by_device(lanes, placement, whole) if placement else [],
     }
+
+
+def is_event(event: Any) -> bool:
+    """Whether a value is an event of a trace in Chrome's format, with all that `build_lanes` reads of it."""
+    if type(event) is not dict or type(event.get("name")) is not str or type(event.get("pid")) is not int:
+        return False
+    arguments = event.get("args", {})
+    has_lane = type(event.get("tid")) is int
+    match event.get("ph"):
+        case "M":
+            named = type(arguments) is dict and type(arguments.get("name")) is str
+            return named and (has_lane or event["name"] != "thread_name")
+        case "X":
+            named = type(arguments) is dict and isinstance(arguments.get("label", ""), str)
+            numbers = (event.get("ts"), event.get("dur"), arguments.get("MiB", 0)) if named else ()
+            return named and has_lane and all(map(is_number, numbers))
+        case "b" | "e":
+            return has_lane and is_number(event.get("ts")) and type(event.get("id")) in (int, str)
+    return False
 
 
 def build_lanes(events: Sequence[Mapping[str, Any]], whole: float) -> list[dict[str, Any]]:
@@ -88,12 +107,15 @@ def build_lanes(events: Sequence[Mapping[str, Any]], whole: float) -> list[dict[
 
     `idle` is the share of ``whole`` seconds in which a lane did not compute; null for the loop.
     """
-    models = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    names = {_key(event): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    named = [event for event in events if event["ph"] == "M"]
+    models = {event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"}
+    names = {_key(event): event["args"]["name"] for event in named if event["name"] == "thread_name"}
     bars: dict[tuple[int, int], list[list[Any]]] = {key: [] for key in names}
     waits: dict[tuple[int, int], list[list[Any]]] = {key: [] for key in names}
     begun: dict[int, Mapping[str, Any]] = {}
     for event in events:
+        if event["ph"] != "M" and _key(event) not in names:
+            continue
         if event["ph"] == "X":
             arguments = event.get("args", {})
             call, memory = arguments.get("label", event["name"]), arguments.get("MiB", 0)
@@ -158,7 +180,7 @@ def group_by_device(
 
 def _find_rank(process: str) -> int:
     """Return the number of a rank or replica by its name, `replica 3 on node7`; 0 for a single process."""
-    found = re.search(r"\b(?:rank|replica) (\d+)", process)
+    found = re.search(r"\b(?:rank|replica) (\d{1,9})", process)
     return int(found[1]) if found else 0
 
 

@@ -137,6 +137,15 @@ class ChatCompletionRequest(SamplingRequest):
     def limit_tokens(self, default: int) -> int:
         return super().limit_tokens(default) if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def decode_images(self, template: Template, images: RequestImages) -> None:
+        """Decode each image once, which may take long; `tokenize` then knows its size. HttpRefusal for a bad one."""
+        if template.placeholders is not None:
+            try:
+                messages = images.reader.read_messages(cast(Any, self.messages))
+                Placeholders(template.placeholders.processor, images).find(messages)
+            except ValueError as error:
+                raise HttpRefusal(400, str(error)) from None
+
     def tokenize(self, template: Template, images: RequestImages | None = None) -> TokenizedPrompt:
         """Return what the answer continues. Raises HttpRefusal for what the template refuses, and for images that
         cannot be used; ``images`` reads them, None refuses them."""

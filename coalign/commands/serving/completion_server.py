@@ -33,6 +33,8 @@ from coalign.environments.completion_records import Parser, describe_error
 from coalign.http_server import EventStream, HttpRefusal, Request, Server, read_body, wait_for_disconnect
 from coalign.report.display import Display
 
+_DECODING = 2  # requests whose images are decoded at once: they wait in threads that others need, too
+
 
 def serve(config: CompletionServerConfig, display: Display) -> None:
     """Serve until SIGINT or SIGTERM; requests under way then get ``config.grace`` seconds to finish.
@@ -122,6 +124,7 @@ class CompletionEndpoint:
         self._source, self._text, self._config, self._name = source, text, config, name
         self._key = ApiKey(key)
         self._reading = asyncio.Lock()  # one at a time tokenises: the tokenizer's state is shared
+        self._decoding = asyncio.Semaphore(_DECODING)
         self._begun = int(time.time())
         self._computing = 0  # answers
         self._done = 0
@@ -138,6 +141,8 @@ class CompletionEndpoint:
         with ExitStack() as stack:
             if images is not None:
                 stack.callback(images.close)
+                async with self._decoding:
+                    await asyncio.to_thread(body.decode_images, template, images)
             prompts = [await self._tokenize(lambda: body.tokenize(template, images))]
             parser = parser if body.offers_tools else None
             writer = ChatWriter(self._name, len(prompts[0].tokens), body.wants_logprobs, parser)

@@ -9,24 +9,28 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import io
-import warnings
+import os
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
+from coalign.data.images.decoder import DecodedPicture, UnreadablePicture, decode
 from coalign.data.sources import BadRow
-from coalign.files import find_cache, write_atomically
+from coalign.files import find_cache, read_bounded, write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 REASON = "image"  # of BadRow: the policy `data.bad_rows`
 NEEDS_PILLOW = "images are read with Pillow, which is not installed: pip install coalign[images]"
+MAX_FILE_BYTES = 512 * 2**20
+MAX_NAME = 300  # characters of a name in messages
+LARGEST_SENT = 178_956_970  # pixels of an image that a judge is sent: Pillow's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class ImageFiles(FilesByContent):
         """
         if isinstance(value, Mapping):
             inner = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
-            if inner is None:
+            if inner is None or isinstance(inner, Mapping):
                 raise BadRow(
                     f"an image is an object with {', '.join(value) or 'nothing'}, and no bytes or path", REASON
                 )
@@ -107,15 +111,18 @@ class ImageFiles(FilesByContent):
         return self._find_path(value)
 
     def _read(self, path: str) -> ImageFile:
-        content = Path(path).read_bytes()
-        image = open_image(content, path, self.most_pixels)
-        return ImageFile(path, hashlib.sha256(content).hexdigest(), image.size)
+        content = read_content(path)
+        size = measure_image(content, path, self.most_pixels)
+        return ImageFile(path, hashlib.sha256(content).hexdigest(), size)
 
     def _find_path(self, name: str) -> str:
         path = (self.root / name).absolute()
-        if not path.is_file():
-            why = "is a directory" if path.is_dir() else "does not exist"
-            raise BadRow(f"the image {name} {why} (looked for as {path}; data.images.root says where to)", REASON)
+        if why := _find_fault(path):
+            raise BadRow(
+                f"the image {name[:MAX_NAME]} {why} (looked for as {str(path)[:MAX_NAME]}; data.images.root says where "
+                "to)",
+                REASON,
+            )
         return str(path)
 
     def _keep(self, content: bytes) -> str:
@@ -128,13 +135,18 @@ class ImageFiles(FilesByContent):
 
 
 def write_data_url(path: str) -> str:
-    """Return the image at ``path`` as a data URL. OSError for a file that cannot be read."""
-    from PIL import Image
+    """Return the image at ``path`` as a data URL. OSError for an unreadable file, BadRow (image) for no image."""
+    content = read_content(path)
+    media_type = _decode(content, path, LARGEST_SENT, has_pixels=False).media_type or "application/octet-stream"
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
-    content = Path(path).read_bytes()
-    with Image.open(io.BytesIO(content)) as image:
-        kind = image.get_format_mimetype() or "application/octet-stream"
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+def read_content(path: str) -> bytes:
+    """Return the bytes of an image's file. OSError if it cannot be read, BadRow (image) for one that is too long."""
+    try:
+        return read_bounded(path, MAX_FILE_BYTES)
+    except ValueError as error:
+        raise BadRow(f"the image {error}", REASON) from error
 
 
 def open_image(content: bytes, path: str, most_pixels: int) -> Image:
@@ -142,10 +154,12 @@ def open_image(content: bytes, path: str, most_pixels: int) -> Image:
 
     A file that says it has more than ``most_pixels`` is refused before anything is decoded.
     """
-    with _opened(content, path, most_pixels) as image:
-        if (frames := getattr(image, "n_frames", 1)) > 1:
-            raise BadRow(f"the image {path} is animated ({frames} frames); expected a single picture", REASON)
-        return _read_picture(image)
+    return next(_decode(content, path, most_pixels).images())
+
+
+def measure_image(content: bytes, path: str, most_pixels: int) -> tuple[int, int]:
+    """Return the width and height that `open_image` gives an image, which is decoded in full. BadRow (image)."""
+    return _decode(content, path, most_pixels, has_pixels=False).sizes[0]
 
 
 def open_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[Image], float | None]:
@@ -153,60 +167,25 @@ def open_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[Image
 
     The limit ``most_pixels`` is that of all frames together.
     """
-    with _opened(content, path, most_pixels) as image:
-        count = getattr(image, "n_frames", 1)
-        if (pixels := image.width * image.height * count) > most_pixels:
-            limit = f"{pixels:,} pixels; data.images.max_file_pixels is {most_pixels:,}"
-            raise BadRow(f"the {count} frames of {path} have {limit}", REASON)
-        frames, milliseconds = [], 0.0
-        for number in range(count):
-            image.seek(number)
-            frames.append(_read_picture(image))
-            milliseconds += image.info.get("duration") or 0.0
-        return frames, 1000 * count / milliseconds if milliseconds else None
+    decoded = _decode(content, path, most_pixels, is_video=True)
+    return list(decoded.images()), decoded.rate
 
 
-def _read_picture(image: Image) -> Image:
-    from PIL import ImageOps
+def measure_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[tuple[int, int]], float | None]:
+    """Return the sizes of the frames that `open_frames` gives, all of which are decoded, and their rate."""
+    decoded = _decode(content, path, most_pixels, is_video=True, has_pixels=False)
+    return decoded.sizes, decoded.rate
 
-    image.load()
-    return ImageOps.exif_transpose(_to_rgb(image))
 
-
-@contextmanager
-def _opened(content: bytes, path: str, most_pixels: int) -> Iterator[Image]:
-    """Open an image, of which nothing is decoded yet. What its decoding raises becomes a BadRow (image)."""
+def _decode(
+    content: bytes, path: str, most_pixels: int, *, is_video: bool = False, has_pixels: bool = True
+) -> DecodedPicture:
+    if find_spec("PIL") is None:
+        raise ImportError(NEEDS_PILLOW)
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise ImportError(NEEDS_PILLOW) from error
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
-            image = Image.open(io.BytesIO(content))
-            width, height = image.size
-            if width * height > most_pixels:
-                limit = f"{width} x {height} pixels; data.images.max_file_pixels is {most_pixels:,}"
-                raise BadRow(f"the image {path} says that it has {limit}", REASON)
-            yield image
-    except UnidentifiedImageError as error:
-        raise BadRow(f"{path} is no image that Pillow can read", REASON) from error
-    except Image.DecompressionBombError as error:
-        raise BadRow(f"the image {path} is a decompression bomb: {error}", REASON) from error
-    except BadRow:
-        raise
-    except (OSError, SyntaxError, ValueError, EOFError) as error:  # Pillow's, for damaged files
-        raise BadRow(f"the image {path} is damaged: {error}", REASON) from error
-
-
-def _to_rgb(image: Image) -> Image:
-    """Transparent places become white; CMYK, grey and palettes are converted."""
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        from PIL import Image as module
-
-        image = image.convert("RGBA")
-        return module.alpha_composite(module.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+        return decode(content, path, most_pixels, is_video=is_video, has_pixels=has_pixels)
+    except UnreadablePicture as error:
+        raise BadRow(str(error), REASON) from error
 
 
 def _decode_data_url(url: str) -> bytes:
@@ -219,8 +198,26 @@ def _decode_data_url(url: str) -> bytes:
         raise BadRow(f"an image is a data URL whose base64 is damaged ({error}): {url[:40]!r}", REASON) from error
 
 
+def _find_fault(path: Path) -> str:
+    """Say why a path is no regular file; empty if it is one."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:  # a name that is too long, no right to look, a loop of links
+        return f"cannot be read: {error.strerror}"
+    except ValueError:  # a null character
+        return "does not exist"
+    if stat.S_ISREG(mode):
+        return ""
+    return "is a directory" if stat.S_ISDIR(mode) else "is no regular file"
+
+
 def _read_file_url(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise BadRow(f"the image {url[:80]!r} is no URL: {error}", REASON) from error
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return unquote(parts.path)
     what = "names another host" if parts.scheme == "file" else f"is a URL of the kind `{parts.scheme}`"

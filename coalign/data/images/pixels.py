@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
-from coalign.data.images.files import open_image
+from coalign.data.images.files import open_image, read_content
 from coalign.data.images.probe import draw_picture
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.images.videos import read_frames
@@ -52,7 +51,7 @@ class PixelCache:
         if not span.path:
             return self.processor.prepare(draw_picture(span.image))
         try:
-            content = Path(span.path).read_bytes()
+            content = read_content(span.path)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"the image {span.path} is not there: every process that reads images needs the same files (on a "

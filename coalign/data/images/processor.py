@@ -21,6 +21,7 @@ from coalign.config.schema import ImagesConfig
 from coalign.data.images.files import NEEDS_PILLOW, REASON, ImageFile
 from coalign.data.images.frames import VIDEO_DEFAULTS, FrameProcessor
 from coalign.data.sources import BadRow
+from coalign.files import describe_problem
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,11 +77,20 @@ class ImageProcessor:
     def measure_file(self, file: ImageFile) -> ImageShape:
         """Return the placeholders and the patches of an image or a video. BadRow (image) for one of unusable sizes."""
         if not file.is_video:
-            return self.measure(file.size)
+            try:
+                return self.measure(file.size)
+            except Exception as error:  # a model's processor raises whatever a size leads to that it was not made for
+                width, height = file.size
+                problem = describe_problem(error)
+                raise BadRow(
+                    f"the image {file.path} ({width} x {height} pixels) is nothing for the processor in "
+                    f"{self.directory}: {problem}",
+                    REASON,
+                ) from error
         assert self.frames is not None
         try:
             grid = self.frames.measure(self._fit(file.size), file.frames)
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:
             raise BadRow(f"the video {file.path} cannot be read: {error}", REASON) from error
         rate = file.rate or self.settings.video_fps
         text = self.write_video(grid, file.frames, rate)
@@ -102,7 +112,10 @@ class ImageProcessor:
         return self.frames.prepare([self._scale(frame) for frame in frames])
 
     def measure(self, size: tuple[int, int]) -> ImageShape:
-        """Return the placeholders and the patches of an image of this (width, height)."""
+        """Return the placeholders and the patches of an image of this (width, height).
+
+        Raises what the processor raises for a size that it cannot use.
+        """
         size = self._fit(size)
         if size not in self._shapes:
             from PIL import Image

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.data.images.files import REASON, FilesByContent, ImageFile, ImageFiles, open_frames, open_image
+from coalign.data.images.files import (
+    REASON,
+    FilesByContent,
+    ImageFile,
+    ImageFiles,
+    measure_frames,
+    open_frames,
+    open_image,
+    read_content,
+)
 from coalign.data.sources import BadRow
-from coalign.files import find_cache, write_atomically
+from coalign.files import describe_problem, find_cache, write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,18 +64,26 @@ class VideoFiles(FilesByContent):
                 f"{Path(value).name} -vf fps=2 frames/%05d.png) and name the folder",
                 REASON,
             )
-        if isinstance(value, str) and "://" not in value[:16] and (folder := self.images.root / value).is_dir():
+        if isinstance(value, str) and "://" not in value[:16] and os.path.isdir(folder := self.images.root / value):
             return self._store_list([str(path.absolute()) for path in _list_pictures(folder)])
         return self.images.store(value)
 
     def _read(self, path: str) -> ImageFile:
-        content = Path(path).read_bytes()
-        frames, rate = read_frames(content, path, self.images.most_pixels)
-        sizes = {frame.size for frame in frames}
+        content = read_content(path)
+        if path.endswith(LIST):
+            frames, rate = [self._find_frame(*frame).size for frame in _read_list(content, path)], None
+        else:
+            frames, rate = measure_frames(content, path, self.images.most_pixels)
+        sizes = set(frames)
         if len(frames) < 2 or len(sizes) > 1:
             what = f"frames of {len(sizes)} sizes" if len(sizes) > 1 else f"{len(frames)} frame"
             raise BadRow(f"the video {path} has {what}; expected a list or folder of frames, all of one size", REASON)
         return ImageFile(path, hashlib.sha256(content).hexdigest(), sizes.pop(), len(frames), rate)
+
+    def _find_frame(self, path: str, digest: str) -> ImageFile:
+        frame = self.images.find(path)
+        _check_frame(path, frame.sha256, digest)
+        return frame
 
     def _store_list(self, paths: list[str]) -> str:
         if not paths:
@@ -87,21 +105,39 @@ def read_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[Image
     if not path.endswith(LIST):
         return open_frames(content, path, most_pixels)
     frames = []
-    for frame, digest in json.loads(content):
+    for frame, digest in _read_list(content, path):
         try:
-            own = Path(frame).read_bytes()
+            picture = read_content(frame)
         except OSError as error:
             raise BadRow(f"the frame {frame} cannot be read: {error.strerror or error}", REASON) from error
-        if hashlib.sha256(own).hexdigest() != digest:
-            raise BadRow(f"the frame {frame} has changed since the data were read", REASON)
-        frames.append(open_image(own, frame, most_pixels))
+        _check_frame(frame, hashlib.sha256(picture).hexdigest(), digest)
+        frames.append(open_image(picture, frame, most_pixels))
     return frames, None
+
+
+def _check_frame(path: str, digest: str, expected: str) -> None:
+    if digest != expected:
+        raise BadRow(f"the frame {path} has changed since the data were read", REASON)
+
+
+def _read_list(content: bytes, path: str) -> list[tuple[str, str]]:
+    """Return path and SHA-256 of each frame. BadRow (image) for a file that `VideoFiles.store` has not written."""
+    try:
+        frames = [(frame, digest) for frame, digest in json.loads(content)]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRow(f"the video {path} is no list of frames: {describe_problem(error)}", REASON) from error
+    if not all(isinstance(text, str) and "\0" not in text for frame in frames for text in frame):
+        raise BadRow(f"the video {path} is no list of frames: expected pairs of a path and a hash", REASON)
+    return frames
 
 
 def _list_pictures(folder: Path) -> list[Path]:
     """The pictures in a folder, 2 before 10."""
 
     def key(path: Path) -> list[Any]:
-        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
-    return sorted((path for path in folder.iterdir() if path.suffix.lower() in PICTURES), key=key)
+    try:
+        return sorted((path for path in folder.iterdir() if path.suffix.lower() in PICTURES), key=key)
+    except OSError as error:
+        raise BadRow(f"the video {folder} cannot be read: {error.strerror}", REASON) from error

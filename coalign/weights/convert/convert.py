@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from coalign.files import require_empty_output
+from coalign.files import require_free_output
 from coalign.weights.convert.files import hash_file, hash_in_background, run_tasks, single_threaded
 from coalign.weights.convert.plan import (
     OPEN,
@@ -160,7 +160,7 @@ def convert(
     finds a difference.
     """
     output = request.output
-    require_empty_output(output)
+    require_free_output(output, [request.source, *([request.hf] if request.hf else [])], is_folder=True)
     opened, plan = plan_conversion(request)
     aside = output.with_name(output.name + ".writing")
     output.parent.mkdir(parents=True, exist_ok=True)
