@@ -29,7 +29,7 @@ from coalign.config.pipelines import load_pipeline
 from coalign.config.schema import SelectConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import ARRAYS, HASH, ExampleStore
-from coalign.data.indexed import IndexedTokens, IndexedWriter
+from coalign.data.indexed.tokens import IndexedTokens, IndexedWriter
 from coalign.data.kinds import KINDS
 from coalign.data.messages import parse_messages, parse_response, parse_tools, parse_transcript
 from coalign.data.sources import BadRow, open_rows

@@ -31,8 +31,8 @@ def build(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the tokenizer.")] = False,
 ):
     """Tokenise documents, each with an end-of-sequence token. After an interruption the same command resumes."""
-    from coalign.data.indexed_build import BuildPlan
-    from coalign.data.indexed_build import build as write
+    from coalign.data.indexed.indexed_build import BuildPlan
+    from coalign.data.indexed.indexed_build import build as write
     from coalign.data.sources import open_rows
     from coalign.hub_data import pin_data
     from coalign.report.display import Display
@@ -60,8 +60,8 @@ def merge(
     overwrite: Overwrite = False,
 ):
     """Concatenate several datasets."""
-    from coalign.data.indexed import IndexedTokens
-    from coalign.data.indexed_build import join
+    from coalign.data.indexed.indexed_build import join
+    from coalign.data.indexed.tokens import IndexedTokens
     from coalign.report.display import Display
 
     datasets = [IndexedTokens(_prefix(path)) for path in prefixes]
@@ -81,7 +81,7 @@ def inspect(
     """Print the sizes of an indexed dataset, and some documents."""
     import numpy as np
 
-    from coalign.data.indexed import IndexedTokens
+    from coalign.data.indexed.tokens import IndexedTokens
     from coalign.report.display import Display
 
     display, data = Display(), IndexedTokens(_prefix(prefix))
@@ -101,6 +101,6 @@ def inspect(
 
 
 def _prefix(path: Path) -> Path:
-    from coalign.data.indexed import find_prefix
+    from coalign.data.indexed.tokens import find_prefix
 
     return find_prefix(path) or path

@@ -194,6 +194,7 @@ class BatchRef:
 
         A later column replaces an earlier one of the same name.
         """
+        refs = [*{id(ref): ref for ref in refs}.values()]
         base = refs[0]
         for position, other in enumerate(refs[1:], start=2):
             check_same_sequences(base, other, position)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -26,10 +26,11 @@ from coalign.data.loader import Loader
 from coalign.engine.environment import Environment
 from coalign.engine.evaluator import Evaluator, score
 from coalign.engine.filters import build_group_selection
+from coalign.engine.flow import AbsentScorer, FunctionChain, PtxTrainer, RolloutPolicy, chain
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.engine.unfinished import UnfinishedGroups
-from coalign.roles import Rollout
+from coalign.roles import Rollout, Scorer
 from coalign.types import Stats, Total, merge_stats
 from coalign.weights.sync.sync import WeightSync
 
@@ -172,16 +173,17 @@ class Engine:
     """Models, the flow between them, and the loop.
 
     ``models`` names every model of the recipe and its role (Rollout, Scorer, Trainable). Each is an attribute
-    (``self.policy``) whose methods return Futures; it is None in a run that does not use it. ``sync`` lists (source,
-    target) pairs: after each step the target gets the source's weights. ``source`` is a key of coalign.data.kinds, and
-    says what the rows of the data become. ``evaluates`` names the models that ``eval_flow`` calls. ``defaults`` has the
-    shape of the YAML, whose values replace it. ``unread`` names sections that the flows do not use: they are refused.
+    (``self.policy``) whose methods return Futures. In a run that does not use it, a scorer adds no columns, and another
+    model is None. ``sync`` lists (source, target) pairs: after each step the target gets the source's weights.
+    ``source`` is a key of coalign.data.kinds, and says what the rows of the data become. ``evaluates`` names the models
+    that ``eval_flow`` calls. ``defaults`` has the shape of the YAML, whose values replace it. ``unread`` names sections
+    that the flows do not use, which templates of configurations leave out; `coalign check` finds out by itself.
     """
 
     models: ClassVar[Mapping[str, type]] = {}
     sync: ClassVar[list[tuple[str, str]]] = []
     source: ClassVar[str] = "prompts"
-    policy: DistModel[Rollout]
+    policy: RolloutPolicy
     reward: Reward
     tokenizer: PreTrainedTokenizerBase
     environment: Environment
@@ -215,6 +217,7 @@ class Engine:
         self.hooks: list[Hook] = []
         self.phase_listeners: list[Callable[[str], None]] = []  # told what the loop is waiting for
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
+        self.sections_read: set[str] = set()  # those that the flows have asked for
         self.unfinished = UnfinishedGroups(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
         self.running = self._start_models()
         self.rewards: Reward | None = None  # the sum behind self.reward
@@ -223,7 +226,11 @@ class Engine:
         }
         if plan.rewards:
             models["reward"] = self.rewards = Reward(cluster, plan.rewards, dict(models))
-        self._set_models({**dict.fromkeys(self.models), **models})
+        if "policy" in models:
+            models["policy"] = RolloutPolicy(models["policy"], self.unfinished)
+        self._set_models(
+            {name: AbsentScorer() if role is Scorer else None for name, role in self.models.items()} | models
+        )
         if data is not None:
             self._prepare_loop(data)
 
@@ -240,7 +247,7 @@ class Engine:
     def _set_models(self, models: Mapping[str, Any]) -> None:
         reserved = {*vars(self), *Engine.__annotations__} - {"policy", "reward"}
         for name, model in models.items():
-            if name in reserved or getattr(type(self), name, None) is not None:
+            if name in reserved or getattr(type(self), name, None):
                 raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename it")
             setattr(self, name, model)
 
@@ -250,6 +257,9 @@ class Engine:
             self.cluster.expect_functions()
         self.tokenizer = data.tokenizer
         self.ptx_loader = data.ptx
+        if config.ptx is not None and data.ptx is not None:
+            main = self.learning[0]
+            setattr(self, main, PtxTrainer(self.running[main], self.cluster, data.ptx, config.ptx.coef))
         syncs = [self._sync_between(*pair) for pair in self.plan.syncs]
         main = next(iter(self.learning), None)
         self.training = Trainer(self.cluster, self.train_flow, syncs, main, finds_learned=self.logs_tokens)
@@ -307,23 +317,36 @@ class Engine:
 
     # ---- what a flow uses ------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
-        """Generate complete groups of samples with the policy, as `rollout` says; see coalign.engine.environment.
+    def read_section(self, name: str) -> Callable[..., Any] | None:
+        """Return the function that a section names, with its arguments; None without the section.
 
-        With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``. A
-        flow that needs more about a group asks by what this returns.
+        `coalign check` refuses a section that is set and that no flow reads.
         """
-        return self.unfinished.generate(self.policy, prompts, **sampling)
+        self.sections_read.add(name)
+        return getattr(self.plan, name)
 
     @property
-    def advantage(self) -> Callable[..., Any]:
-        """The function of the section `advantage` with its arguments. ValueError without that section."""
-        if self.plan.advantage is None:
-            raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")
-        return self.plan.advantage
+    def shaping(self) -> Callable[..., Any] | None:
+        """What becomes of rewards before advantages are taken (a KL penalty, say), as a function of columns."""
+        return None
 
-    def apply(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
+    @property
+    def advantage(self) -> Callable[..., Any] | FunctionChain:
+        """The sections `truncated`, `advantage` and `covariance`, with the recipe's ``shaping`` after the first.
+
+        ValueError without the section `advantage`.
+        """
+        if (function := self.read_section("advantage")) is None:
+            raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")
+        truncated, covariance = self.read_section("truncated"), self.read_section("covariance")
+        return chain(truncated, self.shaping, function, covariance, main=function)
+
+    def apply(self, fn: Callable[..., Any] | FunctionChain, *batches: BatchRef | Future, **arguments: Any) -> Future:
         """Run a pure function on the columns of the batches (same sequences); see docs/design.md §4."""
+        if isinstance(fn, FunctionChain):
+            for function in fn.functions:
+                batches = (self.apply(function, *batches, **(arguments if function is fn.main else {})),)
+            return cast(Future, batches[0])
         if isinstance(fn, partial):
             fn, arguments = fn.func, {**fn.keywords, **arguments}
         return self.cluster.apply(fn, *batches, **arguments)
@@ -335,12 +358,6 @@ class Engine:
     def join(self, *batches: BatchRef | Future) -> Future:
         """Merge the columns of several batches of the same sequences into one batch."""
         return self.cluster.join(*batches)
-
-    def ptx(self) -> dict[str, Any]:
-        """Return keywords for the main model's train_step: the next rows of the section `ptx`; none without it."""
-        if self.config.ptx is None or self.ptx_loader is None:
-            return {}
-        return {"ptx": self.cluster.put(self.ptx_loader.next()), "ptx_coef": self.config.ptx.coef}
 
     @property
     def eval_sampling(self) -> dict[str, Any]:
@@ -423,7 +440,9 @@ class Engine:
             self.whole = None
             trained, learned = self.training.step(batch)
         if self.ptx_loader is not None and not self.ptx_loader.drawn:
-            raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
+            raise ValueError(
+                f"ptx: train_flow never calls `self.{self.learning[0]}.train_step`, which mixes its rows in"
+            )
         self.step += 1
         self.tokens += int(trained.get("tokens/trained", Total(0.0)).value)
         stats = merge_stats([self.late, rollout, trained])

@@ -280,7 +280,9 @@ class Environment:
             self.unfinished.finished.window = (step - self.max_staleness if may_be_older else version, version)
         in_turn = nullcontext() if self.max_staleness == 0 else self.cluster.any_order()
         with in_turn, self.cluster.watch() as calls:
-            groups = complete = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
+            with self.unfinished.roll_out():
+                samples = self.flow(self.cluster.put(prompts))
+            groups = complete = self.cluster.apply(count, samples)
             if curriculum := self.selection.curriculum:
                 batches["shares"] = self.cluster.transform(pass_rates, groups, solved=curriculum.config.solved)
             if self.selection.lengths:
@@ -293,7 +295,6 @@ class Environment:
                 batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
         if self.journal:  # outside of `watch`, which would add it to the metrics of the step
             batches["samples"] = self.cluster.transform(describe_samples, complete)
-        self.unfinished.check()
         return Bundle(version, target, prompts, {"groups": groups, **batches}, calls, stats)
 
     def _count_prompts(self, target: int) -> int | None:

@@ -9,6 +9,8 @@ weights of the next roll-out (their tokens keep the log-probs and versions they 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +45,7 @@ class UnfinishedGroups:
         self.since = 0  # groups with tokens of an older version than this are given up
         self.min_complete: float | None = None  # the share of groups that ends the next roll-out
         self.calls = 0
+        self.rolling_out = False  # whether `env_flow` is asking for samples
         self.finished: FinishedRollouts | None = None  # of a run that keeps them (coalign.engine.hooks.journal)
         self._unfinished: BatchRef | Future | None = None
 
@@ -85,13 +88,19 @@ class UnfinishedGroups:
             self._unfinished = self.cluster.transform(unfinished_groups, out)
         return self.cluster.transform(complete_groups, out, carried=self.carries)
 
-    def check(self) -> None:
-        """Raise ValueError if the flow has not called ``generate`` once since the last check."""
-        calls, self.calls = self.calls, 0
-        if self.active and calls != 1:
+    @contextmanager
+    def roll_out(self) -> Iterator[None]:
+        """Run `env_flow` in this context. ValueError at its end if the flow has not asked for samples once, as it must
+        where some may be left unfinished."""
+        self.calls, self.rolling_out = 0, True
+        try:
+            yield
+        finally:
+            self.rolling_out = False
+        if self.active and self.calls != 1:
             raise ValueError(
-                f"rollout: `round_tokens` and `oversample` need an env_flow that calls `self.generate(prompts)` once; "
-                f"this one calls it {calls} times (`self.policy.generate` knows nothing of them)"
+                "rollout: `round_tokens` and `oversample` need an env_flow that calls `self.policy.generate(prompts)` "
+                f"once; this one calls it {self.calls} times (calls that name `samples` do not count)"
             )
 
     def snapshot(self) -> BatchRef | Future | None:

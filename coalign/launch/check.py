@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -12,13 +13,15 @@ from coalign.algorithms.segments import LossTotals
 from coalign.backends.base import Module, Objective, loss_input
 from coalign.cluster.base import Cluster, plan_slots
 from coalign.cluster.dry import STANDINS, DryCluster, FlowGraph, TracedCall, draw_graph
+from coalign.cluster.future import Call
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.config import ConfigError, locate_problems
+from coalign.config.errors import ConfigProblem
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.devices import count_devices
 from coalign.engine.hooks.guards import check_reported
-from coalign.engine.reward import describe_reward
+from coalign.engine.reward import combine_rewards, describe_reward
 from coalign.hub import is_hub_name
 from coalign.launch.cluster_check import describe_groups, place_models
 from coalign.launch.data_check import check_data
@@ -131,10 +134,13 @@ def trace(plan: Plan) -> FlowGraph:
     with DryCluster(plan.config) as cluster:
         engine = plan.recipe(plan, cast(Cluster, cluster))  # it has the part of a cluster's interface that flows use
         make = STANDINS[plan.recipe.source]
-        engine.train_flow(cluster.resolve(engine.env_flow(cluster.put(make(), plan.recipe.source))))
+        with engine.unfinished.roll_out():
+            samples = engine.env_flow(cluster.put(make(), plan.recipe.source))
+        engine.train_flow(cluster.resolve(samples))
         training = list(cluster.graph.calls)
         if plan.config.data.eval:
             engine.eval_flow(cluster.put(make(), plan.recipe.source))
+        _check_sections(plan, engine.sections_read, [call.made_by for call in cluster.graph.calls])
     for call in training:
         model = plan.models.get(call.made_by.model or "")
         if model is not None and model.objective is not None and call.made_by.method == "train_step":
@@ -142,6 +148,26 @@ def trace(plan: Plan) -> FlowGraph:
             if model is plan.learning[0]:
                 check_reported(plan.config.runtime.guards, reported)
     return FlowGraph(training)
+
+
+def _check_sections(plan: Plan, read: Collection[str], calls: Sequence[Call]) -> None:
+    """Raise ConfigError for a section that was set, and that the flows ask for nowhere."""
+    ways = dict.fromkeys(("advantage", "covariance", "truncated", "kl"), "`self.apply(self.advantage, batch)`")
+    ways["pairs"] = '`self.read_section("pairs")`'
+    unread = [name for name in ways if name not in read and _is_set(name, plan)]
+    is_scored = "reward" in plan.recipe.evaluates or any(call.method == combine_rewards.__name__ for call in calls)
+    if plan.config.reward and not is_scored:
+        unread, ways["reward"] = [*unread, "reward"], "`self.reward.forward_step(batch)`"
+    if unread:
+        message = f"the flows of `{plan.config.algorithm}` never ask for it: call {{}} there, or leave the section out"
+        with locate_problems(plan.config):
+            raise ConfigError([ConfigProblem((name,), message.format(ways[name])) for name in unread])
+
+
+def _is_set(name: str, plan: Plan) -> bool:
+    """Whether a section is there and is not the recipe's default."""
+    section, default = getattr(plan.config, name), plan.recipe.defaults.get(name)
+    return section is not None and (default is None or section != type(section).model_validate(default))
 
 
 def _try_loss(model: PlannedModel, objective: Objective, call: TracedCall) -> list[str]:

@@ -136,14 +136,14 @@ class OnPolicyDistillation(Online):
         return self.transform(merge_teachers, out, *parts, names=names)
 
     def env_flow(self, prompts):
-        out = self.generate(prompts)
+        out = self.policy.generate(prompts)
         return self.join(out, self.ask_teachers(out, "top_logprobs" if self.wants_distribution else "forward_step"))
 
     def train_flow(self, batch):
-        batch = self.shape_rewards(batch)
         if not self.wants_distribution:
-            batch = self.add_advantages(batch)
-        return self.trainer.train_step(batch, **self.ptx())
+            return self.trainer.train_step(self.apply(self.advantage, batch))
+        truncated = self.read_section("truncated")
+        return self.trainer.train_step(self.apply(truncated, batch) if truncated else batch)
 
     def eval_flow(self, prompts):
         out = self.policy.generate(prompts, samples=1)  # as it is trained: a divergence is one of distributions

@@ -1,5 +1,7 @@
 """GRPO and its relatives: the samples of a prompt are compared with each other."""
 
+from functools import partial
+
 from coalign.algorithms.shaping import shape_reward
 from coalign.engine.reference import drop_unread_reference
 from coalign.recipes.online import Online, refuse_kl_in_reward, require_several_samples
@@ -18,6 +20,13 @@ class GRPO(Online):
         "advantage": {"fn": "group"},
         "loss": {"fn": "policy_gradient", "kl_coef": 0.0, "aggregation": "token_mean"},
     }
+
+    def env_flow(self, prompts):
+        out = self.policy.generate(prompts)
+        return self.join(out, self.reference.forward_step(out), self.reward.forward_step(out))  # side by side
+
+    def train_flow(self, batch):
+        return self.trainer.train_step(self.apply(self.advantage, batch))
 
     @classmethod
     def roles(cls, config, loss):
@@ -155,5 +164,7 @@ class GiGPO(GRPO):
                 " (`tool_use`, `game`, …), or use `grpo`"
             )
 
-    def shape_rewards(self, batch):
-        return self.apply(shape_reward, super().shape_rewards(batch), kl_coef=0.0, turn_weight=self.plan.turn_weight)
+    @property
+    def shaping(self):
+        """Rewards per token: a turn's where it was given."""
+        return partial(shape_reward, kl_coef=0.0, turn_weight=self.plan.turn_weight)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
+from coalign.engine.flow import AbsentScorer
 from coalign.engine.reference import drop_unread_reference
 from coalign.roles import Scorer, Trainable
 
@@ -24,7 +25,7 @@ class Offline(Engine):
     """
 
     trainer: DistModel[Trainable]
-    reference: DistModel[Scorer] | BaseWeights | None = None
+    reference: DistModel[Scorer] | BaseWeights | AbsentScorer = AbsentScorer()
 
     models = {"trainer": Trainable, "reference": Scorer}
     evaluates = ("trainer", "reference")
@@ -43,7 +44,7 @@ class Offline(Engine):
         return batch
 
     def train_flow(self, batch: BatchRef) -> Any:
-        return self.trainer.train_step(self.prepare(batch), **self.ptx())
+        return self.trainer.train_step(self.prepare(batch))
 
     def eval_flow(self, batch: BatchRef) -> Any:
         return self.trainer.eval_step(self.prepare(self.env_flow(batch)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coalign.algorithms.divergence import FixedKL
@@ -10,6 +11,7 @@ from coalign.algorithms.shaping import sequence_kl_reward, shape_reward
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine, RunData
+from coalign.engine.flow import AbsentScorer
 from coalign.roles import Rollout, Scorer, Trainable
 from coalign.types import Stats
 
@@ -28,7 +30,7 @@ class Online(Engine):
     """
 
     trainer: DistModel[Trainable]
-    reference: DistModel[Scorer] | BaseWeights | None = None
+    reference: DistModel[Scorer] | BaseWeights | AbsentScorer = AbsentScorer()
 
     models = {"policy": Rollout, "reference": Scorer, "reward": Scorer, "trainer": Trainable}
     sync = [("trainer", "policy")]
@@ -44,24 +46,14 @@ class Online(Engine):
     }
 
     def env_flow(self, prompts: BatchRef) -> Any:
-        return self.add_scores(self.generate(prompts))
+        return self.add_scores(self.policy.generate(prompts))
 
     def add_scores(self, out: BatchRef | Future) -> Future:
         """Samples with what the other models say of them."""
-        scorers = [scorer for name in self.scores if (scorer := getattr(self, name)) is not None]
-        return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
+        return self.join(out, *[getattr(self, name).forward_step(out) for name in self.scores])  # side by side
 
     def train_flow(self, batch: BatchRef) -> Any:
-        return self.trainer.train_step(self.add_advantages(self.shape_rewards(batch)), **self.ptx())
-
-    def add_advantages(self, batch: BatchRef | Future) -> Future:
-        """The batch with advantages, and with what the section `covariance` makes of them."""
-        batch = self.apply(self.advantage, batch)
-        return self.apply(self.plan.covariance, batch) if self.plan.covariance else batch
-
-    def shape_rewards(self, batch: BatchRef | Future) -> Any:
-        """The batch as advantages are taken of it."""
-        return self.apply(self.plan.truncated, batch) if self.plan.truncated else batch
+        return self.trainer.train_step(self.apply(self.advantage, batch))
 
 
 class KLInReward(Online):
@@ -90,12 +82,11 @@ class KLInReward(Online):
                 "loss.kl_coef at 0, or the divergence is charged twice"
             )
 
-    def shape_rewards(self, batch: BatchRef | Future) -> Any:
-        return self.charge_kl(super().shape_rewards(batch))
-
-    def charge_kl(self, batch: BatchRef | Future) -> Any:
-        """The batch with rewards per token, the divergence subtracted."""
-        return self.apply(shape_reward, batch, kl_coef=self.kl.coef, turn_weight=self.plan.turn_weight)
+    @property
+    def shaping(self) -> Callable[..., Any] | None:
+        """Rewards per token, the divergence subtracted."""
+        self.read_section("kl")
+        return partial(shape_reward, kl_coef=self.kl.coef, turn_weight=self.plan.turn_weight)
 
     def after_step(self, stats: Stats) -> None:
         if "kl" in stats:
@@ -111,8 +102,11 @@ class KLInReward(Online):
 class KLOfResponse(KLInReward):
     """A response is one action: its whole divergence is subtracted from its reward before baselines are computed."""
 
-    def charge_kl(self, batch: BatchRef | Future) -> Any:
-        return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if self.reference else batch
+    @property
+    def shaping(self) -> Callable[..., Any] | None:
+        """One reward for each response, the divergence subtracted."""
+        self.read_section("kl")
+        return partial(sequence_kl_reward, kl_coef=self.kl.coef) if self.reference else None
 
 
 def refuse_greedy(config: RunConfig) -> None:

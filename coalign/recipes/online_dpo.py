@@ -1,6 +1,7 @@
 """Direct preference optimisation on the policy's own responses, paired by their rewards (2402.04792)."""
 
 from coalign.data.batch import Batch
+from coalign.engine.flow import chain
 from coalign.engine.reference import drop_unread_reference
 from coalign.recipes.online import Online, refuse_greedy
 
@@ -42,14 +43,13 @@ class OnlineDPO(Online):
 
     def add_preferences(self, batch):
         """The batch with the preferences that `pairs` finds among its responses."""
-        assert self.plan.pairs is not None, "the recipe has a default"
-        return self.apply(self.plan.pairs, batch)
+        pairs = self.read_section("pairs")
+        assert pairs is not None, "the recipe has a default"
+        return self.apply(chain(self.read_section("truncated"), pairs, main=pairs), batch)
 
     def train_flow(self, batch):
-        pairs = self.transform(compared, self.add_preferences(self.shape_rewards(batch)))
-        if self.reference:
-            pairs = self.join(pairs, self.reference.forward_step(pairs))
-        return self.trainer.train_step(pairs, **self.ptx())
+        pairs = self.transform(compared, self.add_preferences(batch))
+        return self.trainer.train_step(self.join(pairs, self.reference.forward_step(pairs)))
 
 
 def compared(batch: Batch) -> Batch:

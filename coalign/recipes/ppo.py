@@ -42,8 +42,8 @@ class PPO(KLInReward):
     }
 
     def train_flow(self, batch):
-        shaped = self.add_advantages(self.shape_rewards(batch))
-        return self.trainer.train_step(shaped, **self.ptx()), self.value.train_step(shaped)
+        learned = self.apply(self.advantage, batch)
+        return self.trainer.train_step(learned), self.value.train_step(learned)
 
 
 class RLAIF(GRPO):

@@ -76,7 +76,7 @@ class KTO(Offline):
             )
 
     def prepare(self, batch):
-        assert self.reference is not None, "the losses of this recipe read its log-probs"
+        assert self.reference, "the losses of this recipe read its log-probs"
         others = self.transform(mismatch, batch)
         scorers = self.trainer.forward_step(others, into="old_logprobs"), self.reference.forward_step(others)
         return self.transform(with_reference_point, batch, self.join(others, *scorers))

@@ -79,7 +79,7 @@ class ReMax(KLOfResponse):
         refuse_greedy(config)
 
     def env_flow(self, prompts):
-        out = self.generate(prompts)
+        out = self.policy.generate(prompts)
         scored = self.add_scores(out)  # first: the baseline is normalised by the moments of these samples
         greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))

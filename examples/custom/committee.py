@@ -37,10 +37,12 @@ class Committee(Engine):
         return self.assessed(self.policy.generate(prompts))
 
     def train_flow(self, batch):
-        return self.trainer.train_step(self.apply(self.advantage, batch), **self.ptx())
+        return self.trainer.train_step(self.apply(self.advantage, batch))
 
     def eval_flow(self, prompts):
-        return self.apply(score, self.assessed(self.policy.generate(prompts, **self.eval_sampling)))
+        samples = self.config.runtime.samples_per_prompt  # the judge compares them
+        out = self.policy.generate(prompts, samples=samples, **self.eval_sampling)
+        return self.apply(score, self.assessed(out), prompts=len(prompts), samples=samples)
 
     def assessed(self, out):
         """The samples with a reward. The three models read them side by side, each in its own tokens."""

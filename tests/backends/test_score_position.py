@@ -76,7 +76,7 @@ def test_training_score_and_rl_read_the_same_token(tmp_path, family):
         tmp_path / "scored.jsonl",
         Display(quiet=True),
     )
-    records = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_bytes().splitlines()]
     scored = [record[f"{name}_score"] for record in records for name in ("chosen", "rejected")]
     assert scored == pytest.approx(expected, abs=1e-5)
     tiny_tokenizer(tmp_path / "policy")

@@ -146,15 +146,15 @@ def test_an_age_below_the_staleness_is_refused(tmp_path):
 
 class GeneratesByItself(GRPO):
     def env_flow(self, prompts):
-        return self.add_scores(self.policy.generate(prompts))
+        return self.add_scores(self.policy.generate(prompts, samples=2))
 
 
-def test_a_flow_that_goes_past_the_ledger_is_refused(tmp_path):
+def test_a_flow_that_asks_for_no_roll_out_is_refused(tmp_path):
     config = partial(tmp_path, rollout={"oversample": 1.5}) | {
         "algorithm": "tests.engine.test_partial_rollout:GeneratesByItself",
         "advantage": {"fn": "group"},
     }
-    with pytest.raises(ValueError, match=r"calls `self.generate\(prompts\)` once; this one calls it 0 times"):
+    with pytest.raises(ValueError, match=r"calls `self.policy.generate\(prompts\)` once; this one calls it 0 times"):
         run(config)
 
 

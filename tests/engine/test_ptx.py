@@ -7,6 +7,7 @@ import pytest
 
 from coalign.config import ConfigError
 from coalign.recipes.sft import SFT
+from coalign.types import Total
 from tests.runs import metrics, run, settings, weights_hash
 
 
@@ -51,15 +52,27 @@ def test_without_rows_it_is_refused(tmp_path):
         run(settings(tmp_path, "grpo") | {"ptx": {"coef": 0.1}})
 
 
-class Forgetful(SFT):
+class Unaware(SFT):
     """A flow of one's own that hands on its batch alone."""
 
     def train_flow(self, batch):
         return self.trainer.train_step(batch)
 
 
-def test_a_flow_that_leaves_it_out_is_told(tmp_path):
-    config = with_ptx(tmp_path, "sft") | {"algorithm": "tests.engine.test_ptx:Forgetful"}
-    config["loss"] = {"fn": "sft"}
-    with pytest.raises(ValueError, match=r"ptx: train_flow leaves it out.*\*\*self.ptx\(\)"):
-        run(config)
+class Idle(SFT):
+    """A flow that trains nothing."""
+
+    def train_flow(self, batch):
+        return self.apply(count, batch)
+
+
+def count(loss_mask):
+    return {"count": Total(float(loss_mask.sum()))}
+
+
+def test_a_flow_need_not_ask_for_it(tmp_path):
+    config = with_ptx(tmp_path, "sft") | {"algorithm": "tests.engine.test_ptx:Unaware", "loss": {"fn": "sft"}}
+    run(config)
+    assert all(line["loss/ptx"] > 0 for line in metrics(config))
+    with pytest.raises(ValueError, match=r"ptx: train_flow never calls `self\.trainer\.train_step`"):
+        run(config | {"algorithm": "tests.engine.test_ptx:Idle", "output": str(tmp_path / "idle")})

@@ -24,7 +24,7 @@ def test_a_recipe_of_ones_own_with_an_unknown_kind_of_data(tmp_path, monkeypatch
         prepare(RunConfig(algorithm="with_unknown_source:Mine", models={}))
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "hooks", "generate"])
+@pytest.mark.parametrize("name", ["tokenizer", "hooks", "transform"])
 def test_a_model_whose_name_the_engine_uses(tmp_path, name):
     config = settings(tmp_path, "grpo")
     config["models"][name] = {"load": config["models"]["policy"]["load"], "head": "reward", "head_init": "zero"}

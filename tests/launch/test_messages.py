@@ -113,7 +113,11 @@ DATA = [
 ]
 SETTINGS = [
     ("grpo", {"data.prompt_format": "the same"}, r"data\.prompt_format: makes the same prompt of all 24 rows"),
-    ("grpo", {"data.chat_template": '{{ "x" }}'}, r"data\.chat_template: makes the same prompt of all 24 rows"),
+    (
+        "grpo",
+        {"data.chat_template": '{{ "x" }}'},
+        r"data\.chat_template leaves out the content of message 0",
+    ),
     ("grpo", {"data.prompt_format": "{questoin}"}, r"no key 'questoin', which data\.prompt_format names"),
     ("sft", {"data.chat_template": "{{ oops"}, r"the chat template is no valid Jinja"),
     (

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.cache import hash_file_samples, hash_settings
-from coalign.data.indexed import IndexedTokens, IndexedWriter, choose_dtype, name_files
+from coalign.data.indexed.tokens import IndexedTokens, IndexedWriter, choose_dtype, name_files
 from coalign.data.kinds import DocumentEncoder
 from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template

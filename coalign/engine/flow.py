@@ -1,0 +1,77 @@
+"""What a flow calls in place of plain models and functions, where sections of the configuration decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from coalign.cluster.future import BatchRef, Future
+
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
+    from coalign.cluster.dist import DistModel
+    from coalign.data.loader import Loader
+    from coalign.engine.unfinished import UnfinishedGroups
+    from coalign.roles import Rollout, Trainable
+
+
+class RolloutPolicy:
+    """The policy as flows see it: in `env_flow`, ``generate`` samples as the section `rollout` says.
+
+    A call that names ``samples``, and a call of any other flow, generates complete groups of just what it asks for.
+    """
+
+    def __init__(self, model: DistModel[Rollout], unfinished: UnfinishedGroups) -> None:
+        self._model, self._unfinished = model, unfinished
+
+    def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
+        """Generate responses to ``prompts``; see coalign.backends.engines.module.RolloutModule.
+
+        With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``: a
+        flow that needs more about a group asks by what this returns.
+        """
+        if self._unfinished.rolling_out and "samples" not in sampling:
+            return self._unfinished.generate(self._model, prompts, **sampling)
+        return self._model.generate(prompts, **sampling)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._model, method)
+
+
+class PtxTrainer:
+    """The main model of a run with the section `ptx`, as flows see it: ``train_step`` mixes in the next rows of it."""
+
+    def __init__(self, model: DistModel[Trainable], cluster: Cluster, loader: Loader, coef: float) -> None:
+        self._model, self._cluster, self._loader, self._coef = model, cluster, loader, coef
+
+    def train_step(self, batch: BatchRef | Future, **options: Any) -> Future:
+        rows = self._cluster.put(self._loader.next())
+        return self._model.train_step(batch, ptx=rows, ptx_coef=self._coef, **options)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._model, method)
+
+
+class AbsentScorer:
+    """A model of the recipe that this run does not need: ``forward_step`` adds no columns. It counts as false."""
+
+    def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> BatchRef | Future:
+        return batch
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class FunctionChain:
+    """Pure functions of columns that apply one after the other; arguments of a call go to ``main``."""
+
+    functions: tuple[Callable[..., Any], ...]
+    main: Callable[..., Any]
+
+
+def chain(*functions: Callable[..., Any] | None, main: Callable[..., Any]) -> Callable[..., Any] | FunctionChain:
+    """Combine the functions that are there, in order; ``main``, which is one of them, if there is no other."""
+    present = tuple(function for function in functions if function is not None)
+    return main if len(present) == 1 else FunctionChain(present, main)
