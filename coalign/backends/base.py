@@ -259,6 +259,10 @@ class Module:
         """Remarks of `coalign check` on how this machine will compute the model. No weights are read."""
         return ()
 
+    @classmethod
+    def tune(cls, config: ModelConfig) -> None:
+        """Measure what the model's processes on this CPU choose by, and keep it for them. No weights are read."""
+
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config
         self.context = context

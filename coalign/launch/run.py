@@ -111,6 +111,9 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         with locate_problems(config):
             check_devices(plan.started, config)
             identity = hashlib.sha256(f"{data.steps} {dump(config)}".encode()).hexdigest()
+            for model in plan.models.values():  # before processes compete for the machine
+                if model.base_of is None and not model.config.devices:
+                    model.module.tune(model.config)
             claim = RunClaim(folder.path, folder.epoch, identity, begins=checkpoint is None, waits=folder.waits)
             cluster = start_cluster(config, plan.started, claim)
             signals.install()

@@ -1,12 +1,12 @@
 """Trains in this process while the run is harmed at chosen moments.
 
-Called as ``python -m tests.chaos.driver CONFIG FAULTS``: two JSON files. A fault is {step, phase, process, how, delay}:
-``delay`` seconds after the engine enters a phase of the step, the process is killed (SIGKILL) or stopped (SIGSTOP), or
-its connections with the process ``other`` are cut. ``process`` is a part of an actor's name, such as `:trainer:rank1`,
-or `driver`. Without a process, bits of weights that are sent are flipped (``how`` is `flip`, drawn by ``seed``), or the
-run folder's disk is filled or freed (`fill`, `free`). With a process id as ``raylet`` that node is lost with all of its
-processes, and with its memory, by the id ``node``. Each fault happens once, also over several starts: those that
-happened are in FAULTS.done.
+Called as ``python -m tests.chaos.driver CONFIG FAULTS``: two JSON files. A fault is {step, phase, process, how, delay}.
+``delay`` seconds after the engine enters a phase of the step, and no later than at the beginning of the last step, the
+process is killed (SIGKILL) or stopped (SIGSTOP), or its connections with the process ``other`` are cut. ``process`` is a
+part of an actor's name, such as `:trainer:rank1`, or `driver`. Without a process, bits of weights that are sent are
+flipped (``how`` is `flip`, drawn by ``seed``), or the run folder's disk is filled or freed (`fill`, `free`). With a
+process id as ``raylet`` that node is lost with all of its processes, and with its memory, by the id ``node``. Each fault
+happens once, also over several starts: those that happened are in FAULTS.done.
 """
 
 import json
@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class Faults(coalign.Hook):
         self.faults: list[dict[str, Any]] = json.loads(path.read_text())
         self.done = path.with_suffix(".done")
         self.engine: Any = None
+        self.threads: list[threading.Thread] = []
+        self.is_last_step = threading.Event()
 
     def begin(self, engine: Any) -> None:
         if self.engine is None:  # the run's own process may begin it only once
@@ -47,12 +50,24 @@ class Faults(coalign.Hook):
         for number, fault in enumerate(self.faults):
             if fault["phase"] == name and fault["step"] == self.engine.step and number not in happened:
                 if "raylet" in fault:
-                    threading.Thread(target=self.lose_node, args=(number, fault), daemon=True).start()
+                    self.begin_fault(self.lose_node, number, fault)
                 elif "process" in fault:
-                    threading.Thread(target=self.strike, args=(number, fault), daemon=True).start()
+                    self.begin_fault(self.strike, number, fault)
                 else:
                     self.note(fault=number)
                     self.damage(fault)
+        if (
+            self.engine.step >= self.engine.last - 1
+        ):  # what has been delayed happens now, or the run would end without it
+            self.is_last_step.set()
+            for thread in self.threads:
+                thread.join()
+
+    def begin_fault(self, happen: Callable[[int, dict[str, Any]], None], number: int, fault: dict[str, Any]) -> None:
+        if fault.get("process") == "driver" and "delay" not in fault:
+            happen(number, fault)  # at once, however fast this process is
+        self.threads.append(threading.Thread(target=happen, args=(number, fault), daemon=True))
+        self.threads[-1].start()
 
     def damage(self, fault: dict[str, Any]) -> None:
         folder = Path(self.engine.config.output)
@@ -62,7 +77,7 @@ class Faults(coalign.Hook):
             {"fill": fill_disk, "free": free_disk}[fault["how"]](folder)
 
     def lose_node(self, number: int, fault: dict[str, Any]) -> None:
-        time.sleep(fault.get("delay", 0.0))
+        self.is_last_step.wait(fault.get("delay", 0.0))
         self.note(fault=number)
         raylet = psutil.Process(fault["raylet"])
         for process in (raylet, *raylet.children(recursive=True)):
@@ -71,7 +86,7 @@ class Faults(coalign.Hook):
             shutil.rmtree(folder)
 
     def strike(self, number: int, fault: dict[str, Any]) -> None:
-        time.sleep(fault.get("delay", 0.0))
+        self.is_last_step.wait(fault.get("delay", 0.0))
         own = os.getpid() if fault["process"] == "driver" else None
         victim = own or find_process(fault["process"])
         other = find_process(fault["other"]) if "other" in fault else None

@@ -68,7 +68,7 @@ def test_damaged_files_and_a_killed_driver(undisturbed, chosen):
     directory, expected = undisturbed
     config = configure(directory, "flipped")
     step = chosen.randrange(3, STEPS)
-    faults = [{"step": step, "phase": "hooks", "process": "driver", "delay": 0.3}]
+    faults = [{"step": step, "phase": "hooks", "process": "driver"}]
     folder = Path(config["output"])
 
     def flip() -> None:

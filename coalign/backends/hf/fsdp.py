@@ -455,6 +455,10 @@ class FSDPModule(HuggingFaceModule):
             optim.check_adamw_8bit()
 
     @classmethod
+    def tune(cls, config: ModelConfig) -> None:
+        _ = kernels.has_bf16() if config.compute_dtype == "bfloat16" else kernels.is_onednn_faster()
+
+    @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         notes = super().notes(config)
         if config.devices or config.compute_dtype != "bfloat16" or kernels.has_bf16():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from coalign.backends.engines.native import kernels
 from tests.backends.native import helpers
+from tests.runs import run, settings
 
 SHAPES = [(48, 48), (56, 104), (384, 1000)]
 LAYERS = tuple((shape, 1) for shape in SHAPES)
@@ -59,7 +60,7 @@ def by_hand(**products):
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(kernels.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(kernels.time, "thread_time", lambda: now[0])
 
     def taking(seconds, depends=False):
         def product(rows, out):
@@ -84,6 +85,61 @@ def test_a_little_faster_is_not_enough(clock, monkeypatch):
     """Otherwise the load of the moment would decide, and with it the last bits."""
     monkeypatch.setitem(kernels.KERNELS, torch.float32, by_hand(first=clock(1.0), nearly=clock(0.95)))
     assert kernels.measure_kernels({(4, 4): 1}, torch.float32).name == "first"
+
+
+def test_a_busy_moment_does_not_decide(clock, monkeypatch):
+    """Other work makes every call of a round ten times as slow, whichever kernel's turn it is."""
+    calls = []
+
+    def busy(seconds, rounds):
+        def taking(rows, out):
+            calls.append(None)
+            return clock(seconds * (10 if len(calls) % 97 < rounds else 1))(rows, out)
+
+        return taking
+
+    monkeypatch.setitem(kernels.KERNELS, torch.float32, by_hand(first=busy(1.0, 0), faster=busy(0.5, 60)))
+    assert kernels.measure_kernels({(4, 4): 1}, torch.float32).name == "faster"
+
+
+def test_rounds_are_repeated_while_they_are_far_slower_than_the_best(clock):
+    rounds = [5.0] * 1 + [1.0] * 3 + [4.0, 4.0] + [1.0] * 99
+    times = iter(seconds for seconds in rounds for _ in range(4))  # a call that warms up, and three that are timed
+
+    def call():
+        clock(next(times))(torch.zeros(1), 0)
+
+    assert kernels._time_in_turns({"one": [call]}) == {"one": 1.0}
+    assert len(list(times)) == 4 * (len(rounds) - 3)  # the third round was calm
+
+    def slower():
+        clock(next(slow))(torch.zeros(1), 0)
+
+    slow = iter(seconds for seconds in [1.0, 3.0, 3.0, 3.0, 1.0] for _ in range(4))
+    assert kernels._time_in_turns({"one": [slower]}) == {"one": 1.0} and not list(slow)
+
+
+def test_one_thread_is_timed_and_the_others_come_back(clock):
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        kernels._time_in_turns({"one": [lambda: seen.append(torch.get_num_threads())]})
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_chooses_before_it_starts_processes(tmp_path, monkeypatch):
+    from coalign.launch import run as launch
+
+    def start(*_):
+        raise KeyboardInterrupt(sorted(path.name for path in (tmp_path / "cache" / "kernels").glob("*.json")))
+
+    monkeypatch.setattr(launch, "start_cluster", start)
+    kernels.is_onednn_faster.cache_clear()
+    with pytest.raises(KeyboardInterrupt) as ended:
+        run(settings(tmp_path, "grpo"))
+    assert len(ended.value.args[0]) == 2  # of the policy's layers, and of the trainer's
 
 
 def test_where_all_kernels_depend_on_the_batch_the_engine_says_so(clock, monkeypatch, caplog):

@@ -606,6 +606,11 @@ class NativeModule(MetaModelModule):
             raise ValueError(f"rollout.routing_replay is true, and models.{name} cannot record: {problem}") from problem
 
     @classmethod
+    def tune(cls, config: ModelConfig) -> None:
+        if config.load is not None:
+            _ = cls.build_model(pretrained.read_config(config), config, "cpu").kernel
+
+    @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         notes = [*super().notes(config)]
         if config.devices:

@@ -4,9 +4,10 @@ A kernel is invariant if a row of its result has the same bits in any batch. A m
 way when the number of rows changes, because the library picks another kernel or splits the inner sum differently.
 Whether it does depends on the processor, and so does the speed.
 
-So both are measured when an engine first loads a model of these shapes, and the fastest invariant kernel is chosen. The
-choice is kept in a file for this machine, so that all processes and later runs make the same one. Delete the file to
-measure again.
+So both are measured before a model of these shapes is first used, and the fastest invariant kernel is chosen. Speed is
+that of one thread by its processor time, the best of several rounds: what else the machine does must not decide. The
+choice is kept in a file for this machine, so that all processes and later runs make the same one. A run's driver
+measures before it starts them. Delete the file to measure again.
 
 On another device, and in a dtype without a kernel, layers stay plain. Weights outside of nn.Linear (experts of a
 mixture, GPT-2's Conv1D) keep transformers' arithmetic. Log-probs may then differ in their last bits between batches.
@@ -17,10 +18,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -42,6 +45,9 @@ Shape = tuple[int, int]  # (in, out) of a layer
 _TIMED = (8, TILE)
 _COMPARED = (8, 16, 24, TILE, 72, 136)
 _ELEMENTS = 2**22  # of a measured weight: a wider layer is measured by its first outputs
+_ROUNDS, _MAX_ROUNDS = 3, 12
+_FAR_SLOWER = 1.5  # a round is repeated if a kernel took this many times its best
+_MEASURE = "processor time of one thread"  # choices that were measured otherwise are made again
 _BETTER = 0.9  # a later kernel is chosen only if it takes less than this share of an earlier one's time
 
 
@@ -85,8 +91,8 @@ FLOAT32_INSTEAD = "`compute_dtype: bfloat16` is computed in float32"
 class KernelChoice:
     """The kernel for the linear layers of a model.
 
-    gflops: measured speed of every kernel of this machine, in 10⁹ floating point operations per second. variant: the
-    kernels that are not invariant.
+    gflops: measured speed of every kernel of this machine, in 10⁹ floating point operations per second of one thread.
+    variant: the kernels that are not invariant.
     """
 
     name: str
@@ -108,7 +114,7 @@ class KernelChoice:
             for name, rate in self.gflops.items()
             if name != self.name
         )
-        return f"{self.dtype} linear layers by {self.name}, {self.gflops[self.name]:.0f} GFLOP/s ({others})"
+        return f"{self.dtype} linear layers by {self.name}, {self.gflops[self.name]:.0f} GFLOP/s a thread ({others})"
 
 
 @cache
@@ -131,35 +137,60 @@ def measure_kernels(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelCh
     for (inputs, outputs), count in layers.items():
         width = min(outputs, max(1024, _ELEMENTS // inputs))
         weight, rows = _random(width, inputs, dtype=dtype), _random(max(_COMPARED), inputs, dtype=dtype)
+        calls: dict[str, list[Callable[[], object]]] = {}
         for name, pack in KERNELS[dtype].items():
             try:
                 product = pack(weight, None)
-                time_ = sum(_time_call(partial(product, rows[:size])) for size in _TIMED)
+                if not _is_invariant(product, rows):
+                    variant.add(name)
             except RuntimeError:  # torch was built without this library, or the processor lacks the instructions
                 missing.add(name)
                 continue
-            seconds[name] = seconds.get(name, 0.0) + count * outputs / width * time_
-            if not _is_invariant(product, rows):
-                variant.add(name)
-    seconds = {name: time_ for name, time_ in seconds.items() if name not in missing}
+            calls[name] = [partial(product, rows[:size]) for size in _TIMED]
+        for name, taken in _time_in_turns(calls).items():
+            seconds[name] = seconds.get(name, 0.0) + count * outputs / width * taken
+    seconds = {name: taken for name, taken in seconds.items() if name not in missing}
     candidates = [name for name in seconds if name not in variant] or list(seconds)
     best = candidates[0]
     for name in candidates[1:]:
         if seconds[name] < _BETTER * seconds[best]:
             best = name
     flops = sum(2 * a * b * count for (a, b), count in layers.items()) * sum(_TIMED)
-    gflops = {name: round(flops / time_ / 1e9, 1) for name, time_ in seconds.items()}
+    gflops = {name: round(flops / taken / 1e9, 1) for name, taken in seconds.items()}
     return KernelChoice(best, str(dtype).removeprefix("torch."), gflops, tuple(sorted(variant)))
 
 
+def _time_in_turns(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
+    """Return the processor seconds of each entry's calls together on one thread, the best of several rounds.
+
+    Another round follows while one was far slower than the best: the machine was busy with something else.
+    """
+    best: dict[str, list[float]] = {name: [math.inf] * len(several) for name, several in calls.items()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number in range(_MAX_ROUNDS):
+            is_calm = True
+            for name, several in calls.items():
+                for i, call in enumerate(several):
+                    taken = _time_call(call)
+                    is_calm &= taken < _FAR_SLOWER * best[name][i]
+                    best[name][i] = min(best[name][i], taken)
+            if number + 1 >= _ROUNDS and is_calm:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return {name: sum(several) for name, several in best.items()}
+
+
 def _time_call(call: Callable[[], object]) -> float:
-    """Return the seconds of a call: the least of several, as other load only adds to them."""
+    """Return this thread's processor seconds for a call: the least of several, as other load only adds to them."""
     call()
-    best, spent, runs = float("inf"), 0.0, 0
-    while runs < 3 or (runs < 20 and spent < 0.02):
-        begun = time.perf_counter()
+    best, spent, runs = math.inf, 0.0, 0
+    while runs < 3 or (runs < 10 and spent < 0.01):
+        begun = time.thread_time()
         call()
-        took = time.perf_counter() - begun
+        took = time.thread_time() - begun
         best, spent, runs = min(best, took), spent + took, runs + 1
     return best
 
@@ -198,10 +229,11 @@ def has_bf16() -> bool:
 
 
 def _measure_bf16() -> KernelChoice:
-    size, rates = 256, {}
+    size, calls = 256, {}
     for dtype in (torch.float32, torch.bfloat16):
         a = _random(size, size, dtype=dtype)
-        rates[str(dtype).removeprefix("torch.")] = round(2 * size**3 / _time_call(lambda a=a: a @ a) / 1e9, 1)
+        calls[str(dtype).removeprefix("torch.")] = [lambda a=a: a @ a]
+    rates = {name: round(2 * size**3 / taken / 1e9, 1) for name, taken in _time_in_turns(calls).items()}
     name = "bfloat16" if rates["bfloat16"] >= 0.5 * rates["float32"] else "float32"
     return KernelChoice(name, "bfloat16", rates)
 
@@ -217,13 +249,13 @@ def is_onednn_faster() -> bool:
 
 @torch.inference_mode()
 def _measure_onednn() -> KernelChoice:
-    weight, rows, rates = _random(1024, 1024, dtype=torch.float32), _random(1024, 1024, dtype=torch.float32), {}
-    for name, pack in (("plain", F.linear), ("onednn", multiply_by_onednn)):
-        try:
-            seconds = _time_call(lambda pack=pack: pack(rows, weight))
-        except RuntimeError:  # torch was built without oneDNN
-            continue
-        rates[name] = round(2 * weight.numel() * len(rows) / seconds / 1e9, 1)
+    weight, rows = _random(1024, 1024, dtype=torch.float32), _random(1024, 1024, dtype=torch.float32)
+    calls: dict[str, list[Callable[[], object]]] = {"plain": [partial(F.linear, rows, weight)]}
+    with suppress(RuntimeError):  # torch was built without oneDNN
+        multiply_by_onednn(rows, weight)
+        calls["onednn"] = [partial(multiply_by_onednn, rows, weight)]
+    flops = 2 * weight.numel() * len(rows)
+    rates = {name: round(flops / taken / 1e9, 1) for name, taken in _time_in_turns(calls).items()}
     best = "onednn" if rates.get("onednn", 0) > 1.25 * rates["plain"] else "plain"
     return KernelChoice(best, "float32", rates)
 
@@ -235,7 +267,8 @@ def multiply_by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 def _cache_file(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> Path:
     """The file of a choice."""
-    key = hashlib.sha256(repr((describe_processor(), torch.__version__, str(dtype), layers)).encode()).hexdigest()[:24]
+    machine = (_MEASURE, describe_processor(), torch.__version__)
+    key = hashlib.sha256(repr((*machine, str(dtype), layers)).encode()).hexdigest()[:24]
     return find_cache() / "kernels" / f"{key}.json"
 
 
