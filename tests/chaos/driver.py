@@ -2,11 +2,11 @@
 
 Called as ``python -m tests.chaos.driver CONFIG FAULTS``: two JSON files. A fault is {step, phase, process, how, delay}.
 ``delay`` seconds after the engine enters a phase of the step, and no later than at the beginning of the last step, the
-process is killed (SIGKILL) or stopped (SIGSTOP), or its connections with the process ``other`` are cut. ``process`` is a
-part of an actor's name, such as `:trainer:rank1`, or `driver`. Without a process, bits of weights that are sent are
+process is killed (SIGKILL) or stopped (SIGSTOP), or its connections with the process ``other`` are cut. ``process`` is
+a part of an actor's name (`:trainer:rank1`), or `driver`. Without a process, bits of weights that are sent are
 flipped (``how`` is `flip`, drawn by ``seed``), or the run folder's disk is filled or freed (`fill`, `free`). With a
-process id as ``raylet`` that node is lost with all of its processes, and with its memory, by the id ``node``. Each fault
-happens once, also over several starts: those that happened are in FAULTS.done.
+process id as ``raylet`` that node is lost with all of its processes, and with its memory, by the id ``node``. Each
+fault happens once, also over several starts: those that happened are in FAULTS.done.
 """
 
 import json
