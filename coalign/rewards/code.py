@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from coalign.rewards.checker import read_literal
+from coalign.rewards.rules import remove_thoughts
 from coalign.rewards.sandbox.sandbox import REQUIREMENTS, Sandbox, SandboxLimits, SandboxResult, require_limits
 from coalign.threads import parse_python
 from coalign.types import Sample
@@ -98,7 +99,7 @@ code.at_once = os.cpu_count() or 1  # more would slow each other down
 
 def extract_code(response: str) -> str:
     """The program in a response; a block that never closes goes to the end."""
-    text = response.rpartition("</think>")[2]
+    text = remove_thoughts(response)
     blocks = _BLOCK.findall(text)
     marked = [body for language, body in blocks if language.lower().startswith("py")]
     return (marked or [body for _, body in blocks] or [text])[-1]

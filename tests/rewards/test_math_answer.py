@@ -11,8 +11,9 @@ import pytest
 from benchmarks.graders import make_right, make_wrong, read_answers, read_pairs
 from coalign.rewards import math as math_reward
 from coalign.rewards.equality import is_same
+from coalign.rewards.layout import simplify_notation
 from coalign.rewards.math_answer import find_answer, is_same_answer
-from coalign.rewards.notation import read_answer, simplify_notation
+from coalign.rewards.notation import read_answer
 from tests.gsm8k import DIRECTORY, needs_gsm8k
 from tests.rewards.samples import sample
 
