@@ -179,7 +179,7 @@ def _are_proportional(first: Any, second: Any, positive: bool) -> bool:
     if len(values) < 2 or any(set(zero) == {True, False} for _, zero in zeros):
         return False
     one, other = values[0]
-    if positive and not (ratio := (one / other).evalf(9)).is_positive:
+    if positive and not (one / other).evalf(9).is_positive:
         return False
     return all(_is_zero(left * other - right * one) for left, right in values[1:])
 
@@ -196,7 +196,7 @@ def _is_zero(value: Any) -> bool | None:
 
 
 def _is_lost(value: Any) -> bool:
-    """Whether no digit of a value is certain: sympy evaluates sums so far that they cancel, and says how far it came."""
+    """Whether no digit of a value is certain: of a sum that cancels, sympy says how many digits are left."""
     return all(part == 0 or getattr(part, "_prec", 0) <= 2 for part in value.as_real_imag())
 
 

@@ -131,7 +131,7 @@ def _compare_short(gold: str, predicted: str) -> bool | None:
 
 
 def _find_boxes(text: str) -> tuple[str | None, int | None]:
-    """The content of the last closed boxes, joined by commas, and where one begins behind them that is empty or open."""
+    """The content of the last closed boxes, joined by commas, and where an open or empty one behind them begins."""
     contents: list[str] = []
     opened, following = None, len(text)
     for box in reversed(list(_BOX.finditer(text))[-_MARKS:]):

@@ -33,9 +33,9 @@ class MathNode:
     hold together; ``text`` is `,` where a comma joins them), `solutions` (the set of what fulfils its part),
     `congruence` (``text`` has the name, ``value`` the modulus), `piecewise`, `tuple` (``text`` has its brackets),
     `union`, `relation` (``text`` has its signs), `matrix` (a `tuple` for each row), `ratio`, `base`, `number`, `near`
-    (what follows ≈, then the exact value before it if there is one), `choice` (``text`` has its letter), `name`, `label`
-    (words that tell numbers of a list apart), `words` or `expression`. ``text`` is the normalised answer where nothing
-    else is said.
+    (what follows ≈, then the exact value before it if there is one), `choice` (``text`` has its letter), `name`,
+    `label` (words that tell numbers of a list apart), `words` or `expression`. ``text`` is the normalised answer where
+    nothing else is said.
     """
 
     kind: str
@@ -50,12 +50,15 @@ class MathNode:
 _RELATION = "<>≤≥=≠≈∈"
 _MATRIX = re.compile(r"[(\[]?\s*\\begin\{([pbBvV]?matrix|array)\}(?:\s*\{[^{}]*\})?(.*)\\end\{\1\}\s*[)\]]?", re.DOTALL)
 _BASE = re.compile(r"\(?((?=[A-Fa-f]*[0-9])[0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?base[ -](\w+)\)?)")
-_SIMPLE_NAME = r"(?:\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|d[a-z]|\\[a-z]+)'{0,3}(?:_(?:\w|\{[^{}]*\}))?(?:\((?:[a-z]|\d{1,4})\))?\|?"
+_SIMPLE_NAME = (
+    r"(?:\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|d[a-z]|\\[a-z]+)'{0,3}"
+    r"(?:_(?:\w|\{[^{}]*\}))?(?:\((?:[a-z]|\d{1,4})\))?\|?"
+)
 _NAME = re.compile(  # a variable, a length `AB`, `f(x)`, `|z|`, an angle, a ratio of such; not a product like `xy`
     rf"[a-zA-Z]\^\{{-1\}}\([a-z]\)|{_SIMPLE_NAME}|"
     r"\|?\\(?:bar|hat|vec|tilde|dot|overline|text|angle)\s*\{[^{}]*\}(?:_\w)?\|?|"
     r"(?:Pr?|E|Var|Cov|[fghFGH]'{0,2}|\\text\{(?:Var|Cov|Pr|E|P)\})(?:_\w)?\s*(?:\([^()]*\)|\[[^\[\]]*\])|"  # `P(X>3)`
-    r"\\(?:sin|cos|tan|cot|sec|csc)\s*\(?(?:[A-Z]|\\[a-z]+|(?:\\angle\s*)?[A-Z]{3})\)?"  # `\sin\theta`, no equation in x
+    r"\\(?:sin|cos|tan|cot|sec|csc)\s*\(?(?:[A-Z]|\\[a-z]+|(?:\\angle\s*)?[A-Z]{3})\)?"  # `\sin\theta`, but not of x
 )
 _CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)\s*\}?\s*([^\s(}].*)")
 _COMPOUND = re.compile(r"(?:(?<=\})|(?<=[a-z])\s)\s*(?=[0-9])")  # between the quantities of `3 h 20 min`

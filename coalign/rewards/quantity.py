@@ -108,8 +108,8 @@ def read_words(text: str) -> frozenset[str]:
 
 
 _FILLERS = (
-    "a an and are at be by each for get gets given had has have her his in is it its made make makes need of on our per "
-    "she he them the their there these they this we were will with you your unit total time way ways day"
+    "a an and are at be by each for get gets given had has have her his in is it its made make makes need of on our "
+    "per she he them the their there these they this we were will with you your unit total time way ways day"
 )
 _NUMERALS = {
     name: value
