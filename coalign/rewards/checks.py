@@ -125,7 +125,10 @@ def _parse(text: str) -> Any:
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
-    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\text\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc|ln|log|exp|gcd|lcm|max|min)h?)\s*\}", r"\\\1 ", text)
+    text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"\1", text)
+    if r"\text" in text:  # words are no products of their letters
+        return None
     if re.search(r"[0-9)]\s*_", text):  # a base that is a variable, which the parser would leave out
         return None
     text = _CIS.sub(r"e^{i(\1)}", text)
@@ -134,7 +137,7 @@ def _parse(text: str) -> Any:
         text = re.sub(r"\bsqrt\(([^()]*)\)", r"\\sqrt{\1}", text).replace("*", r"\cdot ")
         text = re.sub(r"\^\(([^()]*)\)", r"^{\1}", text)
         text = re.sub(r"\b(pi|sin|cos|tan|cot|sec|csc|log|ln|exp)\b", r"\\\1", text)
-    text = re.sub(r"\^([0-9]{2,})", r"^{\1}", text)
+    text = re.sub(r"([\^_])([0-9]{2,})", r"\1{\2}", text)
     # Units have been read before, and case matters.
     layout = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False

@@ -43,6 +43,9 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
     kinds = {gold.kind, predicted.kind}
     if "solutions" in kinds:
         return _compare(*(node.parts[0] if node.kind == "solutions" else node for node in (gold, predicted)), equal)
+    if any(node.kind == "relation" and node.text == "∈" for node in (gold, predicted)):
+        one, other = (node.parts[1] if node.text == "∈" else node for node in (gold, predicted))
+        return _share_variables(gold, predicted) and _compare(one, other, equal)
     if "near" in kinds and "relation" not in kinds:
         return _compare_near(gold, predicted, equal)
     if "choice" in kinds:
@@ -64,8 +67,7 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
     ):
         one, other = to_region(gold), to_region(predicted)
         if one and other and (one, other) != (gold, predicted):
-            names = [names for names in map(list_names, (gold, predicted)) if names]
-            return names[:1] == names[-1:] and _compare(one, other, equal)
+            return _share_variables(gold, predicted) and _compare(one, other, equal)
         if "conditions" in kinds:
             return not one and not other and len(kinds) == 1 and _match_all(gold.parts, predicted.parts, equal)
     if kinds == {"congruence"}:
@@ -135,6 +137,12 @@ def _order_names(node: MathNode) -> Sequence[MathNode]:
     return node.parts
 
 
+def _share_variables(gold: MathNode, predicted: MathNode) -> bool:
+    """Whether two relations are about the same variables, or one of two answers names none."""
+    names = [names for names in map(list_names, (gold, predicted)) if names]
+    return names[:1] == names[-1:]
+
+
 def _share_name(gold: MathNode, predicted: MathNode) -> bool:
     """Whether two assignments have the same name; of labels (`red balls`) one may have fewer words."""
     first, second = gold.parts[0], predicted.parts[0]
@@ -201,16 +209,23 @@ def _compare_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer
     """
     said = predicted.parts[-1] if predicted.kind == "near" else predicted
     if gold.kind == "near":
-        exact = [node.parts[1:] for node in (gold, predicted)]
-        if all(exact):
-            return _compare(gold.parts[1], said, equal)
-        return any(_compare(one, said, equal) for one in gold.parts) or (
-            bool(exact[1]) and _compare(gold.parts[0], predicted.parts[0], equal)
-        )
+        if predicted.kind == "near" and len(predicted.parts) == 2:
+            is_near = _are_near(gold.parts[0], predicted.parts[0], equal)
+            return is_near and (len(gold.parts) == 1 or _compare(gold.parts[1], said, equal))
+        return any(_compare(one, said, equal) for one in gold.parts)
     is_whole = gold.value is not None and gold.value.denominator == 1
     if len(predicted.parts) == 1 and (is_whole or "." not in said.text):
         return False
     return _compare(gold, said, equal)
+
+
+def _are_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
+    """Whether the decimal with fewer digits rounds the other."""
+    texts = [re.fullmatch(r"-?[0-9]*\.?([0-9]*)", node.text) for node in (gold, predicted)]
+    if gold.value is None or predicted.value is None or None in texts:
+        return _compare(gold, predicted, equal)
+    digits = min(len(text[1]) for text in texts if text)
+    return 2 * 10**digits * abs(gold.value - predicted.value) <= 1
 
 
 def _compare_choices(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:

@@ -35,6 +35,7 @@ _COMMANDS = {
     "boxed": "", "fbox": "", "emptyset": "∅", "varnothing": "∅", "ldots": r"\dots", "cdots": r"\dots",
     "dotsc": r"\dots", "lg": r"\log_{10}", "pmod": r"\mod", "bmod": r"\mod", "lnot": r"\neg", "vert": "|",
 }  # fmt: skip
+_JOINTS = re.compile(r"^((?:and|or|,)\s)?([^|]*?)(\s(?:and|or)|,)?$")  # of a list, in `12 \text{ boys and } 15`
 _CONNECTIVES = ("land", "lor", "wedge", "vee")
 _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|operatorname|rm|bf)\s*\{([^{}]*)\}")
 _FRAC = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))")
@@ -100,6 +101,7 @@ def simplify_notation(answer: str) -> str:
     text = re.sub(r"(?<=[0-9])\s*(?:\bto\b|\\text\{to\})\s*(?=[0-9])", ":", text)
     if _OUTWARD.fullmatch(text):
         text = re.sub(rf"[\[\]]({_ENDS})[\[\]]", _turn_brackets, text)
+    text = re.sub(r"[,;]?\s*(?:\\text\{(?:where|for)\}\s*)?\(?\b[a-z]\s*∈\s*\\mathbb\s*\{?\s*Z\s*\}?\)?\s*$", "", text)
     return strip_braces(_join_digits(" ".join(text.split())).strip(" *").rstrip(".,;: "))
 
 
@@ -184,7 +186,10 @@ def _turn_brackets(found: re.Match[str]) -> str:
 
 def _unwrap(found: re.Match[str]) -> str:
     inside = found[1].strip(" ~")
-    return f" {inside} " if inside.lower() in ("and", "or", ",", "") else rf"\text{{{inside}}}"
+    if inside.lower() in ("and", "or", ",", ""):
+        return f" {inside} "
+    first, words, last = _JOINTS.sub(r"\1 |\2| \3", inside, count=1).split("|")
+    return rf"{first.lstrip()}\text{{{words}}}{last.rstrip()}"
 
 
 def write_key(text: str) -> str:

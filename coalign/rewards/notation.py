@@ -20,6 +20,7 @@ from coalign.rewards.quantity import (
     read_numeral,
     read_quantity,
     read_unit,
+    read_words,
 )
 
 _ITEMS = 64  # of a list; longer ones equal nothing but themselves
@@ -49,19 +50,23 @@ class MathNode:
 
 _RELATION = "<>≤≥=≠≈∈"
 _MATRIX = re.compile(r"[(\[]?\s*\\begin\{([pbBvV]?matrix|array)\}(?:\s*\{[^{}]*\})?(.*)\\end\{\1\}\s*[)\]]?", re.DOTALL)
-_BASE = re.compile(r"\(?((?=[A-Fa-f]*[0-9])[0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?base[ -](\w+)\)?)")
+_BASE = re.compile(
+    r"\(?((?=[A-Fa-f]*[0-9]|[A-Fa-f]{2})[0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?base[ -](\w+)\)?)"
+)
 _SIMPLE_NAME = (
-    r"(?:\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|d[a-z]|\\[a-z]+)'{0,3}"
+    r"(?:m?\s*\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|d[a-z]|\\[a-z]+)(?:'{0,3}|\^\*)"
     r"(?:_(?:\w|\{[^{}]*\}))?(?:\((?:[a-z]|\d{1,4})\))?\|?"
 )
 _NAME = re.compile(  # a variable, a length `AB`, `f(x)`, `|z|`, an angle, a ratio of such; not a product like `xy`
     rf"[a-zA-Z]\^\{{-1\}}\([a-z]\)|{_SIMPLE_NAME}|"
     r"\|?\\(?:bar|hat|vec|tilde|dot|overline|text|angle)\s*\{[^{}]*\}(?:_\w)?\|?|"
-    r"(?:Pr?|E|Var|Cov|[fghFGH]'{0,2}|\\text\{(?:Var|Cov|Pr|E|P)\})(?:_\w)?\s*(?:\([^()]*\)|\[[^\[\]]*\])|"  # `P(X>3)`
+    r"\[[A-Z]{3,}\]|(?:P|\\?Pr|E|Var|Cov|[fghFGH]'{0,2}|\\text\{(?:Var|Cov|Pr|E|P)\})"
+    r"(?:_\w)?\s*(?:\([^()]*\)|\[[^\[\]]*\])|"  # `P(X>3)`
     r"\\(?:sin|cos|tan|cot|sec|csc)\s*\(?(?:[A-Z]|\\[a-z]+|(?:\\angle\s*)?[A-Z]{3})\)?"  # `\sin\theta`, but not of x
 )
 _CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)\s*\}?\s*([^\s(}].*)")
 _COMPOUND = re.compile(r"(?:(?<=\})|(?<=[a-z])\s)\s*(?=[0-9])")  # between the quantities of `3 h 20 min`
+_LAST_LETTERS = re.compile(r"(?<=[0-9])\s*([a-z]{1,4})$")
 _BUILDER = re.compile(r"([a-z])\s*(?:∈\s*ℝ\s*)?[|:]\s*(.+)")  # `x : x > 2` in braces
 # What words say that signs say, too.
 _SYNONYMS = {
@@ -99,7 +104,8 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         return based
     if (number := read_quantity(text)) is not None:
         return MathNode("number", text, (), *number)
-    if len(quantities := _COMPOUND.split(text)) > 1 and all(one and one.unit for one in map(read_quantity, quantities)):
+    quantities = [_LAST_LETTERS.sub(r"\\text{\1}", part) for part in _COMPOUND.split(text)]
+    if len(quantities) > 1 and all(one and one.unit for one in map(read_quantity, quantities)):
         return _read_list(quantities, depth)
     if matrix := _MATRIX.fullmatch(text):
         if r"\begin" in matrix[2]:
@@ -157,7 +163,8 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
     unit = re.fullmatch(r"(.*[^\s])\s*(\\text\{([^{}]*)\}(?:\^[23])?)", text)
     if not unit or HEDGES.search(unit[3]):
         return plain
-    return MathNode("expression", unit[1], unit=read_unit(unit[2]) or "")
+    known = read_unit(unit[2]) or ""
+    return MathNode("expression", unit[1], unit=known, noun=frozenset() if known else read_words(unit[3]))
 
 
 def _read_base(text: str) -> MathNode | None:
@@ -185,8 +192,8 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
             return MathNode("conditions", "," if loose else "", tuple(parts))
     if separator == " or " and all(node.kind == "words" for node in nodes):
         return MathNode("list", "or", tuple(nodes))
-    if separator == " or " and all(map(_is_interval, nodes)):
-        return MathNode("union", "", tuple(nodes))
+    if separator == " or " and (union := _unite(nodes)):
+        return union
     groups = [node for node in nodes if node.kind == "list"]
     if len(groups) == len(nodes) and len(nodes) > 1 and all(are_assignments(node.parts) for node in groups):
         return MathNode("list", "", tuple(nodes))
@@ -201,9 +208,13 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
     return MathNode("list", "", tuple(flat))
 
 
-def _is_interval(node: MathNode) -> bool:
-    """Whether two values in brackets are no point: a bracket is open and the other is not, or an end is infinite."""
-    return node.kind == "tuple" and (node.text in ("[)", "(]") or bool({LOWEST, HIGHEST} & set(node.parts)))
+def _unite(nodes: Sequence[MathNode]) -> MathNode | None:
+    """The union that `x ∈ (1, 2) or x ∈ (3, 4)` says, and intervals that are certain not to be points."""
+    if {node.text for node in nodes} == {"∈"} and len({node.parts[0] for node in nodes}) == 1:
+        return MathNode("relation", "∈", (nodes[0].parts[0], MathNode("union", "", tuple(n.parts[1] for n in nodes))))
+    if all(n.kind == "tuple" and (n.text in ("[)", "(]") or {LOWEST, HIGHEST} & set(n.parts)) for n in nodes):
+        return MathNode("union", "", tuple(nodes))
+    return None
 
 
 def _read_cases(name: str, body: str, depth: int) -> MathNode:
@@ -224,9 +235,10 @@ def _read_relation(text: str, depth: int) -> MathNode | None:
     if not signs:
         return None
     if "≈" in signs:
-        return _read_near(text, depth)
+        return _read_near(text, depth) if set(signs) <= set("=≈") else None
     if "∈" in signs:
-        return read_answer(sides[-1], depth + 1) if len(signs) == 1 and is_name(sides[0]) else None
+        name, region = MathNode("name", write_key(sides[0])), read_answer(sides[-1], depth + 1)
+        return MathNode("relation", "∈", (name, region)) if len(signs) == 1 and is_name(sides[0]) else None
     if not all(side.strip() for side in sides):
         return None
     nodes = tuple(read_answer(side, depth + 1) for side in sides)
@@ -292,7 +304,8 @@ def are_assignments(nodes: Sequence[MathNode]) -> bool:
 def _is_words(text: str) -> bool:
     r"""Whether the text is words: letters and punctuation, a word of three letters or more, or in `\text{}`."""
     bare = TEXT_CONTENT.sub(r"\1", text).strip("( )")
-    if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[\s,.'!?()-])*", bare):
+    is_function = re.search(r"\\text\{[^{}]*\}\s*\(-?\w\)", text)
+    if is_function or not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[\s,.'!?()-])*", bare):
         return False
     return bool(len(bare) == 1 or r"\text" in text or re.search(r"[^\W\d_]{3}|^(?:no|if)$", bare, re.IGNORECASE)) and (
         r"\text" in text or not FUNCTION.match(bare)

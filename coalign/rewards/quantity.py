@@ -45,10 +45,13 @@ _LARGE = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
 _SHARES = "third fourth fifth sixth seventh eighth ninth tenth"
 _SCALES = {name: Fraction(number) for name, number in _LARGE.items()} | {"dozen": Fraction(12), "score": Fraction(20)}
 _SCALES |= {name: Fraction(1, number) for number, name in enumerate(_SHARES.split(), 3)}
+_SCALES |= {"half": Fraction(1, 2), "halve": Fraction(1, 2)}
 _SCALES |= {f"{name}th": 1 / _SCALES[name] for name in ("hundred", "thousand", "million")}
+_SHARE = re.compile(r"(quarter)s?", re.IGNORECASE)  # behind words only: `3 quarters` may be coins
 _SCALE = re.compile(  # `5 thirds`, but not `5 third graders`
     rf"\s*(?:\\text\{{)?\s*(?:({'|'.join(_LARGE)}|dozen)\b|({'|'.join(_SCALES)})s?(?=\s*\}}?$))", re.IGNORECASE
 )
+_SCALES["quarter"] = Fraction(1, 4)
 HEDGES = re.compile(
     r"\b(?:not|no|never|less|more|fewer|least|most|than|over|under|below|above|between|except|or|and|minus|plus|"
     r"times\s+(?!as\b|an?\b|per\b|in\b)|squared|cubed|divided|half|twice|if|but|from|to|nor|without|maybe|perhaps)\b",
@@ -62,12 +65,13 @@ def read_quantity(text: str) -> Quantity | None:
     text = re.sub(rf"^\\text\{{\s*([{CURRENCIES}]?-?[0-9.]+)([^{{}}]*)\}}", r"\1\\text{\2}", text).replace(
         r"\text{}", ""
     )
+    text = re.sub(rf"^\\text\{{([^{{}}]*)\}}\s*(?=[{CURRENCIES}]?-?[0-9.])", r"\1 ", text)
     bare = TEXT_CONTENT.sub(r"\1", text)
     if (numeral := read_numeral(bare)) is not None:
         return Quantity(numeral)
-    numeral, _, name = bare.rpartition(" ")
-    if (value := read_numeral(numeral)) is not None:
-        if scale := _SCALE.fullmatch(name):
+    numeral, _, name = re.sub(r"-(?=[a-z]{4,}$)", " ", bare).rpartition(" ")
+    if (value := Fraction(1) if numeral in ("a", "A") else read_numeral(numeral)) is not None:
+        if scale := _SHARE.fullmatch(name) or _SCALE.fullmatch(name):
             return Quantity(value * _SCALES[(scale[1] or scale[2]).lower()])
         if unit := _name_unit(name):
             return Quantity(value, unit, label=frozenset([unit]))

@@ -31,6 +31,8 @@ class _OrderUnknown(Exception):
 
 def to_region(node: MathNode) -> MathNode | None:
     """The interval, the union or the empty list that relations of one variable say; None for others."""
+    if node.kind == "relation" and node.text == "∈":
+        return to_region(node.parts[1])
     if node.kind in ("tuple", "union") or (node.kind == "list" and not node.parts):
         return node
     if len(list_names(node)) > 1 and node.kind != "relation":
@@ -48,8 +50,10 @@ def to_region(node: MathNode) -> MathNode | None:
 
 def list_names(node: MathNode) -> set[str]:
     """The variables of an answer's relations."""
-    names = {part.text for relation in _list_relations(node) for part in relation.parts if is_name(part.text)}
-    return {name.strip("|") if _MODULUS.fullmatch(name) else name for name in names}
+    texts = [part.text for relation in _list_relations(node) for part in relation.parts]
+    moduli = [_MODULUS.fullmatch(text) for text in texts]
+    names = {modulus[2] or modulus[8] for modulus in moduli if modulus}
+    return names | {text for text, modulus in zip(texts, moduli, strict=True) if not modulus and is_name(text)}
 
 
 def _list_relations(node: MathNode) -> list[MathNode]:
