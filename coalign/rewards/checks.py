@@ -39,6 +39,9 @@ _POINTS = tuple(
 )
 _WHOLE = re.compile(r"[kmnN]")  # variables that are integers where parities and parts of numbers are taken
 _UNFINISHED = re.compile(r"\\(?:i*int|oint|sum|prod|lim|limsup|liminf|partial)(?![A-Za-z])|\\frac\{\s*d(?=[\s^}a-z])")
+_FIGURE = re.compile(
+    r"\\(?:angle|triangle|parallel|perp|cong|sim|to|mapsto)(?![a-z])|\\(?:vec|overrightarrow).*\\times"
+)
 _WORD = re.compile(  # several letters that are no command: `3 hours 20 minutes` is no product of variables
     r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|arc|mod|frac|text)+(?:[^A-Za-z]|$))[A-Za-z]{4,}"
 )
@@ -127,7 +130,9 @@ def _parse(text: str) -> Any:
 
     text = re.sub(r"\\text\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc|ln|log|exp|gcd|lcm|max|min)h?)\s*\}", r"\\\1 ", text)
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"\1", text)
-    if r"\text" in text:  # words are no products of their letters
+    if r"\text" in text or _FIGURE.search(text):  # words and angles are no products of their letters
+        return None
+    if re.search(r"e\s*\^\s*\{?\s*\\log\s*_", text):  # the parser takes every logarithm there for the natural one
         return None
     if re.search(r"[0-9)]\s*_", text):  # a base that is a variable, which the parser would leave out
         return None
@@ -223,14 +228,15 @@ def _sample(first: Any, second: Any) -> Iterator[tuple[Any, Any]]:
             or (_is_real(first, at) and _is_real(second, at))
             or (first + second).has(sympy.Abs)
         ):
-            yield first.subs(at), second.subs(at)
+            yield _take_real_roots(first.subs(at)), _take_real_roots(second.subs(at))
 
 
 def _is_real(expression: Any, at: dict[Any, Any]) -> bool:
-    """Whether all roots and logarithms of an expression are of numbers that are not negative."""
+    """Whether all even roots and logarithms of an expression are of numbers that are not negative."""
     import sympy
 
-    bases = [power.base for power in expression.atoms(sympy.Pow) if not power.exp.subs(at).is_Integer]
+    powers = [(power.base, power.exp.subs(at)) for power in expression.atoms(sympy.Pow)]
+    bases = [base for base, exponent in powers if not exponent.is_Rational or exponent.q % 2 == 0]
     bases += [logarithm.args[0] for logarithm in expression.atoms(sympy.log)]
     return not any(base.subs(at).evalf(9).is_negative for base in bases)
 

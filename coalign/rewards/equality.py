@@ -269,7 +269,7 @@ def _agree(gold: MathNode, predicted: MathNode) -> bool:
     if not first or not second:
         nouns = [node.noun for node in (gold, predicted) if not node.unit]
         if len(nouns) == 2:
-            return bool(nouns[0] & nouns[1]) or not all(nouns)
+            return nouns[0] <= nouns[1] or nouns[1] <= nouns[0]
         return not any(len(word) < 4 for noun in nouns if len(noun) == 1 for word in noun)  # a symbol, as mA is for A
     (one, _, per), (other, _, per_other) = first.partition("/"), second.partition("/")
     if (per and per_other) or not (one and other):

@@ -17,10 +17,10 @@ _SYMBOLS = {
     "⁄": "/", "∕": "/", "π": r"\pi ", "≡": r"\equiv ", "√": r"\sqrt ", "⟨": "(", "⟩": ")", "“": "", "”": "", "、": ", ",
     "。": ".", "∣": "|", "∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "∧": r"\land ", "∨": r"\lor ", "¬": r"\neg ",
     "℃": "°C", "℉": "°F", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "\u3000": " ",
-    "\u200b": "",
+    "\u200b": "", "μ": "µ",
 }  # fmt: skip
 _SYMBOLS |= {chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)}  # full-width letters, digits, signs
-_GREEK = "α alpha β beta γ gamma δ delta ε epsilon θ theta λ lambda μ mu ρ rho σ sigma τ tau φ phi ω omega Δ Delta"
+_GREEK = "α alpha β beta γ gamma δ delta ε epsilon θ theta λ lambda ρ rho σ sigma τ tau φ phi ω omega Δ Delta"
 _SYMBOLS |= {letter: rf"\{name} " for letter, name in zip(_GREEK.split()[::2], _GREEK.split()[1::2], strict=True)}
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"
 _LEVEL = {ord(character): "0123456789+-n"[i % 13] for i, character in enumerate(_RAISED + _LOWERED)}
@@ -83,7 +83,11 @@ def simplify_notation(answer: str) -> str:
     text = re.sub(r"\\[()\[\]!]", "", text).replace(r"\$", "＄")
     text = re.sub(r"\\mathbb\s*(?:R|\{R\})", "ℝ", text)
     text = re.sub(r"\\[,;: ]|(?<=\S)~", " ", text).replace(r"\%", "%").replace("$", "")
+    text = re.sub(r"\{([^{}]*)\\over(?![a-z])\s*([^{}]*)\}", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\{\s*\\(?:rm|bf|it|tt)\s+([^{}]*)\}", r"\\text{\1}", text)
     text = _TEXT.sub(_unwrap, text)
+    text = re.sub(r"(?:\\mu|µ)\s*\\text\{(?=[A-Za-z]+\})", r"\\text{µ", text)
+    text = re.sub(r"µ(?![A-Za-z]+\})", r"\\mu ", text)
     text = _NEARLY.sub("≈", text)
     text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text, flags=re.IGNORECASE)
     text = _spell_commands(text)
@@ -186,6 +190,8 @@ def _turn_brackets(found: re.Match[str]) -> str:
 
 def _unwrap(found: re.Match[str]) -> str:
     inside = found[1].strip(" ~")
+    if inside.lower() == "mod":
+        return r"\mod "
     if inside.lower() in ("and", "or", ",", ""):
         return f" {inside} "
     first, words, last = _JOINTS.sub(r"\1 |\2| \3", inside, count=1).split("|")

@@ -129,6 +129,9 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         inside = text[2:-2].strip()
         if (builder := _BUILDER.fullmatch(inside)) and re.search(rf"\b{builder[1]}\b", builder[2]):
             return MathNode("solutions", "", (read_answer(builder[2], depth + 1),))
+        for separator in (":", "|"):
+            if len(sides := _split(inside, separator)) == 2:  # `2n : n ∈ ℤ`
+                return MathNode("tuple", "{:}", tuple(read_answer(side, depth + 1) for side in sides))
         node = read_answer(inside, depth + 1)
         parts = node.parts if node.kind == "list" and not node.text and inside != "∅" else (node,)
         return MathNode("list", "{}", parts if inside else ())
@@ -219,12 +222,12 @@ def _unite(nodes: Sequence[MathNode]) -> MathNode | None:
 
 def _read_cases(name: str, body: str, depth: int) -> MathNode:
     """A function by cases, in any order; of one column the lines are a list."""
-    rows = [[cell.strip(" ,") for cell in row.split("&")] for row in body.split(ROW) if row.strip()]
+    rows = [[cell.strip(" ,.;") for cell in row.split("&")] for row in body.split(ROW) if row.strip()]
     if all(len(row) == 1 for row in rows):
         return _read_list([row[0] for row in rows], depth)
     lines = []
     for row in rows:
-        condition = re.sub(r"^\s*(?:if|for|when)\b", "", TEXT_CONTENT.sub(r"\1", row[-1]))
+        condition = re.sub(r"^\s*(?:if|for|when)\b", "", TEXT_CONTENT.sub(r"\1 ", row[-1]))
         lines.append(MathNode("tuple", "", tuple(read_answer(one, depth + 1) for one in (*row[:-1], condition))))
     function = MathNode("piecewise", "", tuple(lines))
     return MathNode("relation", "=", (MathNode("name", write_key(name)), function)) if name.strip() else function
@@ -269,7 +272,11 @@ def _read_near(text: str, depth: int) -> MathNode:
 
 def _is_constant(text: str) -> bool:
     r"""Whether an expression has a digit or π, and no letter but e, i and those of functions and of `\text{}`."""
-    bare = re.sub(r"\\?(?:frac|binom|cdot|times|infty|overline|arc[a-z]{3})|\b[ei]\b", "", TEXT_CONTENT.sub("", text))
+    bare = re.sub(
+        r"\\?(?:frac|binom|cdot|times|infty|overline|arc[a-z]{3})|(?<![A-Za-z])[ei](?![A-Za-z])",
+        "",
+        TEXT_CONTENT.sub("", text),
+    )
     return bool(re.search(r"[0-9]|\\pi", text)) and not re.search(r"[^\W\d_]", FUNCTION.sub("", bare))
 
 

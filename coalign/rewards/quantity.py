@@ -113,7 +113,8 @@ def read_words(text: str) -> frozenset[str]:
 
 _FILLERS = (
     "a an and are at be by each for get gets given had has have her his in is it its made make makes need of on our "
-    "per she he them the their there these they this we were will with you your unit total time way ways day"
+    "per she he them the their there these they this we were will with you your unit total time way "
+    "ways day different distinct possible such exactly altogether overall"
 )
 _NUMERALS = {
     name: value
@@ -190,7 +191,9 @@ _SYMBOLS = {  # of the units that take prefixes
     "byte": "B", "bit": "bit", "calorie": "cal", "second": "s",
 }  # fmt: skip
 _PREFIXES = {"kilo": "k", "mega": "M", "giga": "G", "tera": "T", "milli": "m", "micro": "µ", "nano": "n", "centi": "c"}
-_SYMBOL = re.compile(rf"[{''.join(_PREFIXES.values())}K]?(?:{'|'.join({*_SYMBOLS.values()} - {'m', 'g', 'l', 's'})})")
+_SYMBOL = re.compile(
+    rf"[{''.join(_PREFIXES.values())}K]?(?:{'|'.join({*_SYMBOLS.values()} - {'m', 'g', 'l', 's'})})|µ[mgls]"
+)
 _LONG_NAME = re.compile(rf"({'|'.join(_PREFIXES)})?({'|'.join(_SYMBOLS)})s?")
 
 
