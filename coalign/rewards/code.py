@@ -254,10 +254,9 @@ def _to_text(value: Any) -> str:
     return "\n".join(map(str, value)) if _is_list(value) else str(value)
 
 
-_PRELUDE = "".join(  # what signatures of LeetCode's problems take for given
-    f"from {module} import *\n"
-    for module in ("typing", "collections", "heapq", "bisect", "itertools", "functools", "math")
-)
+# What signatures and solutions of LeetCode's problems take for given; the built-in `pow` is not that of math.
+_MODULES = ("typing", "collections", "heapq", "bisect", "itertools", "functools", "math", "builtins")
+_PRELUDE = f"import {', '.join(_MODULES)}\n" + "".join(f"from {module} import *\n" for module in _MODULES)
 
 
 def _wrapped_test(name: Any, arguments: Any, expected: Any) -> CodeTest:

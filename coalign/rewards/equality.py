@@ -42,7 +42,8 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         return True
     kinds = {gold.kind, predicted.kind}
     if "solutions" in kinds:
-        return _compare(*(node.parts[0] if node.kind == "solutions" else node for node in (gold, predicted)), equal)
+        one, other = (node.parts[0] if node.kind == "solutions" else node for node in (gold, predicted))
+        return _compare(one, other, equal)
     if any(node.kind == "relation" and node.text == "∈" for node in (gold, predicted)):
         one, other = (node.parts[1] if node.text == "∈" else node for node in (gold, predicted))
         return _share_variables(gold, predicted) and _compare(one, other, equal)
@@ -99,7 +100,7 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         case "tuple" | "matrix":
             return gold.text == predicted.text and _compare_in_order(gold.parts, predicted.parts, equal)
         case "union" | "piecewise":
-            return _match_all(*(list(dict.fromkeys(node.parts)) for node in (gold, predicted)), equal)
+            return _match_all(list(dict.fromkeys(gold.parts)), list(dict.fromkeys(predicted.parts)), equal)
         case "ratio":
             return _compare_ratios(gold, predicted, equal)
         case "base" | "words":

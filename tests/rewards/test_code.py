@@ -125,7 +125,7 @@ FUNCTIONAL = {"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"
     ],
 )
 def test_functional_tests_call_the_function(case, row):
-    method = "class Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n        return [x + b for x in a]"
+    method = "class Solution:\n  def add(self, a: List[int], b: int) -> List[int]: return [x + pow(b, 1, 9) for x in a]"
     function = "from __future__ import annotations\ndef add(a: List[int], b): return [x + b for x in a]"
     for source, expected in ((method, 1.0), (function, 1.0), ("def add(a, b): return a", 0.0), ("print([4, 5])", 0.0)):
         assert asyncio.run(code(sample(source, tests=[case], **row), **PATIENT))["reward"] == expected
