@@ -136,6 +136,7 @@ def _parse(text: str) -> Any:
         return None
     if re.search(r"[0-9)]\s*_", text):  # a base that is a variable, which the parser would leave out
         return None
+    text = re.sub(r"\\log\s*_\s*\{?e\}?", r"\\ln ", text)
     text = _CIS.sub(r"e^{i(\1)}", text)
     text = re.sub(r"([0-9.]+)°", r"(\\frac{\1\\pi}{180})", text)
     if "\\" not in text:  # plain notation: sqrt(3)/3, a * b

@@ -79,6 +79,8 @@ def simplify_notation(answer: str) -> str:
     text = re.sub(r"(?<=[0-9])\{,\}(?=[0-9])", ".", text)
     text = re.sub(r",\s*\\!\s*|\{,\}", ",", text).replace("{:}", ":")
     text = re.sub(r"(?<=,)\s*(?:\.\.\.|…)\s*(?=,|\\?\}|$)", r" \\dots ", text)
+    text = re.sub(r"(?<=[0-9]\.)\(([0-9]{1,40})\)", r"\\overline{\1}", text)  # `0.(3)`
+    text = re.sub(r"(\.[0-9]*?)([0-9])\2{2,}(?:\\[lc]?dots|\.\.\.|…)$", r"\1\\overline{\2}", text)  # `0.333…`
     text = re.sub(r"\\(?:operatorname|text|mathrm)\s*\{\s*cis\s*\}", r"\\cis ", text)
     text = re.sub(r"\\[()\[\]!]", "", text).replace(r"\$", "＄")
     text = re.sub(r"\\mathbb\s*(?:R|\{R\})", "ℝ", text)

@@ -72,7 +72,7 @@ _BUILDER = re.compile(r"([a-z])\s*(?:∈\s*ℝ\s*)?[|:]\s*(.+)")  # `x : x > 2` 
 _SYNONYMS = {
     "infinity": "∞", "positive infinity": "∞", "negative infinity": "-∞", "minus infinity": "-∞", "empty set": "∅",
     "no solution": "∅", "no solutions": "∅", "no real solution": "∅", "no real solutions": "∅",
-    "all real numbers": "ℝ", "all reals": "ℝ", "dne": "does not exist",
+    "infinitely many solutions": "infinitely many", "all real numbers": "ℝ", "all reals": "ℝ", "dne": "does not exist",
 }  # fmt: skip
 _HOLES = re.compile(r"ℝ\s*(?:\\setminus|\\backslash|∖|-)\s*\\\{([^{}]*)\\\}")
 _CASES = re.compile(r"(?:([^=<>≤≥≠]{1,20})=)?\s*\\begin\{cases\}(.*)\\end\{cases\}")
@@ -321,8 +321,8 @@ def _is_words(text: str) -> bool:
 
 def _read_words(text: str) -> str:
     bare = " ".join(re.findall(r"[\w']+", TEXT_CONTENT.sub(r"\1", text)))
-    if len(bare) == 1:  # `E` is not `e`
-        return bare
+    if option := re.fullmatch(r"(?:(?i:the )?(?i:option|choice|answer) )?(\w)", bare):  # `E` is not `e`
+        return option[1]
     return re.sub(r"^(?:(?:it is|there (?:is|are))\s+)?(?:(?:the|an?)\s+)?", "", bare.casefold())
 
 

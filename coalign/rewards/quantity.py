@@ -81,7 +81,7 @@ def read_quantity(text: str) -> Quantity | None:
     found = _VALUE.match(text)
     words = ""
     if not found:  # `She makes 18 a day`
-        if not (found := re.search(_DECIMAL, text)) or re.search(r"[\\^_{}()\[\]*+/=<>|&]", text):
+        if not (found := re.search(_DECIMAL, text)) or re.search(r"[\\^_{}()\[\]*+/=<>|&]", TEXT_CONTENT.sub("", text)):
             return None
         words = text[: found.start()]
         if not _PROSE.fullmatch(words) or HEDGES.search(words) or len(words.split()) > 12:
