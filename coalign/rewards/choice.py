@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from coalign.rewards.rules import read_truth
+from coalign.rewards.rules import read_truths, remove_thoughts
 from coalign.types import Sample
 
 _DECORATION = r"[\s*_$`\"'(\[{<]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{\s*)*[\s*_$`\"'(\[{<]*"
@@ -25,8 +25,8 @@ def multiple_choice(
 ) -> float:
     """1.0 if the response chooses the letter in ``row[answer_key]``, else 0.0.
 
-    The truth is one of ``choices`` (`B`, `(B)`, `B. Paris`), or an index from 0 if the row has an integer. The
-    response's letter is read after `</think>`:
+    The truth is one of ``choices`` (`B`, `(B)`, `B. Paris`), a list of such, any of which is right, or an index from 0
+    if the row has an integer. The response's letter is read after `</think>`:
 
     1. the letter right after the last mark that has one: `####`, `\\boxed{}`, "answer is", "answer:", "correct (right,
        best, final) option is" or "choice is", with or without brackets, quotes, bold;
@@ -37,8 +37,8 @@ def multiple_choice(
 
     Small letters count if only punctuation follows. Raises ValueError for a truth that is none of the choices.
     """
-    expected = _truth(sample, answer_key, choices)
-    return float(find_choice(sample.response.rpartition("</think>")[2], choices) == expected)
+    expected = _read_letters(sample, answer_key, choices)
+    return float(find_choice(remove_thoughts(sample.response), choices) in expected)
 
 
 def find_choice(text: str, choices: str) -> str | None:
@@ -52,16 +52,20 @@ def find_choice(text: str, choices: str) -> str | None:
     return _letter(lines[-1], choices) if alone else None
 
 
-def _truth(sample: Sample, answer_key: str, choices: str) -> str:
+def _read_letters(sample: Sample, answer_key: str, choices: str) -> list[str]:
     value = sample.meta.get(answer_key)
     if isinstance(value, int) and not isinstance(value, bool):
         if 0 <= value < len(choices):
-            return choices[value]
+            return [choices[value]]
         raise ValueError(f"the row's '{answer_key}' is {value}; expected an index from 0 to {len(choices) - 1}")
-    text = read_truth(sample, answer_key)
-    if letter := _letter(text, choices):
-        return letter
-    raise ValueError(f"the row's '{answer_key}' is {text[:80]!r}, none of the choices {choices} (set `choices`)")
+    letters = []
+    for truth in read_truths(sample, answer_key):
+        if not (letter := _letter(truth, choices)):
+            raise ValueError(
+                f"the row's '{answer_key}' is {truth[:80]!r}, none of the choices {choices} (set `choices`)"
+            )
+        letters.append(letter)
+    return letters
 
 
 def _letter(text: str, choices: str) -> str | None:

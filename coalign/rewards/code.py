@@ -21,17 +21,19 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
 from coalign.rewards.checker import read_literal
+from coalign.rewards.rules import remove_thoughts
 from coalign.rewards.sandbox.sandbox import REQUIREMENTS, Sandbox, SandboxLimits, SandboxResult, require_limits
 from coalign.threads import parse_python
 from coalign.types import Sample
 
-# Possessive, so that a long line of blanks that is no fence is looked at once.
-_BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)[^\n`]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
+_QUOTE = re.compile(r"(?:[ \t]*+>)++ ?")
+# Behind blanks, marks of quotation and of list items. Possessive, so that a long line of blanks is looked at once.
+_FENCE = re.compile(r"(?:[ \t]|>|[-*+][ \t]|[0-9]{1,9}[.)][ \t])*+(`{3,}+|~{3,}+)[ \t]*+([^`]*+)$")
 
 
 async def code(
@@ -58,7 +60,9 @@ async def code(
     - a test program as one text; if it defines `check`, as HumanEval does, `check(row[entry_key])` is called at its
       end;
     - cases of standard input and output, `[{input: …, output: …}]` or `{inputs: […], outputs: […]}`, compared without
-      regard to whitespace; with `fn_name` in the latter, arguments and results of that function or `Solution` method.
+      regard to whitespace; with `fn_name` in the latter, arguments and results of that function or `Solution` method;
+    - LiveCodeBench's cases with `testtype: functional`, each of whose lines is an argument as JSON. The function is
+      `func_name` in the case, in its `metadata` or in the row's, or ``row[entry_key]``.
 
     Each test is a process of its own with ``seconds`` of wall-clock time. Tests not begun within ``total_seconds`` have
     failed (keep both together below the reward's `timeout`). SandboxLimits describes the other limits. ``packages``
@@ -69,7 +73,7 @@ async def code(
     the row's tests that are judged beside the code. Raises KeyError or ValueError for a row without usable tests,
     LimitNotEnforceable if this machine cannot keep what is required, and SandboxError if the sandbox itself fails.
     """
-    tests = read_tests(_tests(sample, tests_key), sample.meta.get(entry_key))
+    tests = read_tests(_tests(sample, tests_key), sample.meta.get(entry_key) or _read_name(sample.meta.get("metadata")))
     limits = SandboxLimits(seconds, memory_mb, processes, output_kb, file_mb)
     await asyncio.to_thread(require_limits, tuple(require), processes)
     source, passed, timed_out = extract_code(sample.response), 0, False
@@ -79,7 +83,7 @@ async def code(
             if time.monotonic() - begun > total_seconds:
                 timed_out = True
                 break
-            report = await sandbox.run(source, **test.request)
+            report = await sandbox.run(test.prepare(source), **test.request)
             passed += await asyncio.to_thread(test.passes, report)  # a second, if the code made its answer for that
             timed_out |= report.ended == "seconds"
             if not partial and not passed:
@@ -98,10 +102,41 @@ code.at_once = os.cpu_count() or 1  # more would slow each other down
 
 def extract_code(response: str) -> str:
     """The program in a response; a block that never closes goes to the end."""
-    text = response.rpartition("</think>")[2]
-    blocks = _BLOCK.findall(text)
-    marked = [body for language, body in blocks if language.lower().startswith("py")]
+    text = remove_thoughts(response)
+    blocks = _read_blocks(text)
+    marked = [body for language, body in blocks if language.lower().lstrip("{.").startswith("py")]
     return (marked or [body for _, body in blocks] or [text])[-1]
+
+
+def _read_blocks(text: str) -> list[tuple[str, str]]:
+    """The language and the content of each fenced block, without the marks and blanks of what it stands in."""
+    blocks: list[tuple[str, list[str]]] = []
+    opening, indent = "", 0
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        fence = _FENCE.fullmatch(line)
+        if opening and not (fence and fence[1].startswith(opening) and _measure_indent(line) < indent + 4):
+            blocks[-1][1].append(line + "\n" * (i + 1 < len(lines)))
+        elif fence and (fence[2].strip() or not opening):  # a block whose end was forgotten ends at the next one
+            opening, indent = fence[1], _measure_indent(line)
+            blocks.append((fence[2].partition(" ")[0].strip(), []))
+        else:
+            opening = ""
+    return [(language, _remove_margin(body)) for language, body in blocks]
+
+
+def _measure_indent(line: str) -> int:
+    quote = _QUOTE.match(line)
+    bare = line[quote.end() :] if quote else line
+    return len(bare) - len(bare.lstrip(" \t"))
+
+
+def _remove_margin(lines: list[str]) -> str:
+    """Lines without the marks of quotation and the blanks that all of them begin with."""
+    if all(_QUOTE.match(line) for line in lines if line.strip()):
+        lines = [_QUOTE.sub("", line, count=1) for line in lines]
+    margin = min((len(line) - len(line.lstrip(" \t")) for line in lines if line.strip()), default=0)
+    return "".join(line[margin:] if line.strip() else line for line in lines)
 
 
 def _tests(sample: Sample, key: str) -> Any:
@@ -139,6 +174,11 @@ class CodeTest:
     request: Mapping[str, str]  # arguments of Sandbox.run
     passes: Callable[[SandboxResult], bool]
     forgeable: bool = False  # something of it is judged beside the code
+    prelude: str = ""  # statements that the code may rely on
+
+    def prepare(self, source: str) -> str:
+        """The code behind what it may rely on; imports from the future stay the first."""
+        return source if "__future__" in source else self.prelude + source
 
 
 def read_tests(source: Any, entry: str | None = None) -> list[CodeTest]:
@@ -163,11 +203,11 @@ def _read(source: Any, entry: str | None) -> list[CodeTest]:
     if isinstance(source, Mapping) and _is_list(source.get("inputs")) and _is_list(source.get("outputs")):
         cases = list(zip(source["inputs"], source["outputs"], strict=True))
         name = source.get("fn_name")
-        return [_call_test(name, *case) if name else _output_test(*case) for case in cases]
+        return [_wrapped_test(name, *case) if name else _output_test(*case) for case in cases]
     if _is_list(source) and all(isinstance(one, str) for one in source):
         return [_statement_test(text) for text in source]
     if _is_list(source) and all(isinstance(one, Mapping) and {"input", "output"} <= set(one) for one in source):
-        return [_output_test(case["input"], case["output"]) for case in source]
+        return [_read_case(case, entry) for case in source]
     raise ValueError(
         f"tests are {source!r:.80}; expected a list of assert statements, a test program, cases with `input` and "
         "`output`, or `inputs`, `outputs` and perhaps `fn_name`"
@@ -176,6 +216,33 @@ def _read(source: Any, entry: str | None) -> list[CodeTest]:
 
 def _is_list(value: Any) -> TypeGuard[Collection[Any]]:
     return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+
+
+def _read_case(case: Mapping[str, Any], entry: str | None) -> CodeTest:
+    """A case of standard input and output, or one of LiveCodeBench that calls a function."""
+    type_ = case.get("testtype", "stdin")
+    if type_ in ("stdin", None):
+        return _output_test(case["input"], case["output"])
+    if type_ != "functional":
+        raise ValueError(f"a test's testtype is {type_!r:.80}; expected `stdin` or `functional`")
+    name = case.get("func_name") or case.get("fn_name") or _read_name(case.get("metadata")) or entry
+    if not name:
+        raise ValueError("a test has testtype: functional, and neither it nor the row's `metadata` has a `func_name`")
+    try:
+        arguments, expected = case["input"], case["output"]
+        if isinstance(arguments, str):
+            arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+        return _call_test(name, arguments, json.loads(expected) if isinstance(expected, str) else expected)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a test of {name} is {dict(case)!r:.200}; expected JSON: {error}") from None
+
+
+def _read_name(metadata: Any) -> str | None:
+    """`func_name` of LiveCodeBench's metadata, a mapping or its JSON text."""
+    if isinstance(metadata, str):
+        with suppress(ValueError):
+            metadata = json.loads(metadata)
+    return metadata.get("func_name") if isinstance(metadata, Mapping) else None
 
 
 def _output_test(stdin: Any, expected: Any) -> CodeTest:
@@ -187,14 +254,27 @@ def _to_text(value: Any) -> str:
     return "\n".join(map(str, value)) if _is_list(value) else str(value)
 
 
-def _call_test(name: Any, arguments: Any, expected: Any) -> CodeTest:
+# What signatures and solutions of LeetCode's problems take for given; the built-in `pow` is not that of math.
+_MODULES = ("typing", "collections", "heapq", "bisect", "itertools", "functools", "math", "builtins")
+_PRELUDE = f"import {', '.join(_MODULES)}\n" + "".join(f"from {module} import *\n" for module in _MODULES)
+
+
+def _wrapped_test(name: Any, arguments: Any, expected: Any) -> CodeTest:
+    """A call whose result may stand in a list of its own, as APPS has it."""
+    return _call_test(
+        name, arguments, expected, *(expected if isinstance(expected, list) and len(expected) == 1 else ())
+    )
+
+
+def _call_test(name: Any, arguments: Any, *expected: Any) -> CodeTest:
+    """A call of a function, or of a method of `Solution`, that gives one of the ``expected`` results."""
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"fn_name is {name!r:.80}; expected the name of a function")
     if not _is_list(arguments):
         raise ValueError(f"an input of {name} is {arguments!r:.80}; expected the list of its arguments")
-    unwrapped = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected  # APPS wraps results
     call = f"(globals().get({name!r}) or Solution().{name})(*{list(arguments)!r})"
-    return _judged_test(f"__answer__({call})", [lambda value: _is_same(value, expected) or _is_same(value, unwrapped)])
+    test = _judged_test(f"__answer__({call})", [lambda value: any(_is_same(value, one) for one in expected)])
+    return replace(test, prelude=_PRELUDE)
 
 
 def _statement_test(text: str, function: str = "") -> CodeTest:

@@ -10,19 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 
-from coalign.rewards.notation import (
-    LONGEST,
-    MathNode,
-    are_assignments,
-    is_assignment,
-    read_answer,
-    simplify_notation,
-    write_key,
-)
-from coalign.rewards.quantity import GROUPED, is_rounded, read_quantity
-from coalign.rewards.region import to_region
+from coalign.rewards.layout import LONGEST, simplify_notation, write_key
+from coalign.rewards.notation import MathNode, are_assignments, is_assignment, read_answer
+from coalign.rewards.quantity import is_rounded, read_quantity, read_words
+from coalign.rewards.region import has_modulus, list_names, to_region
 
 # (gold sides, predicted sides, relation): whether they say the same, where the relation is "", "=" or "<"
 ExpressionComparer = Callable[[Sequence[str], Sequence[str], str], bool]
@@ -35,30 +27,26 @@ def is_same(gold: str, predicted: str, equal_expressions: ExpressionComparer) ->
         return bool(first)
     if max(len(first), len(second)) > LONGEST:
         return False
-    if _compare(read_answer(first), read_answer(second), equal_expressions):
-        return True
-    if (decimals := _read_comma(first, second)) is not None:
-        return decimals
-    if GROUPED.search(first):  # `100,200` is a number or a list
-        one, other = (read_answer(GROUPED.sub(", ", text)) for text in (first, second))
-        return _compare(one, other, equal_expressions)
-    return False
+    first, second = _read_comma(first, second), _read_comma(second, first)
+    return _compare(read_answer(first), read_answer(second), equal_expressions)
 
 
-def _read_comma(first: str, second: str) -> bool | None:
-    """Compare `1,22` with 1.22: next to a number that is not whole, the comma of another is a decimal one."""
-    for one, other in ((first, second), (second, first)):
-        if re.fullmatch(r"-?(?:0|(?![0-9]{1,3},[0-9]{3}$)[0-9]+),[0-9]+", one):
-            number = read_quantity(other)
-            if number and ("." in other or number.value.denominator > 1):
-                return Fraction(one.replace(",", ".")) == number.value
-    return None
+def _read_comma(text: str, other: str) -> str:
+    """`1,22` next to a decimal or a fraction as 1.22, elsewhere as a list."""
+    number = read_quantity(other) if re.fullmatch(r"-?[0-9]+,[0-9]+", text) else None
+    return text.replace(",", ".") if number and ("." in other or number.value.denominator > 1) else text
 
 
 def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
     if gold == predicted:
         return True
     kinds = {gold.kind, predicted.kind}
+    if "solutions" in kinds:
+        one, other = (node.parts[0] if node.kind == "solutions" else node for node in (gold, predicted))
+        return _compare(one, other, equal)
+    if any(node.kind == "relation" and node.text == "∈" for node in (gold, predicted)):
+        one, other = (node.parts[1] if node.text == "∈" else node for node in (gold, predicted))
+        return _share_variables(gold, predicted) and _compare(one, other, equal)
     if "near" in kinds and "relation" not in kinds:
         return _compare_near(gold, predicted, equal)
     if "choice" in kinds:
@@ -66,7 +54,7 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
     if gold.kind == "list" and predicted.kind == "list":
         return _compare_lists(gold, predicted, equal)
     if is_assignment(gold) and is_assignment(predicted):
-        return gold.parts[0].text == predicted.parts[0].text and _compare(gold.parts[1], predicted.parts[1], equal)
+        return _share_name(gold, predicted) and _compare(gold.parts[1], predicted.parts[1], equal)
     if is_assignment(predicted) and gold.kind != "relation":
         return _compare(gold, predicted.parts[1], equal)
     if is_assignment(gold) and predicted.kind != "relation":
@@ -75,10 +63,12 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         return _compare(gold.parts[0], predicted, equal)
     if predicted.kind == "list" and len(predicted.parts) == 1 and gold.kind != "number":
         return _compare(gold, predicted.parts[0], equal)
-    if kinds & {"tuple", "union", "conditions"} and kinds & {"relation", "list", "conditions"}:
+    if kinds & {"relation", "list", "conditions"} and (
+        kinds & {"tuple", "union", "conditions"} or len(kinds) == 2 or has_modulus(gold) or has_modulus(predicted)
+    ):
         one, other = to_region(gold), to_region(predicted)
         if one and other and (one, other) != (gold, predicted):
-            return _compare(one, other, equal)
+            return _share_variables(gold, predicted) and _compare(one, other, equal)
         if "conditions" in kinds:
             return not one and not other and len(kinds) == 1 and _match_all(gold.parts, predicted.parts, equal)
     if kinds == {"congruence"}:
@@ -87,19 +77,22 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         one, other = _to_tuple(gold), _to_tuple(predicted)
         return one.kind == other.kind and _compare(one, other, equal)
     if kinds == {"list", "tuple"}:  # a tuple without its brackets
-        brackets = gold.text + predicted.text
-        return brackets == "()" and _compare_in_order(gold.parts, predicted.parts, equal)
+        is_interval = gold.text + predicted.text != "()" and (
+            gold.text + predicted.text != "[]" or len(gold.parts) == 2
+        )
+        return not is_interval and _compare_in_order(_order_names(gold), _order_names(predicted), equal)
     if gold.kind == "relation" and predicted.kind == "relation":
         return _compare_relations(gold, predicted, equal)
     if gold.kind == "number" and predicted.kind == "number":
-        return _is_equal_number(gold, predicted) and _agree(gold.unit, predicted.unit)
+        return _is_equal_number(gold, predicted) and _agree(gold, predicted)
     number, other = (gold, predicted) if gold.kind == "number" else (predicted, gold)
     if kinds == {"number", "expression"} and number.unit and not other.unit:  # `5 m`, where metres are asked for
         one, other = (_read_letter_unit(node) for node in (gold, predicted))
-        return one.unit == other.unit and _compare(one, other, equal)
+        if one.unit and other.unit:
+            return _compare(one, other, equal)
     if gold.kind == "number":  # `2+2` does not pay for 4
         return False
-    if not _agree(gold.unit, predicted.unit):
+    if not _agree(gold, predicted):
         return False
     if gold.kind != predicted.kind:
         return kinds <= {"expression", "number", "words"} and equal([gold.text], [predicted.text], "")
@@ -107,7 +100,7 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         case "tuple" | "matrix":
             return gold.text == predicted.text and _compare_in_order(gold.parts, predicted.parts, equal)
         case "union" | "piecewise":
-            return _match_all(gold.parts, predicted.parts, equal)
+            return _match_all(list(dict.fromkeys(gold.parts)), list(dict.fromkeys(predicted.parts)), equal)
         case "ratio":
             return _compare_ratios(gold, predicted, equal)
         case "base" | "words":
@@ -123,13 +116,46 @@ def _read_letter_unit(node: MathNode) -> MathNode:
 def _compare_lists(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
     named = [are_assignments(node.parts) for node in (gold, predicted)]
     if any(named) and not all(named):  # values without their names mean something in the order of the names only
-        return _compare_in_order(gold.parts, predicted.parts, equal)
-    return _match_all(gold.parts, predicted.parts, equal)
+        return _compare_in_order(_order_names(gold), _order_names(predicted), equal)
+    if gold.text != predicted.text and "or" in (gold.text, predicted.text):
+        return False
+    first, second = gold.parts, predicted.parts
+    if "{}" in (gold.text, predicted.text):
+        first = tuple(dict.fromkeys(first))
+    if len(set(first)) == len(first):  # what is said twice is said once, except where the truth itself does so
+        second = tuple(dict.fromkeys(second))
+    order = {part.parts[0]: i for i, part in enumerate(first)} if all(named) else {}
+    if len(order) == len(first) == len(second) and order.keys() == {part.parts[0] for part in second}:
+        return _compare_in_order(first, sorted(second, key=lambda part: order[part.parts[0]]), equal)
+    return _match_all(first, second, equal)
+
+
+def _order_names(node: MathNode) -> Sequence[MathNode]:
+    """The parts of a list; assignments to letters that follow each other (x, y, z) in the order of these."""
+    names = [part.parts[0].text for part in node.parts] if are_assignments(node.parts) else []
+    if "".join(sorted(names)) in "abcdefghijklmnopqrstuvwxyz" and all(len(name) == 1 for name in names):
+        return sorted(node.parts, key=lambda part: part.parts[0].text) if names else node.parts
+    return node.parts
+
+
+def _share_variables(gold: MathNode, predicted: MathNode) -> bool:
+    """Whether two relations are about the same variables, or one of two answers names none."""
+    names = [names for names in map(list_names, (gold, predicted)) if names]
+    return names[:1] == names[-1:]
+
+
+def _share_name(gold: MathNode, predicted: MathNode) -> bool:
+    """Whether two assignments have the same name; of labels (`red balls`) one may have fewer words."""
+    first, second = gold.parts[0], predicted.parts[0]
+    if first.kind == second.kind == "name":
+        return first.text == second.text
+    one, other = (node.label or read_words(node.text) for node in (first, second))
+    return bool(one & other) and (one <= other or other <= one)
 
 
 def _match_all(gold: Sequence[MathNode], predicted: Sequence[MathNode], equal: ExpressionComparer) -> bool:
-    """Whether each part of one equals a part of its own of the other. A part that is said twice is said once."""
-    gold, left = list(dict.fromkeys(gold)), list(dict.fromkeys(predicted))
+    """Whether each part of one equals a part of its own of the other."""
+    left = list(predicted)
     if len(gold) != len(left):
         return False
     for one in gold:
@@ -178,11 +204,29 @@ def _list_residues(node: MathNode) -> list[MathNode]:
 
 
 def _compare_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
-    """What is near a value is not an exact one: only a truth that is near, too, or a decimal is paid."""
-    one, other = (node.parts[0] if node.kind == "near" else node for node in (gold, predicted))
-    if gold.kind != "near" and ((gold.value is not None and gold.value.denominator == 1) or "." not in other.text):
+    """What is near a value is not an exact one: only a truth that is near, too, or a decimal is paid.
+
+    Where an exact value stands before ≈, a truth pays for both, and an answer says the exact one.
+    """
+    said = predicted.parts[-1] if predicted.kind == "near" else predicted
+    if gold.kind == "near":
+        if predicted.kind == "near" and len(predicted.parts) == 2:
+            is_near = _are_near(gold.parts[0], predicted.parts[0], equal)
+            return is_near and (len(gold.parts) == 1 or _compare(gold.parts[1], said, equal))
+        return any(_compare(one, said, equal) for one in gold.parts)
+    is_whole = gold.value is not None and gold.value.denominator == 1
+    if len(predicted.parts) == 1 and (is_whole or "." not in said.text):
         return False
-    return _compare(one, other, equal)
+    return _compare(gold, said, equal)
+
+
+def _are_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
+    """Whether the decimal with fewer digits rounds the other."""
+    texts = [re.fullmatch(r"-?[0-9]*\.?([0-9]*)", node.text) for node in (gold, predicted)]
+    if gold.value is None or predicted.value is None or None in texts:
+        return _compare(gold, predicted, equal)
+    digits = min(len(text[1]) for text in texts if text)
+    return 2 * 10**digits * abs(gold.value - predicted.value) <= 1
 
 
 def _compare_choices(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
@@ -215,6 +259,20 @@ def _is_equal_number(gold: MathNode, predicted: MathNode) -> bool:
     return is_rounded(exact.value, rounded.text)
 
 
-def _agree(first: str, second: str) -> bool:
-    """Two units that are both known must be the same; others say nothing."""
-    return first == second or not first or not second or "unit" in (first[:4], second[:4])
+_CURRENCIES = ("dollar", "cent", "euro", "yen", "pound", "rupee")
+
+
+def _agree(gold: MathNode, predicted: MathNode) -> bool:
+    """Two units or nouns that are both known must be the same; others say nothing."""
+    first, second = gold.unit, predicted.unit
+    if "unit" in (first[:4], second[:4]):
+        return True
+    if not first or not second:
+        nouns = [node.noun for node in (gold, predicted) if not node.unit]
+        if len(nouns) == 2:
+            return nouns[0] <= nouns[1] or nouns[1] <= nouns[0]
+        return not any(len(word) < 4 for noun in nouns if len(noun) == 1 for word in noun)  # a symbol, as mA is for A
+    (one, _, per), (other, _, per_other) = first.partition("/"), second.partition("/")
+    if (per and per_other) or not (one and other):
+        return per == per_other and (one == other or not one or not other)
+    return one == other and (per == per_other or one in _CURRENCIES)

@@ -11,8 +11,8 @@ import re
 
 from coalign.rewards.checker import AT_ONCE, check
 from coalign.rewards.equality import is_same
-from coalign.rewards.notation import LONGEST
-from coalign.rewards.rules import read_truth
+from coalign.rewards.layout import LONGEST, spell_digits
+from coalign.rewards.rules import read_truths, remove_thoughts
 from coalign.types import Sample
 
 _SHORT = 100  # characters that are read without a process of their own
@@ -41,7 +41,8 @@ _NUMBER = re.compile(
     r"(?:/[0-9]+(?:,[0-9]{3})*)?|\.[0-9]+"
 )
 _BEFORE = re.compile(
-    r"(?:[\^_√±]|\\(?:pm|cdot|times|sqrt|frac)|[\w)}]\s?[-+*/·×]|[+*/])\s?[{(]?\s?$|\bnot\s+[$(]?$"
+    r"(?:[\^_√±<>≤≥≠≈]|\\(?:pm|cdot|times|sqrt|frac|[lg](?:e|eq|t)|neq?|approx)|[\w)}]\s?[-+*/·×]|[+/]|(?<!\*)\*)\s?"
+    r"[{(]?\s?$|\bnot\s+[$(]?$"
 )  # an expression,
 _BEHIND = re.compile(
     r"\s?(?:[\^_·×!]|\*(?!\*)|[+/](?=\s?[\w\\(])|-\s?[0-9\\(]|\\(?:pi|sqrt|cdot|times|frac)|[)}]\s?[\^_])"
@@ -52,7 +53,7 @@ async def math(sample: Sample, *, answer_key: str = "answer", strict: bool = Fal
     """1.0 if the final answer of the response equals that of ``row[answer_key]``, else 0.0.
 
     Ground truth: what is in ``\\boxed{}`` (MATH), follows ``####`` (GSM8K), or follows "the answer is" / "A:"; else the
-    whole value. Prediction, after ``</think>`` if there is one:
+    whole value. Of a list of truths any is right. Prediction, after ``</think>`` if there is one:
 
     1. the last ``\\boxed{}`` that closes, with those that are joined to it ("and", a comma);
     2. else what follows the last mark that has an answer: ``####``, ``<answer>``, "the answer is", "Answer:", "A:";
@@ -66,13 +67,16 @@ async def math(sample: Sample, *, answer_key: str = "answer", strict: bool = Fal
     Raises KeyError or ValueError for a row without a ground truth, ModuleNotFoundError if math-verify is needed and
     missing.
     """
-    gold = read_truth(sample, answer_key)
-    gold = find_answer(gold) or gold
-    predicted = find_answer(sample.response.rpartition("</think>")[2], strict=strict, last_number=not strict)
+    truths = read_truths(sample, answer_key)
+    predicted = find_answer(remove_thoughts(sample.response), strict=strict, last_number=not strict)
     if predicted is None:
         return 0.0
-    known = _compare_short(gold, predicted)
-    return float(await asyncio.to_thread(check, "math", gold, predicted) if known is None else known)
+    for truth in truths:
+        gold = find_answer(truth) or truth
+        known = _compare_short(gold, predicted)
+        if known or (known is None and await asyncio.to_thread(check, "math", gold, predicted)):
+            return 1.0
+    return 0.0
 
 
 math.at_once = AT_ONCE  # so that waiting for a process is no part of a call's time
@@ -83,6 +87,7 @@ def find_answer(text: str, *, strict: bool = False, last_number: bool = False) -
 
     ``last_number`` falls back on the last number of the text; only ``####`` and ``\\boxed{}`` are ``strict`` marks.
     """
+    text = spell_digits(text)
     boxed, opened = _find_boxes(text)
     if boxed:
         return boxed
@@ -126,7 +131,7 @@ def _compare_short(gold: str, predicted: str) -> bool | None:
 
 
 def _find_boxes(text: str) -> tuple[str | None, int | None]:
-    """The content of the last closed boxes, joined by commas, and where a box begins that is left open behind them."""
+    """The content of the last closed boxes, joined by commas, and where an open or empty one behind them begins."""
     contents: list[str] = []
     opened, following = None, len(text)
     for box in reversed(list(_BOX.finditer(text))[-_MARKS:]):
@@ -145,8 +150,10 @@ def _find_boxes(text: str) -> tuple[str | None, int | None]:
             break
         if content := text[begin:end].strip():
             contents.insert(0, content)
+        elif not contents:
+            opened = box.start()
         following = box.start()
-    return ", ".join(contents) or None, opened
+    return ", ".join(dict.fromkeys(contents)) or None, opened
 
 
 def _find_brace(text: str, begin: int) -> int | None:

@@ -1,7 +1,7 @@
 """Mathematical answers as structures: numbers with units, lists, tuples, intervals, relations, matrices, expressions.
 
-`simplify_notation` takes the layout away, `read_answer` finds the structure. `equality.py` compares two of them. The
-checker's process loads this file by its path, so it needs only the standard library (`checks.py`).
+`layout.py` takes the layout away, `read_answer` finds the structure. `equality.py` compares two of them. The checker's
+process loads this file by its path, so it needs only the standard library (`checks.py`).
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from coalign.rewards.layout import ROW, find_closing, levels, strip_braces, write_key
 from coalign.rewards.quantity import (
     CURRENCIES,
     FUNCTION,
-    GROUPED,
     HEDGES,
     TEXT_CONTENT,
     read_numeral,
     read_quantity,
     read_unit,
+    read_words,
 )
 
-LONGEST = 400  # characters of an answer; longer ones equal nothing but themselves
-_ITEMS = 64  # of a list, likewise
+_ITEMS = 64  # of a list; longer ones equal nothing but themselves
 
 
 @dataclass(frozen=True)
 class MathNode:
     """An answer of one ``kind``.
 
-    `list` (no order; ``text`` is `{}` for a set), `conditions` (relations that hold together; ``text`` is `,` where a
-    comma joins them), `congruence` (``text`` has the name, ``value`` the modulus), `piecewise`, `tuple` (``text`` has
-    its brackets), `union`, `relation` (``text`` has its signs), `matrix` (a `tuple` for each row), `ratio`, `base`,
-    `number`, `near` (what follows ≈), `choice` (``text`` has its letter), `words` or `expression`. ``text`` is the
-    normalised answer where nothing else is said.
+    `list` (no order; ``text`` is `{}` for a set, `or` for alternatives that are words), `conditions` (relations that
+    hold together; ``text`` is `,` where a comma joins them), `solutions` (the set of what fulfils its part),
+    `congruence` (``text`` has the name, ``value`` the modulus), `piecewise`, `tuple` (``text`` has its brackets),
+    `union`, `relation` (``text`` has its signs), `matrix` (a `tuple` for each row), `ratio`, `base`, `number`, `near`
+    (what follows ≈, then the exact value before it if there is one), `choice` (``text`` has its letter), `name`,
+    `label` (words that tell numbers of a list apart), `words` or `expression`. ``text`` is the normalised answer where
+    nothing else is said.
     """
 
     kind: str
@@ -42,98 +44,35 @@ class MathNode:
     parts: tuple[MathNode, ...] = ()
     value: Fraction | None = None
     unit: str = ""
+    noun: frozenset[str] = frozenset()
+    label: frozenset[str] = frozenset()
 
 
-_SYMBOLS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≡": r"\equiv ", "√": r"\sqrt ",
-    "²": "^2", "³": "^3", "∪": "∪", "⟨": "(", "⟩": ")", "“": "", "”": "", "（": "(", "）": ")", "，": ",",
-}  # fmt: skip
-_ROW = "¶"  # between the rows of a matrix
-_COMMANDS = {
-    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥",
-    "geq": "≥", "geqslant": "≥", "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "approx": "≈", "simeq": "≈", "in": "∈",
-    "cup": "∪", "pm": "±", "mp": "∓", "infty": "∞", "langle": "(", "rangle": ")", "lbrace": r"\{", "rbrace": r"\}",
-    "degree": "°", "quad": " ", "qquad": " ", "left": "", "right": "", "big": "", "Big": "", "bigl": "", "bigr": "",
-    "Bigl": "", "Bigr": "", "displaystyle": "", "boldsymbol": "", "mathbf": "", "limits": "", "land": " and ",
-    "lor": " or ", "colon": ":", "lvert": "|", "rvert": "|", "mid": "|", "ast": "*", "arccos": r"\arccos",
-    "boxed": "", "fbox": "", "emptyset": "∅", "varnothing": "∅", "ldots": r"\dots", "cdots": r"\dots",
-    "dotsc": r"\dots", "lg": r"\log_{10}", "pmod": r"\mod", "bmod": r"\mod",
-}  # fmt: skip
-_TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|operatorname|rm|bf)\s*\{([^{}]*)\}")
-_FRAC = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))")
-_ENDS = r"[^\[\](){},;]+[,;][^\[\](){},;]+"  # of an interval
-_OUTWARD = re.compile(rf"\s*(?:[a-z]\s*∈\s*)?[\[\]]{_ENDS}[\[\]](?:\s*∪\s*[\[\]]{_ENDS}[\[\]])*\s*")
-
-
-def simplify_notation(answer: str) -> str:
-    r"""An answer without layout: one spelling for each sign, `\frac{a}{b}` for all fractions, words in `\text{}`."""
-    text = answer[: 8 * LONGEST].strip()
-    text = "".join(_SYMBOLS.get(character, character) for character in text)
-    text = re.sub(r"\\\\(?:\s*\[[0-9.]+\s*[a-z]{2}\])?", _ROW, text)
-    text = re.sub(r",\s*\\!\s*|\{,\}", ",", text).replace("{:}", ":")
-    text = re.sub(r"(?<=,)\s*(?:\.\.\.|…)\s*(?=,|\\?\}|$)", r" \\dots ", text)
-    text = re.sub(r"\\(?:operatorname|text|mathrm)\s*\{\s*cis\s*\}", r"\\cis ", text)
-    text = re.sub(r"\\[()\[\]!]", "", text).replace(r"\$", "＄")
-    text = re.sub(r"\\mathbb\s*(?:R|\{R\})", "ℝ", text)
-    text = re.sub(r"\\[,;: ]|~", " ", text).replace(r"\%", "%").replace("$", "")
-    text = _TEXT.sub(_unwrap, text)
-    text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text, flags=re.IGNORECASE)
-    text = re.sub(r"\\([A-Za-z]+)", lambda found: _COMMANDS.get(found[1], found[0]), text)
-    text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°", text)
-    text = re.sub(r"(?<=[\w)])\*\*(?=[\w(-])", "^", text).replace("**", "").replace("`", "")
-    text = text.replace("<=", "≤").replace(">=", "≥").replace("!=", "≠").replace("+∞", "∞").replace(r"\sqrt ", r"\sqrt")
-    text = re.sub(r"([)\]}])\s*U\s*([(\[\\])", r"\1∪\2", text)
-    text = re.sub(r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}", text)
-    text = re.sub(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}", text)
-    text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", text)
-    text = re.sub(r"_\s*\{\s*\(\s*(\w+)\s*\)\s*\}", r"_{\1}", text)
-    text = re.sub(r"([_^])\s*\{\s*(\w)\s*\}(?![0-9])", r"\1\2", text)  # `2^{1}0` is not 2^10
-    text = re.sub(r"(?<=[0-9])(?:st|nd|rd|th)\b", "", text)
-    text = re.sub(r"(?<=[)\]}0-9])\s*(or|and)\s*(?=[(\[{0-9\\-])", r" \1 ", text)
-    text = re.sub(r"(?<=[0-9])\s*(?:\bto\b|\\text\{to\})\s*(?=[0-9])", ":", text)
-    if _OUTWARD.fullmatch(text):
-        text = re.sub(rf"[\[\]]({_ENDS})[\[\]]", _turn_brackets, text)
-    return _strip_braces(" ".join(text.split()).strip(" *").rstrip(".,;: "))
-
-
-def _strip_braces(text: str) -> str:
-    while text.startswith("{") and _closes_at(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text
-
-
-def _turn_brackets(found: re.Match[str]) -> str:
-    """`]0, 1[` as (0, 1)."""
-    return f"{'[' if found[0][0] == '[' else '('}{found[1]}{']' if found[0][-1] == ']' else ')'}"
-
-
-def _unwrap(found: re.Match[str]) -> str:
-    inside = found[1].strip(" ~")
-    return f" {inside} " if inside.lower() in ("and", "or", ",", "") else rf"\text{{{inside}}}"
-
-
-def write_key(text: str) -> str:
-    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)  # `1 2` is not 12
-
-
-# -- structure ------------------------------------------------------------------------------------------------------
-
-_OPENING, _CLOSING = "([{", ")]}"
 _RELATION = "<>≤≥=≠≈∈"
 _MATRIX = re.compile(r"[(\[]?\s*\\begin\{([pbBvV]?matrix|array)\}(?:\s*\{[^{}]*\})?(.*)\\end\{\1\}\s*[)\]]?", re.DOTALL)
-_BASE = re.compile(r"\(?((?=[A-Fa-f]*[0-9])[0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?base[ -](\w+)\)?)")
+_BASE = re.compile(
+    r"\(?((?=[A-Fa-f]*[0-9]|[A-Fa-f]{2})[0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?base[ -](\w+)\)?)"
+)
+_SIMPLE_NAME = (
+    r"(?:m?\s*\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|d[a-z]|\\[a-z]+)(?:'{0,3}|\^\*)"
+    r"(?:_(?:\w|\{[^{}]*\}))?(?:\((?:[a-z]|\d{1,4})\))?\|?"
+)
 _NAME = re.compile(  # a variable, a length `AB`, `f(x)`, `|z|`, an angle, a ratio of such; not a product like `xy`
-    r"[a-zA-Z]\^\{-1\}\([a-z]\)|"
-    r"(?:\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|\\[a-z]+)'?(?:_(?:\w|\{[^{}]*\}))?(?:\((?:[a-z]|\d{1,4})\))?\|?"
+    rf"[a-zA-Z]\^\{{-1\}}\([a-z]\)|{_SIMPLE_NAME}|"
+    r"\|?\\(?:bar|hat|vec|tilde|dot|overline|text|angle)\s*\{[^{}]*\}(?:_\w)?\|?|"
+    r"\[[A-Z]{3,}\]|(?:P|\\?Pr|E|Var|Cov|[fghFGH]'{0,2}|\\text\{(?:Var|Cov|Pr|E|P)\})"
+    r"(?:_\w)?\s*(?:\([^()]*\)|\[[^\[\]]*\])|"  # `P(X>3)`
+    r"\\(?:sin|cos|tan|cot|sec|csc)\s*\(?(?:[A-Z]|\\[a-z]+|(?:\\angle\s*)?[A-Z]{3})\)?"  # `\sin\theta`, but not of x
 )
 _CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)\s*\}?\s*([^\s(}].*)")
+_COMPOUND = re.compile(r"(?:(?<=\})|(?<=[a-z])\s)\s*(?=[0-9])")  # between the quantities of `3 h 20 min`
+_LAST_LETTERS = re.compile(r"(?<=[0-9])\s*([a-z]{1,4})$")
 _BUILDER = re.compile(r"([a-z])\s*(?:∈\s*ℝ\s*)?[|:]\s*(.+)")  # `x : x > 2` in braces
 # What words say that signs say, too.
 _SYNONYMS = {
     "infinity": "∞", "positive infinity": "∞", "negative infinity": "-∞", "minus infinity": "-∞", "empty set": "∅",
     "no solution": "∅", "no solutions": "∅", "no real solution": "∅", "no real solutions": "∅",
-    "all real numbers": "ℝ", "all reals": "ℝ", "dne": "does not exist",
+    "infinitely many solutions": "infinitely many", "all real numbers": "ℝ", "all reals": "ℝ", "dne": "does not exist",
 }  # fmt: skip
 _HOLES = re.compile(r"ℝ\s*(?:\\setminus|\\backslash|∖|-)\s*\\\{([^{}]*)\\\}")
 _CASES = re.compile(r"(?:([^=<>≤≥≠]{1,20})=)?\s*\\begin\{cases\}(.*)\\end\{cases\}")
@@ -148,7 +87,7 @@ LOWEST, HIGHEST = MathNode("expression", "-∞"), MathNode("expression", "∞")
 
 def read_answer(text: str, depth: int = 0) -> MathNode:
     """The structure of an answer in simplified notation."""
-    text = _strip_braces(text.strip().rstrip("."))
+    text = strip_braces(text.strip().rstrip("."))
     plain = MathNode("expression", re.sub(rf"[{CURRENCIES}]", "", text))
     if depth > 8:
         return plain
@@ -164,11 +103,14 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
     if (based := _read_base(TEXT_CONTENT.sub(r"\1", text))) is not None:
         return based
     if (number := read_quantity(text)) is not None:
-        return MathNode("number", text, value=number.value, unit=number.unit)
+        return MathNode("number", text, (), *number)
+    quantities = [_LAST_LETTERS.sub(r"\\text{\1}", part) for part in _COMPOUND.split(text)]
+    if len(quantities) > 1 and all(one and one.unit for one in map(read_quantity, quantities)):
+        return _read_list(quantities, depth)
     if matrix := _MATRIX.fullmatch(text):
         if r"\begin" in matrix[2]:
             return plain
-        rows = [row for row in matrix[2].split(_ROW) if row.strip()]
+        rows = [row for row in matrix[2].split(ROW) if row.strip()]
         cells = [tuple(read_answer(cell, depth + 1) for cell in row.split("&")) for row in rows]
         return MathNode(
             "matrix", "v" if matrix[1][0] == "v" else "", tuple(MathNode("tuple", "", row) for row in cells)
@@ -183,10 +125,13 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         parts = _split(text, separator)
         if len(parts) > 1:
             return _read_list(parts, depth, separator) if len(parts) <= _ITEMS else plain
-    if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at(text, 1) == len(text) - 1:
+    if text.startswith(r"\{") and text.endswith(r"\}") and find_closing(text, 1) == len(text) - 1:
         inside = text[2:-2].strip()
         if (builder := _BUILDER.fullmatch(inside)) and re.search(rf"\b{builder[1]}\b", builder[2]):
-            return read_answer(builder[2], depth + 1)
+            return MathNode("solutions", "", (read_answer(builder[2], depth + 1),))
+        for separator in (":", "|"):
+            if len(sides := _split(inside, separator)) == 2:  # `2n : n ∈ ℤ`
+                return MathNode("tuple", "{:}", tuple(read_answer(side, depth + 1) for side in sides))
         node = read_answer(inside, depth + 1)
         parts = node.parts if node.kind == "list" and not node.text and inside != "∅" else (node,)
         return MathNode("list", "{}", parts if inside else ())
@@ -200,13 +145,13 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         return MathNode("union", text, tuple(read_answer(part, depth + 1) for part in parts))
     if (relation := _read_relation(text, depth)) is not None:
         return relation
-    if text[:1] in ("(", "[") and _closes_at(text, 0) == len(text) - 1:
+    if text[:1] in ("(", "[") and find_closing(text, 0) == len(text) - 1:
         parts = _split(text[1:-1], ";" if len(_split(text[1:-1], ";")) > 1 else ",")
         if len(parts) > 1 and len(parts) <= _ITEMS:
             return MathNode("tuple", text[0] + text[-1], tuple(read_answer(part, depth + 1) for part in parts))
         if text[0] == "(" and (_is_words(text[1:-1]) or read_quantity(text[1:-1]) is not None):
             return read_answer(text[1:-1], depth + 1)
-    if (named := re.fullmatch(r"([A-Z])\s*(\(.*\))", text)) and _closes_at(named[2], 0) == len(named[2]) - 1:
+    if (named := re.fullmatch(r"([A-Z])\s*(\(.*\))", text)) and find_closing(named[2], 0) == len(named[2]) - 1:
         point = read_answer(named[2], depth + 1)
         if point.kind == "tuple":  # `P(2, 5)`
             return MathNode("relation", "=", (MathNode("name", named[1]), point))
@@ -221,7 +166,8 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
     unit = re.fullmatch(r"(.*[^\s])\s*(\\text\{([^{}]*)\}(?:\^[23])?)", text)
     if not unit or HEDGES.search(unit[3]):
         return plain
-    return MathNode("expression", unit[1], unit=read_unit(unit[2]) or "")
+    known = read_unit(unit[2]) or ""
+    return MathNode("expression", unit[1], unit=known, noun=frozenset() if known else read_words(unit[3]))
 
 
 def _read_base(text: str) -> MathNode | None:
@@ -247,6 +193,10 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
         if any(part.text != "=" for part in parts):
             loose = separator == "," or any(node.kind == "conditions" and node.text == "," for node in nodes)
             return MathNode("conditions", "," if loose else "", tuple(parts))
+    if separator == " or " and all(node.kind == "words" for node in nodes):
+        return MathNode("list", "or", tuple(nodes))
+    if separator == " or " and (union := _unite(nodes)):
+        return union
     groups = [node for node in nodes if node.kind == "list"]
     if len(groups) == len(nodes) and len(nodes) > 1 and all(are_assignments(node.parts) for node in groups):
         return MathNode("list", "", tuple(nodes))
@@ -256,17 +206,28 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
         before = flat[i - 1]
         if node.kind in ("number", "expression") and len(names) == 1 and is_assignment(before):
             flat[i] = MathNode("relation", "=", (before.parts[0], node))
+    if len({node.label for node in flat}) > 1 and all(node.label for node in flat):  # `5 red, 3 blue`
+        flat = [MathNode("relation", "=", (MathNode("label", "", label=node.label), node)) for node in flat]
     return MathNode("list", "", tuple(flat))
+
+
+def _unite(nodes: Sequence[MathNode]) -> MathNode | None:
+    """The union that `x ∈ (1, 2) or x ∈ (3, 4)` says, and intervals that are certain not to be points."""
+    if {node.text for node in nodes} == {"∈"} and len({node.parts[0] for node in nodes}) == 1:
+        return MathNode("relation", "∈", (nodes[0].parts[0], MathNode("union", "", tuple(n.parts[1] for n in nodes))))
+    if all(n.kind == "tuple" and (n.text in ("[)", "(]") or {LOWEST, HIGHEST} & set(n.parts)) for n in nodes):
+        return MathNode("union", "", tuple(nodes))
+    return None
 
 
 def _read_cases(name: str, body: str, depth: int) -> MathNode:
     """A function by cases, in any order; of one column the lines are a list."""
-    rows = [[cell.strip(" ,") for cell in row.split("&")] for row in body.split(_ROW) if row.strip()]
+    rows = [[cell.strip(" ,.;") for cell in row.split("&")] for row in body.split(ROW) if row.strip()]
     if all(len(row) == 1 for row in rows):
         return _read_list([row[0] for row in rows], depth)
     lines = []
     for row in rows:
-        condition = re.sub(r"^\s*(?:if|for|when)\b", "", TEXT_CONTENT.sub(r"\1", row[-1]))
+        condition = re.sub(r"^\s*(?:if|for|when)\b", "", TEXT_CONTENT.sub(r"\1 ", row[-1]))
         lines.append(MathNode("tuple", "", tuple(read_answer(one, depth + 1) for one in (*row[:-1], condition))))
     function = MathNode("piecewise", "", tuple(lines))
     return MathNode("relation", "=", (MathNode("name", write_key(name)), function)) if name.strip() else function
@@ -276,14 +237,11 @@ def _read_relation(text: str, depth: int) -> MathNode | None:
     sides, signs = _split_relation(text)
     if not signs:
         return None
-    if "≈" in signs:  # `x = 1/3 ≈ 0.333` says 1/3, `x ≈ 3.1` says that it is near 3.1
-        exact, _, rounded = text.partition("≈")
-        if exact.strip() and not is_name(exact):
-            return read_answer(exact, depth + 1)
-        near = MathNode("near", text, (read_answer(rounded, depth + 1),))
-        return MathNode("relation", "=", (MathNode("name", write_key(exact)), near)) if exact.strip() else near
+    if "≈" in signs:
+        return _read_near(text, depth) if set(signs) <= set("=≈") else None
     if "∈" in signs:
-        return read_answer(sides[-1], depth + 1) if len(signs) == 1 and is_name(sides[0]) else None
+        name, region = MathNode("name", write_key(sides[0])), read_answer(sides[-1], depth + 1)
+        return MathNode("relation", "∈", (name, region)) if len(signs) == 1 and is_name(sides[0]) else None
     if not all(side.strip() for side in sides):
         return None
     nodes = tuple(read_answer(side, depth + 1) for side in sides)
@@ -301,9 +259,30 @@ def _read_relation(text: str, depth: int) -> MathNode | None:
     return MathNode("relation", "".join(signs), nodes)
 
 
+def _read_near(text: str, depth: int) -> MathNode:
+    """`x = 1/3 ≈ 0.333` says that x is 1/3, `P(X > 3) ≈ 0.12` that what stands before ≈ is near 0.12."""
+    exact, _, rounded = (side.strip() for side in text.partition("≈"))
+    sides, _ = _split_relation(exact)
+    parts = (read_answer(rounded, depth + 1),)
+    if _is_constant(sides[-1]):
+        parts = (*parts, read_answer(sides.pop(), depth + 1))
+    near, name = MathNode("near", text, parts), sides[0] if sides else ""
+    return MathNode("relation", "=", (MathNode("name", write_key(name)), near)) if name.strip() else near
+
+
+def _is_constant(text: str) -> bool:
+    r"""Whether an expression has a digit or π, and no letter but e, i and those of functions and of `\text{}`."""
+    bare = re.sub(
+        r"\\?(?:frac|binom|cdot|times|infty|overline|arc[a-z]{3})|(?<![A-Za-z])[ei](?![A-Za-z])",
+        "",
+        TEXT_CONTENT.sub("", text),
+    )
+    return bool(re.search(r"[0-9]|\\pi", text)) and not re.search(r"[^\W\d_]", FUNCTION.sub("", bare))
+
+
 def _split_relation(text: str) -> tuple[list[str], list[str]]:
     sides, signs, start = [], [], 0
-    for i, level in _levels(text):
+    for i, level in levels(text):
         if not level and text[i] in _RELATION:
             sides.append(text[start:i])
             signs.append(text[i])
@@ -322,17 +301,18 @@ def is_name(text: str) -> bool:
 
 
 def is_assignment(node: MathNode) -> bool:
-    return node.kind == "relation" and node.text == "=" and node.parts[0].kind == "name"
+    return node.kind == "relation" and node.text == "=" and node.parts[0].kind in ("name", "label")
 
 
 def are_assignments(nodes: Sequence[MathNode]) -> bool:
-    return len(nodes) > 1 and all(map(is_assignment, nodes)) and len({node.parts[0].text for node in nodes}) > 1
+    return len(nodes) > 1 and all(map(is_assignment, nodes)) and len({node.parts[0] for node in nodes}) > 1
 
 
 def _is_words(text: str) -> bool:
     r"""Whether the text is words: letters and punctuation, a word of three letters or more, or in `\text{}`."""
     bare = TEXT_CONTENT.sub(r"\1", text).strip("( )")
-    if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[\s,.'!?()-])*", bare):
+    is_function = re.search(r"\\text\{[^{}]*\}\s*\(-?\w\)", text)
+    if is_function or not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[\s,.'!?()-])*", bare):
         return False
     return bool(len(bare) == 1 or r"\text" in text or re.search(r"[^\W\d_]{3}|^(?:no|if)$", bare, re.IGNORECASE)) and (
         r"\text" in text or not FUNCTION.match(bare)
@@ -341,37 +321,16 @@ def _is_words(text: str) -> bool:
 
 def _read_words(text: str) -> str:
     bare = " ".join(re.findall(r"[\w']+", TEXT_CONTENT.sub(r"\1", text)))
-    if len(bare) == 1:  # `E` is not `e`
-        return bare
+    if option := re.fullmatch(r"(?:(?i:the )?(?i:option|choice|answer) )?(\w)", bare):  # `E` is not `e`
+        return option[1]
     return re.sub(r"^(?:(?:it is|there (?:is|are))\s+)?(?:(?:the|an?)\s+)?", "", bare.casefold())
-
-
-def _levels(text: str):
-    """The positions of a text with the depth of brackets around them."""
-    level = 0
-    for i, character in enumerate(text):
-        if character in _CLOSING:
-            level = max(level - 1, 0)
-        yield i, level
-        if character in _OPENING:
-            level += 1
-
-
-def _closes_at(text: str, start: int) -> int:
-    """Where the bracket at ``start`` closes; -1 if it does not."""
-    level = 0
-    for i in range(start, len(text)):
-        level += (text[i] in _OPENING) - (text[i] in _CLOSING)
-        if level == 0:
-            return i
-    return -1
 
 
 def _split(text: str, separator: str) -> list[str]:
     """The parts of a text between separators outside of brackets; empty ones are left out."""
     parts, start, width = [], 0, len(separator)
-    for i, level in _levels(text):
-        if not level and i >= start and text.startswith(separator, i) and not GROUPED.match(text, i):
+    for i, level in levels(text):
+        if not level and i >= start and text.startswith(separator, i):
             parts.append(text[start:i])
             start = i + width
     return [part.strip() for part in (*parts, text[start:]) if part.strip(" ,")]

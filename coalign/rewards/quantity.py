@@ -1,4 +1,4 @@
-"""Numbers as people write them: digits with separators, fractions, powers of ten, repeating decimals, words, units.
+"""Numbers as people write them: digits, fractions, powers of ten, repeating decimals, words, units, what is counted.
 
 The checker's process loads this file by its path, so it needs only the standard library (`checks.py`).
 """
@@ -14,16 +14,21 @@ _PRECISION = 6  # significant digits from which a decimal may stand for a value 
 
 
 class Quantity(NamedTuple):
-    """A number and its unit: "" for none, and for one that is not known."""
+    """A number and its unit: "" for none, and for one that is not known.
+
+    ``noun`` are the words behind the number that are no known unit (`red balls`); ``label`` are all words that tell the
+    number from another one of the same list, its unit among them.
+    """
 
     value: Fraction
     unit: str = ""
+    noun: frozenset[str] = frozenset()
+    label: frozenset[str] = frozenset()
 
 
 CURRENCIES = "＄€£¥"
 TEXT_CONTENT = re.compile(r"\\text\{([^{}]*)\}")
-GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
-_DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_DECIMAL = r"(?:[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _SIGNED = rf"-?\s*{_DECIMAL}"
 _POWER = r"10\s*\^\s*\{?\s*(?P<power>[+-]?\s*[0-9]{1,4})\s*\}?"
 _VALUE = re.compile(
@@ -36,45 +41,47 @@ _VALUE = re.compile(
 )
 FUNCTION = re.compile(r"(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|mod|choose|arc|theta|alpha|beta)", re.IGNORECASE)
 _PROSE = re.compile(r"[^\W\d_]+(?:[^\W\d_]|[\s,.'\":;-])*[^\W\d_]{2}(?:[^\W\d_]|[\s,.'\":;-])*[\s:-]")
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_LARGE = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SHARES = "third fourth fifth sixth seventh eighth ninth tenth"
+_SCALES = {name: Fraction(number) for name, number in _LARGE.items()} | {"dozen": Fraction(12), "score": Fraction(20)}
+_SCALES |= {name: Fraction(1, number) for number, name in enumerate(_SHARES.split(), 3)}
+_SCALES |= {"half": Fraction(1, 2), "halve": Fraction(1, 2)}
+_SCALES |= {f"{name}th": 1 / _SCALES[name] for name in ("hundred", "thousand", "million")}
+_SHARE = re.compile(r"(quarter)s?", re.IGNORECASE)  # behind words only: `3 quarters` may be coins
+_SCALE = re.compile(  # `5 thirds`, but not `5 third graders`
+    rf"\s*(?:\\text\{{)?\s*(?:({'|'.join(_LARGE)}|dozen)\b|({'|'.join(_SCALES)})s?(?=\s*\}}?$))", re.IGNORECASE
+)
+_SCALES["quarter"] = Fraction(1, 4)
 HEDGES = re.compile(
-    r"\b(?:not|no|never|less|more|fewer|least|most|than|over|under|below|above|between|except|or|and|minus|plus|times|"
-    r"squared|cubed|divided|half|twice|if|but|from|to|nor|without)\b",
+    r"\b(?:not|no|never|less|more|fewer|least|most|than|over|under|below|above|between|except|or|and|minus|plus|"
+    r"times\s+(?!as\b|an?\b|per\b|in\b)|squared|cubed|divided|half|twice|if|but|from|to|nor|without|maybe|perhaps)\b",
     re.IGNORECASE,
 )
-_UNITS = {
-    name: unit
-    for unit, names in {
-        "mm": "mm millimeter millimetre", "cm": "cm centimeter centimetre", "m": "m meter metre",
-        "km": "km kilometer kilometre", "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard", "mi": "mi mile",
-        "s": "s sec second", "min": "min minute", "h": "h hr hour", "day": "day", "week": "week wk", "month": "month",
-        "year": "year yr", "mg": "mg milligram", "g": "g gram", "kg": "kg kilogram", "pound": "lb pound £",
-        "oz": "oz ounce",
-        "ml": "ml milliliter", "l": "l liter litre", "°": "° degree deg", "rad": "rad radian",
-        "%": "% percent pct percentage", "dollar": "dollar usd ＄", "cent": "cent ¢", "euro": "euro €",
-        "yen": "yen ¥", "am": "am", "pm": "pm", "mi/h": "mph", "km/h": "kph",
-        "unit": "unit",
-    }.items()
-    for name in names.split()
-}  # fmt: skip
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """A number, alone, with a unit behind it, or alone among words."""
+    """A number, alone, with a unit or what is counted behind it, or alone among words."""
     text = re.sub(r"\\text\{\s*\}", "", text).strip()
+    text = re.sub(rf"^\\text\{{\s*([{CURRENCIES}]?-?[0-9.]+)([^{{}}]*)\}}", r"\1\\text{\2}", text).replace(
+        r"\text{}", ""
+    )
+    text = re.sub(rf"^\\text\{{([^{{}}]*)\}}\s*(?=[{CURRENCIES}]?-?[0-9.])", r"\1 ", text)
     bare = TEXT_CONTENT.sub(r"\1", text)
     if (numeral := read_numeral(bare)) is not None:
         return Quantity(numeral)
-    numeral, _, unit = bare.rpartition(" ")
-    if (value := read_numeral(numeral)) is not None and (unit := _UNITS.get(unit) or _UNITS.get(unit[:-1])):
-        return Quantity(value, unit)
+    numeral, _, name = re.sub(r"-(?=[a-z]{4,}$)", " ", bare).rpartition(" ")
+    if (value := Fraction(1) if numeral in ("a", "A") else read_numeral(numeral)) is not None:
+        if scale := _SHARE.fullmatch(name) or _SCALE.fullmatch(name):
+            return Quantity(value * _SCALES[(scale[1] or scale[2]).lower()])
+        if unit := _name_unit(name):
+            return Quantity(value, unit, label=frozenset([unit]))
     if (twice := re.fullmatch(r"([^()]+)\(([^()]*)\)", text)) and re.match(r"[^\W\d_]{3}", twice[1]):
         number = read_quantity(twice[2])  # `forty-two (42)`
         return number if number and read_numeral(twice[1]) == number.value else None
     found = _VALUE.match(text)
     words = ""
     if not found:  # `She makes 18 a day`
-        if not (found := re.search(_DECIMAL, text)) or re.search(r"[\\^_{}()\[\]*+/=<>|&]", text):
+        if not (found := re.search(_DECIMAL, text)) or re.search(r"[\\^_{}()\[\]*+/=<>|&]", TEXT_CONTENT.sub("", text)):
             return None
         words = text[: found.start()]
         if not _PROSE.fullmatch(words) or HEDGES.search(words) or len(words.split()) > 12:
@@ -85,14 +92,30 @@ def read_quantity(text: str) -> Quantity | None:
     value, rest = _evaluate(found), text[found.end() :]
     if value is None:
         return None
-    if scale := re.match(r"\s*(?:\\text\{\s*)?(hundred|thousand|million|billion|trillion)\b(.*)", rest, re.IGNORECASE):
-        value, rest = value * 10 ** _SCALES[scale[1].lower()], scale[2].rstrip("}") if "{" not in scale[2] else scale[2]
+    if scale := _SCALE.match(rest):
+        rest = rest[scale.end() :]
+        value, rest = value * _SCALES[(scale[1] or scale[2]).lower()], rest if "{" in rest else rest.replace("}", "")
     unit = read_unit(rest)
+    if unit is None:
+        return None
+    noun = frozenset[str]() if unit.strip("/") and unit[0] != "/" else read_words(rest)
     if sign := found["currency"] or found["currency2"]:
-        unit = None if unit is None else unit or _UNITS[sign]
-    return None if unit is None else Quantity(value, unit)
+        unit = unit if unit and unit[0] != "/" else _UNITS[sign] + unit
+    return Quantity(value, unit, noun, noun | read_words(words) | frozenset([unit] if unit else []))
 
 
+def read_words(text: str) -> frozenset[str]:
+    """The words that say what a number counts, in the singular; symbols of up to three letters as they are."""
+    words = re.findall(r"[^\W\d_]+", TEXT_CONTENT.sub(r"\1", text))
+    folded = [word if len(word) < 4 else re.sub(r"(?<!s)s$", "", word.casefold()) for word in words]
+    return frozenset(word for word in folded if word.casefold() not in _FILLERS.split())
+
+
+_FILLERS = (
+    "a an and are at be by each for get gets given had has have her his in is it its made make makes need of on our "
+    "per she he them the their there these they this we were will with you your unit total time way "
+    "ways day different distinct possible such exactly altogether overall"
+)
 _NUMERALS = {
     name: value
     for names, values in {
@@ -117,15 +140,15 @@ def read_numeral(text: str) -> Fraction | None:
     for word in re.findall(r"[a-z]+", text):
         if word == "hundred":
             hundreds *= 100
-        elif word in _SCALES:
-            total, hundreds = total + hundreds * 10 ** _SCALES[word], 0
+        elif word in _LARGE:
+            total, hundreds = total + hundreds * _LARGE[word], 0
         else:
             hundreds += _NUMERALS.get(word, 0)
     return Fraction(total + hundreds)
 
 
 def _evaluate(found: re.Match[str]) -> Fraction | None:
-    part = {name: text and text.replace(",", "").replace(" ", "") for name, text in found.groupdict().items()}
+    part = {name: text and text.replace(" ", "") for name, text in found.groupdict().items()}
     exponent = int(part["e"] or 0) + int(part["power"] or part["power2"] or 0)
     if abs(exponent) > _EXPONENT:
         return None
@@ -145,8 +168,50 @@ def _evaluate(found: re.Match[str]) -> Fraction | None:
     return -value if part["sign"] == "-" else value
 
 
+# -- units ----------------------------------------------------------------------------------------------------------
+
+_UNITS = {
+    name: unit
+    for unit, names in {
+        "mm": "mm", "cm": "cm", "m": "m", "km": "km", "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard",
+        "mi": "mi mile", "s": "s sec second", "min": "min minute", "h": "h hr hour", "day": "day", "week": "week wk",
+        "month": "month", "year": "year yr", "ms": "ms", "nm": "nm", "mg": "mg", "g": "g", "kg": "kg",
+        "pound": "lb pound £", "oz": "oz ounce",
+        "ml": "ml", "l": "l", "gal": "gal gallon", "qt": "qt quart", "pt": "pint", "acre": "acre", "ha": "ha hectare",
+        "ton": "ton", "t": "tonne", "°": "° degree deg", "rad": "rad radian", "°c": "°c celsius degreescelsius",
+        "°f": "°f fahrenheit degreesfahrenheit", "%": "% percent pct percentage", "dollar": "dollar usd ＄",
+        "cent": "cent ¢", "euro": "euro €", "yen": "yen ¥", "rupee": "rupee", "am": "am", "pm": "pm", "mi/h": "mph",
+        "km/h": "kph", "unit": "unit",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+_SYMBOLS = {  # of the units that take prefixes
+    "metre": "m", "meter": "m", "gram": "g", "litre": "l", "liter": "l", "newton": "N", "joule": "J", "watt": "W",
+    "volt": "V", "ampere": "A", "amp": "A", "ohm": "Ω", "hertz": "Hz", "pascal": "Pa", "kelvin": "K", "mole": "mol",
+    "byte": "B", "bit": "bit", "calorie": "cal", "second": "s",
+}  # fmt: skip
+_PREFIXES = {"kilo": "k", "mega": "M", "giga": "G", "tera": "T", "milli": "m", "micro": "µ", "nano": "n", "centi": "c"}
+_SYMBOL = re.compile(
+    rf"[{''.join(_PREFIXES.values())}K]?(?:{'|'.join({*_SYMBOLS.values()} - {'m', 'g', 'l', 's'})})|µ[mgls]"
+)
+_LONG_NAME = re.compile(rf"({'|'.join(_PREFIXES)})?({'|'.join(_SYMBOLS)})s?")
+
+
+def _name_unit(name: str) -> str | None:
+    """The unit that a name or a symbol stands for; None if it is not known."""
+    if _SYMBOL.fullmatch(name):
+        return "k" + name[1:] if len(name) > 1 and name[0] == "K" else name
+    lowered = name.lower()
+    if spelled := _LONG_NAME.fullmatch(lowered):
+        return _PREFIXES.get(spelled[1], "") + _SYMBOLS[spelled[2]]
+    return _UNITS.get(lowered) or _UNITS.get(lowered.removesuffix("s"))
+
+
 def read_unit(rest: str) -> str | None:
-    """The unit in what follows a number: "" for none or one that is not known, None if it is no unit."""
+    """The unit in what follows a number: "" for none or one that is not known, None if it is no unit.
+
+    `/day` is a rate whose numerator is not known.
+    """
     glued = rest[:1].isalpha()
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", rest)
     wrapped, text = text != rest, text.strip().rstrip(".")
@@ -159,26 +224,31 @@ def read_unit(rest: str) -> str | None:
     lowered = text.lower()
     power = {"2": 2, "3": 3}.get(re.sub(r"[^23]", "", lowered[lowered.find("^") :])[:1], 1) if "^" in lowered else 1
     power = 2 if re.match(r"sq(?:uare)?\b", lowered) else 3 if re.match(r"cu(?:bic)?\b", lowered) else power
-    name = re.sub(r"^(?:sq(?:uare)?|cu(?:bic)?)\.?\s+|\^.*$", "", lowered).strip(" .")
-    parts = [_UNITS.get(part) or _UNITS.get(part.removesuffix("s")) for part in re.split(r"\s*(?:/|\bper\b)\s*", name)]
-    known = "/".join(part for part in parts if part) if all(parts) else None
-    if known is None:
-        first = re.match(r"[^\W\d_]*", text)
-        letters = len(first[0]) if first else 0
-        if HEDGES.search(text) or FUNCTION.match(text) or (not wrapped and letters < (4 if glued else 1)):
+    name = re.sub(r"^(?:sq(?:uare)?|cu(?:bic)?)\.?\s+|\^.*$", "", text, flags=re.IGNORECASE).strip(" .")
+    name = re.sub(r"\bper\s+cent\b", "percent", name)
+    name = re.sub(r"(°|(?i:degrees?))\s*(?=[CF]|(?i:celsius|fahrenheit)\b)", lambda one: "°", name)
+    name = re.sub(r"°(?i:(c)elsius|(f)ahrenheit)", lambda one: "°" + (one[1] or one[2]), name)
+    parts = [_name_unit(part.strip()) or "" for part in re.split(r"\s*(?:/|\bper\b)\s*", name)]
+    if any(parts) and all(parts[1:]):
+        if not parts[0] and not re.search(r"\bper\b|/", name):
             return None
-        if not wrapped and letters < 3 and not re.match(r"[^\W\d_]{1,2}\s+[^\W\d_]{2}", text):
-            return None
-        return ""
-    if not wrapped and len(name) == 1 and name.isalpha():
-        return None  # `5 m` is a product, `5\text{ m}` a length
-    return f"{known}^{power}" if power > 1 else known
+        if not wrapped and len(name) == 1 and name.isalpha():
+            return None  # `5 m` is a product, `5\text{ m}` a length
+        known = "/".join(parts)
+        return f"{known}^{power}" if power > 1 else known
+    first = re.match(r"[^\W\d_]*", text)
+    letters = len(first[0]) if first else 0
+    if HEDGES.search(text) or FUNCTION.match(text) or (not wrapped and letters < (4 if glued else 1)):
+        return None
+    if not wrapped and letters < 3 and not re.match(r"[^\W\d_]{1,2}\s+[^\W\d_]{2}", text):
+        return None
+    return ""
 
 
 def is_rounded(value: Fraction, decimal: str) -> bool:
     """Whether a decimal of six significant digits or more is the value, rounded to its last digit."""
-    found = re.search(r"[0-9,]*\.([0-9]+)", decimal)
+    found = re.search(r"[0-9]*\.([0-9]+)", decimal)
     if not found or len(re.sub(r"[^0-9]", "", found[0]).lstrip("0")) < _PRECISION:
         return False
-    stated = Fraction(found[0].replace(",", ""))
+    stated = Fraction(found[0])
     return abs(abs(value) - stated) <= Fraction(1, 2 * 10 ** len(found[1])) and (value < 0) == ("-" in decimal)

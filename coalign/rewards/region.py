@@ -1,11 +1,13 @@
-"""Intervals and unions that relations of one variable say: `x < 1 or x > 5`, `x > 4 and x ≤ 9`, `x ≠ 0`.
+"""Intervals and unions that relations of one variable say: `x < 1 or x > 5`, `x > 4 and x ≤ 9`, `x ≠ 0`, `|x| > 1`.
 
 The checker's process loads this file by its path, so it needs only the standard library (`checks.py`).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 from coalign.rewards.notation import HIGHEST, LOWEST, MathNode, is_name
@@ -29,10 +31,11 @@ class _OrderUnknown(Exception):
 
 def to_region(node: MathNode) -> MathNode | None:
     """The interval, the union or the empty list that relations of one variable say; None for others."""
+    if node.kind == "relation" and node.text == "∈":
+        return to_region(node.parts[1])
     if node.kind in ("tuple", "union") or (node.kind == "list" and not node.parts):
         return node
-    names = {part.text for relation in _list_relations(node) for part in relation.parts if is_name(part.text)}
-    if len(names) > 1 and node.kind != "relation":
+    if len(list_names(node)) > 1 and node.kind != "relation":
         return None
     try:
         intervals = _list_intervals(node)
@@ -43,6 +46,14 @@ def to_region(node: MathNode) -> MathNode | None:
     if len(intervals) == 1:
         return intervals[0].to_node()
     return MathNode("union", "", tuple(interval.to_node() for interval in intervals))
+
+
+def list_names(node: MathNode) -> set[str]:
+    """The variables of an answer's relations."""
+    texts = [part.text for relation in _list_relations(node) for part in relation.parts]
+    moduli = [_MODULUS.fullmatch(text) for text in texts]
+    names = {modulus[2] or modulus[8] for modulus in moduli if modulus}
+    return names | {text for text, modulus in zip(texts, moduli, strict=True) if not modulus and is_name(text)}
 
 
 def _list_relations(node: MathNode) -> list[MathNode]:
@@ -76,6 +87,8 @@ def _list_intervals(node: MathNode) -> list[_Interval] | None:
 def _read_relation(relation: MathNode) -> list[_Interval] | None:
     """`a < x ≤ b` as `(a, b]`, `x ≠ a` as what is below and above it."""
     low, sign, high = None, relation.text, None
+    if set(sign) <= set("<≤") and any(_MODULUS.fullmatch(part.text) for part in relation.parts):
+        return _read_modulus(relation)
     names = [is_name(part.text) for part in relation.parts]
     if sign == "≠" and names == [True, False]:
         return [_Interval(*ends) for ends in pairwise((LOWEST, relation.parts[1], HIGHEST))]
@@ -91,6 +104,58 @@ def _read_relation(relation: MathNode) -> list[_Interval] | None:
     if low is None or high is None:
         return None
     return [_Interval(low, high, ("(" if sign[0] == "<" else "[") + (")" if sign[1] == "<" else "]"))]
+
+
+_TERM = r"(?:[0-9]+(?:\.[0-9]+)?|\\frac\{[0-9]+\}\{[1-9][0-9]*\})"
+_MODULUS = re.compile(  # `|2x - 3|`, `|3 - x|`; the variable z is complex
+    rf"\|\s*(?:(-?{_TERM}?)\s*([a-y])\s*(?:([+-])\s*({_TERM}))?|(-?{_TERM})\s*([+-])\s*({_TERM}?)([a-y]))\s*\|"
+)
+
+
+def has_modulus(node: MathNode) -> bool:
+    """Whether an answer is a relation of a modulus such as `|x - 1|`."""
+    return node.kind == "relation" and any(_MODULUS.fullmatch(part.text) for part in node.parts)
+
+
+def _read_modulus(relation: MathNode) -> list[_Interval] | None:
+    """`|x| < a` as (-a, a), `a ≤ |x - b|` as what is up to b - a and from b + a on."""
+    places = [i for i, part in enumerate(relation.parts) if _MODULUS.fullmatch(part.text)]
+    if places not in ([0], [1]) or len(relation.parts) > places[0] + 2:
+        return None
+    (place,) = places
+    ends = [_solve_modulus(relation.parts[place].text, part) for i, part in enumerate(relation.parts) if i != place]
+    if None in ends:
+        return None
+    low, high = ends[0] if place else None, ends[-1] if place + 1 < len(relation.parts) else None
+    inner, outer = ("[]" if sign == "≤" else "()" for sign in (relation.text[0], relation.text[-1]))
+    if low is None:
+        return [_Interval(*high, outer)] if high else None
+    below, above = high or (LOWEST, HIGHEST)
+    outer = outer if high else "()"
+    return [_Interval(below, low[0], outer[0] + inner[1]), _Interval(low[1], above, inner[0] + outer[1])]
+
+
+def _solve_modulus(modulus: str, end: MathNode) -> tuple[MathNode, MathNode] | None:
+    """Where a modulus equals ``end``, which is not negative; None if that is not known here."""
+    linear = _MODULUS.fullmatch(modulus)
+    assert linear is not None
+    first, _, sign, second, third, other_sign, fourth, _ = linear.groups()
+    if third is not None:
+        first, sign, second = other_sign + fourth, "+", third
+    slope = _read_factor(first.replace(" ", ""))
+    offset = _read_factor((sign or "+") + (second or "0"))
+    if end.value is None and (slope, offset) == (1, 0) and "-" not in end.text:
+        return MathNode("expression", f"-({end.text})"), end
+    if end.value is None or end.value < 0 or not slope:
+        return None
+    low, high = sorted((value - offset) / slope for value in (-end.value, end.value))
+    return MathNode("number", str(low), value=low), MathNode("number", str(high), value=high)
+
+
+def _read_factor(text: str) -> Fraction:
+    r"""A number such as `-\frac{1}{2}` before a variable; 1 where only its sign is written."""
+    text = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)
+    return Fraction(text + "1" if text in ("", "+", "-") else text)
 
 
 def _is_hole(node: MathNode) -> bool:

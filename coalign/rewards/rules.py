@@ -17,26 +17,44 @@ from coalign.rewards.checker import AT_ONCE, check
 from coalign.types import Sample
 
 
-def read_truth(sample: Sample, answer_key: str) -> str:
-    """The ground truth in the data set's row. Raises KeyError or ValueError, naming the key, if there is none."""
+def read_truths(sample: Sample, answer_key: str) -> list[str]:
+    """The ground truths in the data set's row: one, or the items of a list, any of which is right.
+
+    A text that looks like a list (`["1", "2"]`) is one truth. Raises KeyError or ValueError, naming the key, if there
+    is none, or if an item is empty or a list itself.
+    """
     if answer_key not in sample.meta:
         raise KeyError(f"the row has no '{answer_key}' to compare with; it has {sorted(sample.meta)} (set answer_key)")
-    answer = str(sample.meta[answer_key]).strip()
-    if sample.meta[answer_key] is None or not answer:
-        raise ValueError(f"the row's '{answer_key}' is empty: {sample.meta[answer_key]!r}")
-    return answer
+    value = sample.meta[answer_key]
+    items = list(value) if isinstance(value, (list, tuple, set)) else [value]
+    truths = [str(item).strip() for item in items]
+    if not all(truths) or None in items or not items:
+        raise ValueError(f"the row's '{answer_key}' is empty: {value!r}")
+    if any(isinstance(item, (list, tuple, set, dict)) for item in items):
+        raise ValueError(f"the row's '{answer_key}' is {value!r:.80}; expected a text, a number, or a list of such")
+    return truths
+
+
+def remove_thoughts(response: str) -> str:
+    """A response from its last `</think>` on; a block that is not finished is no answer."""
+    said = re.split(r"</think(?:ing)?>", response)[-1]
+    return re.split(r"<think(?:ing)?>", said, maxsplit=1)[0]
 
 
 def exact_match(sample: Sample, *, answer_key: str = "answer", ignore_case: bool = False) -> float:
-    """1.0 if the response is the ground truth, ignoring spaces around it."""
-    response, answer = sample.response.strip(), read_truth(sample, answer_key)
-    return float(response.lower() == answer.lower() if ignore_case else response == answer)
+    """1.0 if the response is the ground truth, or one of a list of them, ignoring spaces around it."""
+    response, truths = sample.response.strip(), read_truths(sample, answer_key)
+    if ignore_case:
+        response, truths = response.lower(), [truth.lower() for truth in truths]
+    return float(response in truths)
 
 
 def contains(sample: Sample, *, answer_key: str = "answer", ignore_case: bool = False) -> float:
-    """1.0 if the ground truth occurs in the response."""
-    response, answer = sample.response, read_truth(sample, answer_key)
-    return float(answer.lower() in response.lower() if ignore_case else answer in response)
+    """1.0 if the ground truth, or one of a list of them, occurs in the response."""
+    response, truths = sample.response, read_truths(sample, answer_key)
+    if ignore_case:
+        response, truths = response.lower(), [truth.lower() for truth in truths]
+    return float(any(truth in response for truth in truths))
 
 
 def f1(sample: Sample, *, answer_key: str = "answer") -> float:
@@ -45,12 +63,10 @@ def f1(sample: Sample, *, answer_key: str = "answer") -> float:
     In lower case, without punctuation and English articles. A row with a list of truths counts the best of them. 0.0 if
     either has no words. A long response that also has the answer is worth little, unlike with ``contains``.
     """
-    read_truth(sample, answer_key)
-    truths = sample.meta[answer_key]
     said = _count_words(sample.response)
     values = [0.0]
-    for truth in truths if isinstance(truths, (list, tuple)) else [truths]:
-        meant = _count_words(str(truth))
+    for truth in read_truths(sample, answer_key):
+        meant = _count_words(truth)
         if shared := (said & meant).total():
             values.append(2 * shared / (said.total() + meant.total()))
     return max(values)

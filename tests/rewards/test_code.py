@@ -41,7 +41,20 @@ def score(source, tests, **config):
         ("```python\ncut off", "cut off"),
         ("x = '```'", "x = '```'"),
         ("<think>hm</think>print(1)", "print(1)"),
+        ("<think>```python\na\n```", ""),
         ("", ""),
+        ("1. So:\n   ```python\n   def f():\n       return 1\n   ```\n2. x", "def f():\n    return 1\n"),
+        ("- ```python\n  if a:\n      b\n  ```", "if a:\n    b\n"),
+        ("* so\n\n\t```python\n\ta\n\tb\n\t```", "a\nb\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("~~~\na\n```\nb\n~~~", "a\n```\nb\n"),
+        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
+        ("> ```python\n> def f():\n>     return 1\n>\n> x\n> ```", "def f():\n    return 1\n\nx\n"),
+        ("> 1. ```py\n>    a\n>    ```", "a\n"),
+        ("```{python}\na\n```", "a\n"),
+        ("```python\na\n```python\nb\n```", "b\n"),
+        ("```python\ndef f():\n    '''\n    ```\n    '''\n```", "def f():\n    '''\n    ```\n    '''\n"),
+        ("  ```python\ndef f():\n  if 1:\n    x\n  ```", "def f():\n  if 1:\n    x\n"),
     ],
 )
 def test_the_last_block_of_python_is_the_code(response, source):
@@ -81,6 +94,59 @@ def test_functions_and_methods_by_name():
     function = "def halves(many): return [x / 2 for x in many]"
     method = "class Solution:\n    def halves(self, many): return tuple(x / 2 + 1e-9 for x in many)"
     assert score([function, method, "halves = sorted"], calls) == [1.0, 1.0, pytest.approx(1 / 3)]
+
+
+@linux
+def test_a_program_ends_as_in_any_interpreter():
+    cases = [{"input": "", "output": "6"}]
+    ends = [
+        "exit()",
+        "quit()",
+        "exit(0)",
+        "import sys; sys.exit()",
+        "raise SystemExit",
+        "copyright, credits, license, help",
+    ]
+    assert score([f"print(6); {end}" for end in ends], cases) == [1.0] * len(ends)
+    assert score(["print(6); exit(1)", "print(6); exit('no')"], cases) == [0.0, 0.0]
+
+
+FUNCTIONAL = {"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}  # a case of LiveCodeBench
+
+
+@linux
+@pytest.mark.parametrize(
+    ("case", "row"),
+    [
+        (FUNCTIONAL, {"metadata": '{"func_name": "add"}'}),
+        (FUNCTIONAL, {"entry_point": "add"}),
+        (FUNCTIONAL | {"metadata": {"func_name": "add"}}, {}),
+        (FUNCTIONAL | {"func_name": "add", "input": [[1, 2], 3], "output": [4, 5]}, {}),
+    ],
+)
+def test_functional_tests_call_the_function(case, row):
+    method = "class Solution:\n  def add(self, a: List[int], b: int) -> List[int]: return [x + pow(b, 1, 9) for x in a]"
+    function = "from __future__ import annotations\ndef add(a: List[int], b): return [x + b for x in a]"
+    for source, expected in ((method, 1.0), (function, 1.0), ("def add(a, b): return a", 0.0), ("print([4, 5])", 0.0)):
+        assert asyncio.run(code(sample(source, tests=[case], **row), **PATIENT))["reward"] == expected
+
+
+@linux
+def test_a_functional_result_stands_in_no_list_of_its_own():
+    case = {"input": "5", "output": "[5]", "testtype": "functional", "func_name": "f"}
+    assert score(["def f(x): return x", "def f(x): return [x]"], [case]) == [0.0, 1.0]
+    assert score("print(input())", [{"input": "5", "output": "5", "testtype": "stdin"}]) == 1.0
+
+
+def test_functional_tests_that_cannot_be_read():
+    for case, message in (
+        (FUNCTIONAL, "neither it nor the row's `metadata` has a `func_name`"),
+        (FUNCTIONAL | {"testtype": "interactive"}, "testtype is 'interactive'; expected `stdin` or `functional`"),
+        (FUNCTIONAL | {"func_name": "f", "input": "1 2"}, "a test of f is .*expected JSON"),
+        (FUNCTIONAL | {"func_name": "a.b"}, "fn_name is 'a.b'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_tests([case])
 
 
 # Each of them would pass a harness that looks at exit codes, at output, or compares beside the code.

@@ -19,8 +19,9 @@ from coalign.rewards.choice import find_choice
 from coalign.rewards.code import extract_code
 from coalign.rewards.equality import is_same
 from coalign.rewards.judge_questions import Pairwise, Pointwise
+from coalign.rewards.layout import LONGEST, simplify_notation
 from coalign.rewards.math_answer import find_answer, is_same_answer
-from coalign.rewards.notation import LONGEST, read_answer, simplify_notation
+from coalign.rewards.notation import read_answer
 from tests.rewards.samples import sample
 
 SECONDS = 2.0  # of processor time for a text of this file; usual ones take a millisecond

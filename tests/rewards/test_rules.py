@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coalign.rewards import contains, exact_match, f1, length_penalty, regex, tags
+from coalign.rewards import contains, exact_match, f1, length_penalty, multiple_choice, regex, tags
 from tests.rewards.samples import sample
 
 
@@ -16,6 +16,21 @@ def test_exact_match_and_contains():
     assert contains(sample("I say Yes.", answer="Yes")) == 1.0
     assert contains(sample("I say YES.", answer="Yes")) == 0.0
     assert contains(sample("I say YES.", answer="Yes"), ignore_case=True) == 1.0
+
+
+def test_of_a_list_of_truths_any_is_right():
+    assert (
+        exact_match(sample("b", answer=["a", "b"]))
+        == exact_match(sample("B", answer=("a", "b")), ignore_case=True)
+        == 1
+    )
+    assert exact_match(sample("['a', 'b']", answer=["a", "b"])) == contains(sample("it is c", answer=["a", "b"])) == 0
+    assert contains(sample("it is 2", answer=[1, 2])) == 1.0
+    assert multiple_choice(sample("Answer: C", answer=["B", "C"])) == 1.0
+    assert multiple_choice(sample("Answer: D", answer=["B", "C"])) == 0.0
+    for truths in ([], [""], [None]):
+        with pytest.raises(ValueError, match="'answer' is empty"):
+            exact_match(sample("", answer=truths))
 
 
 @pytest.mark.parametrize("rule", [exact_match, contains])

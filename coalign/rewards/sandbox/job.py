@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import os
 import resource
+import site
 import sys
 from types import ModuleType
 from typing import Any
@@ -61,6 +62,8 @@ def run_code(job: dict[str, Any], packages: list[str]) -> None:
         sys.modules.pop(name, None)
     sys.path[:] = sys.path[1:] + packages
     sys.argv = ["solution.py"]
+    for add_builtins in (site.setquit, site.setcopyright, site.sethelper):  # `-S` leaves out exit, quit, help and such
+        add_builtins()
     test = compile(job["test"], "test.py", "exec") if job["test"] else None
     module = ModuleType("solution" if test else "__main__")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
