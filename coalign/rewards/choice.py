@@ -38,7 +38,7 @@ def multiple_choice(
     Small letters count if only punctuation follows. Raises ValueError for a truth that is none of the choices.
     """
     expected = _read_letters(sample, answer_key, choices)
-    return float(find_choice(remove_thoughts(sample.response), choices) in expected)
+    return float(find_choice(remove_thoughts(sample.response, sample.prompt), choices) in expected)
 
 
 def find_choice(text: str, choices: str) -> str | None:

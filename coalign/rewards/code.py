@@ -76,7 +76,7 @@ async def code(
     tests = read_tests(_tests(sample, tests_key), sample.meta.get(entry_key) or _read_name(sample.meta.get("metadata")))
     limits = SandboxLimits(seconds, memory_mb, processes, output_kb, file_mb)
     await asyncio.to_thread(require_limits, tuple(require), processes)
-    source, passed, timed_out = extract_code(sample.response), 0, False
+    source, passed, timed_out = extract_code(sample.response, sample.prompt), 0, False
     begun = time.monotonic()
     async with Sandbox(limits, packages=packages) as sandbox:
         for test in tests:
@@ -100,9 +100,9 @@ async def code(
 code.at_once = os.cpu_count() or 1  # more would slow each other down
 
 
-def extract_code(response: str) -> str:
-    """The program in a response; a block that never closes goes to the end."""
-    text = remove_thoughts(response)
+def extract_code(response: str, prompt: str = "") -> str:
+    """The program in a response; a block that never closes goes to the end. ``prompt``: it may open a thought."""
+    text = remove_thoughts(response, prompt)
     blocks = _read_blocks(text)
     marked = [body for language, body in blocks if language.lower().lstrip("{.").startswith("py")]
     return (marked or [body for _, body in blocks] or [text])[-1]

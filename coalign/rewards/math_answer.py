@@ -68,7 +68,8 @@ async def math(sample: Sample, *, answer_key: str = "answer", strict: bool = Fal
     missing.
     """
     truths = read_truths(sample, answer_key)
-    predicted = find_answer(remove_thoughts(sample.response), strict=strict, last_number=not strict)
+    said = remove_thoughts(sample.response, sample.prompt)
+    predicted = find_answer(said, strict=strict, last_number=not strict)
     if predicted is None:
         return 0.0
     for truth in truths:

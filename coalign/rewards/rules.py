@@ -35,9 +35,10 @@ def read_truths(sample: Sample, answer_key: str) -> list[str]:
     return truths
 
 
-def remove_thoughts(response: str) -> str:
-    """A response from its last `</think>` on; a block that is not finished is no answer."""
-    said = re.split(r"</think(?:ing)?>", response)[-1]
+def remove_thoughts(response: str, prompt: str = "") -> str:
+    """A response from its last `</think>` on; a block that is not finished is no answer, though ``prompt`` opens it."""
+    opened = "<think>" if re.search(r"<think(?:ing)?>\s*\Z", prompt) else ""
+    said = re.split(r"</think(?:ing)?>", opened + response)[-1]
     return re.split(r"<think(?:ing)?>", said, maxsplit=1)[0]
 
 

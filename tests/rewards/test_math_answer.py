@@ -396,6 +396,13 @@ def test_reading_starts_behind_the_thoughts():
     assert math(sample("<think>#### 5</think> It is 6", answer=6)) == 1.0
 
 
+def test_a_thought_that_the_prompt_opens_is_no_answer():
+    for response, expected in [("so it is 2", 0.0), ("so it is 1</think> 2", 1.0), ("it is 2</think> 1", 0.0)]:
+        said = sample(response, answer="2")
+        said.prompt = "<|im_start|>assistant\n<think>\n"
+        assert math(said) == expected
+
+
 @pytest.mark.parametrize("response", ["<think>2", r"<think>\boxed{2}", "<think>1</think><think>#### 2", "<thinking>2"])
 def test_thoughts_that_are_not_finished_are_no_answer(response):
     assert math(sample(response, answer="2")) == 0.0
