@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -175,7 +175,8 @@ def _refuse_bugs(scored: Sequence[Batch], combined: CombinedRewards, terms: Sequ
         asked = int((combined.finished & applies).sum())
         if not term.weight or lacking[term.name] <= term.max_bugs * asked:
             continue
-        failures = next((batch[key] for batch in scored if (key := f"reward/{term.name}/failure") in batch), ())
+        key = f"reward/{term.name}/failure"
+        failures: Sequence[str] = next((cast(Any, batch[key]) for batch in scored if key in batch), ())
         bugs = Counter(failure.partition(": ")[2] for failure in failures if failure.partition(": ")[0] in BUGS)
         if bugs.total() <= term.max_bugs * asked:
             continue

@@ -152,8 +152,10 @@ def trace(plan: Plan) -> FlowGraph:
 
 def _check_sections(plan: Plan, read: Collection[str], calls: Sequence[Call]) -> None:
     """Raise ConfigError for a section that was set, and that the flows ask for nowhere."""
-    ways = dict.fromkeys(("advantage", "covariance", "truncated", "kl"), "`self.apply(self.advantage, batch)`")
-    ways["pairs"] = '`self.read_section("pairs")`'
+    ways: dict[str, str] = {
+        **dict.fromkeys(("advantage", "covariance", "truncated", "kl"), "`self.apply(self.advantage, batch)`"),
+        "pairs": '`self.read_section("pairs")`',
+    }
     unread = [name for name in ways if name not in read and _is_set(name, plan)]
     is_scored = "reward" in plan.recipe.evaluates or any(call.method == combine_rewards.__name__ for call in calls)
     if plan.config.reward and not is_scored:

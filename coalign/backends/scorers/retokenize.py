@@ -34,7 +34,15 @@ from coalign.data.images.placeholders import split_images
 from coalign.data.kinds import trim_after_last_trained
 from coalign.data.messages import Message
 from coalign.data.sources import BadRow
-from coalign.data.templates import Tools, is_finished, list_special_tokens, load_template, locate_images, read_samples
+from coalign.data.templates import (
+    Tools,
+    decode,
+    is_finished,
+    list_special_tokens,
+    load_template,
+    locate_images,
+    read_samples,
+)
 from coalign.roles import Context
 from coalign.types import ImageSpan, Sample, Stat, Status, Total
 
@@ -168,7 +176,7 @@ class ConversationReader:
         if self._score_at == "last_trained":
             special = list_special_tokens(self.tokenizer)
             stop = max((i + 1 for i, token in enumerate(tokens) if token in special), default=len(tokens))
-            if not self.tokenizer.decode(tokens[stop:]).strip():
+            if not decode(self.tokenizer, tokens[stop:]).strip():
                 tokens = tokens[:stop]
         return TokenizedConversation(tokens)
 
@@ -194,7 +202,7 @@ def _cut_left(own: TokenizedConversation, longest: int, bos: int | None) -> Toke
         if image[0].start < first + drop < image[-1].stop:
             drop = image[-1].stop - first
     kept = tuple(replace(span, start=span.start - drop) for span in spans if span.start >= first + drop)
-    tokens, mask = (values[:first] + values[first + drop :] for values in (tokens, mask))
+    tokens, mask = tokens[:first] + tokens[first + drop :], mask[:first] + mask[first + drop :]
     return TokenizedConversation(tokens, max(first, prompt - drop), kept, mask)
 
 
