@@ -74,7 +74,7 @@ class Context:
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
     tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text
     trust_tokenizer: bool = False  # whether code that comes with it may run
-    chat_template: str = "auto"  # `data.chat_template`, for the messages of an environment; so the next two
+    chat_template: str = "auto"  # `data.chat_template` (of a file its text), for environments and what is saved
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning: ReasoningPolicy | None = None
     images: ImagesConfig | None = None  # `data.images`; None: a run that reads text alone

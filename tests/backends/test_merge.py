@@ -53,7 +53,7 @@ def test_an_error_leaves_nothing_behind(base, tmp_path, monkeypatch):
         raise OSError("no space left")
 
     adapter(base, tmp_path / "adapter")
-    monkeypatch.setattr("coalign.commands.merge.AutoTokenizer.from_pretrained", fail)  # after the weights are written
+    monkeypatch.setattr("coalign.commands.merge.copy_processor", fail)  # after the weights are written
     with pytest.raises(OSError, match="no space left"):
         merge(base, tmp_path / "adapter", tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]

@@ -8,7 +8,7 @@ coalign.backends.attention, the order of events in a training step from coalign.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -294,12 +294,16 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
                 if self.context.rank == 0:
                     weights[name] = tensor.detach()
             if self.context.rank == 0:
-                self._write(dir, weights, pretrained.build_writer(self.model.model, self.config, dir))
+                self._write(dir, weights, pretrained.build_writer(self.model.model, self.config, self.context, dir))
 
     def save_adapter(self, dir: str | Path) -> None:
         tensors = lora.collect(self.model.model, self._gather)
         if self.context.rank == 0:
-            self._write(dir, tensors, partial(lora.write, self.model.model, dir))
+            self._write(dir, tensors, partial(self._write_adapter, dir))
+
+    def _write_adapter(self, dir: str | Path, tensors: Mapping[str, Tensor]) -> None:
+        lora.write(self.model.model, dir, tensors)
+        pretrained.save_tokenizer(self.config, self.context, dir)
 
     def base_weights(self) -> AbstractContextManager[None]:
         if not pretrained.has_adapters(self.config):

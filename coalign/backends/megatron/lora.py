@@ -236,4 +236,5 @@ def save(
             for there, here in zip(_get_factors(layers[key[0]], key[1]), value, strict=True):
                 there.copy_(here)
         lora.write(carrier, directory, lora.collect(carrier, lambda tensor: tensor))
+        pretrained.save_tokenizer(config, context, directory)
     dist.barrier()
