@@ -70,6 +70,7 @@ class Context:
     routing_replay: bool = False  # a policy records the experts that it chooses; its trainer chooses them again
     records_logprobs: bool = False  # the trainer returns its log-probs of what it learns from, for `rollouts/`
     whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
+    tokens_only: bool = False  # ids without a token have no probability: in all that samples, and in what it trains
     recompute_kv: bool = True  # new weights replace the keys and values of a policy's unfinished responses
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
     tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text

@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
+from coalign.backends.vision import list_placeholder_ids
 from coalign.backends.vision_language import (
     LEGACY_TEMPLATE,
     build_classifier,
@@ -222,6 +223,32 @@ def read_run_tokenizer(context: Context) -> PreTrainedTokenizerBase:
     """The tokenizer of the run, whose ids the batches hold."""
     directory = find_directory(str(context.tokenizer))
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=context.trust_tokenizer)
+
+
+def list_forbidden_ids(config: ModelConfig, context: Context, vocabulary: int) -> list[int]:
+    """The ids of a language model's ``vocabulary`` that have no probability: placeholders of images for one that sees,
+    and in what samples, and what it trains, those without a token."""
+    forbidden = set(list_placeholder_ids(read_config(config), vocabulary) if config.vision is not None else ())
+    if context.tokens_only:
+        reads_own = config.chat_template or config.judge or context.tokenizer is None
+        tokenizer = read_tokenizer(config) if reads_own else read_run_tokenizer(context)
+        forbidden |= {*list_tokenless_ids(tokenizer, vocabulary)}
+    return sorted(forbidden)
+
+
+def list_tokenless_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> list[int]:
+    """The ids of a model's ``vocabulary`` that stand for no token: rows that pad it, and gaps."""
+    named = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder}
+    return [i for i in range(vocabulary) if i not in named and not _has_token(tokenizer, i)]
+
+
+def _has_token(tokenizer: PreTrainedTokenizerBase, number: int) -> bool:
+    """Whether there is a text for an id. Of two tokens of one text a vocabulary shows one."""
+    try:
+        token = tokenizer.convert_ids_to_tokens(number)
+    except (IndexError, KeyError, ValueError, OverflowError):
+        return False
+    return bool(token) and token != tokenizer.unk_token
 
 
 def read_context_length(hf: PretrainedConfig) -> int | None:

@@ -100,7 +100,7 @@ class Conversation:
             vision=None if images is None else VisionConfig(),
         )
         fetch_model(config)
-        self._module = NativeModule(config, Context(seed=settings.seed, device=device, images=images))
+        self._module = NativeModule(config, Context(seed=settings.seed, device=device, images=images, tokens_only=True))
         self._module.setup()
         chosen = choose_template(str(settings.model), settings.chat_template, settings.chat_template_kwargs)
         self._template = load_template(

@@ -45,7 +45,7 @@ def generate(
     model = ModelConfig(load=config.model, vision=None if images is None else VisionConfig(), **settings)
     fetch_model(model)
     module: RolloutModule = resolve_class(config.module, "coalign.backends")(
-        model, Context(seed=config.seed, device=device, images=images)
+        model, Context(seed=config.seed, device=device, images=images, tokens_only=True)
     )
     module.setup()
     loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)

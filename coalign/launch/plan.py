@@ -333,6 +333,7 @@ def _plan_models(
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),
             routing_replay=config.rollout.routing_replay and any(name in pair for pair in syncs),
+            tokens_only=Rollout in roles.values(),
             recompute_kv=config.rollout.kv == "recompute",
             environment=environment if role is Rollout else None,
             tokenizer=tokenizer,
