@@ -359,8 +359,8 @@ def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedMo
         )
     _resize_embeddings(model, tensors, directory)
     _check_shapes(model, settings, tensors, directory)
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embeddings.weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*tie_word_embeddings")  # they are separated below
         adapted = _import_peft().get_peft_model(model, settings)
@@ -371,7 +371,7 @@ def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedMo
         if wrong := loaded.missing_keys or unknown:
             side = "lacks" if loaded.missing_keys else "has, and its settings do not ask for,"
             raise ValueError(f"the adapter {directory} {side} {', '.join(sorted(wrong)[:3])}")
-        if tied:
+        if head is not None and tied:
             head.weight = nn.Parameter(head.weight.clone())
         merged = adapted.merge_and_unload(safe_merge=True)
     if tied:
@@ -389,7 +389,7 @@ def _resize_embeddings(model: PreTrainedModel, tensors: Mapping[str, Tensor], di
         for suffix in WHOLE
         if (key := f"{PREFIX}{names.get(layer)}{suffix}.weight") in tensors
     }
-    before = embeddings.weight.shape[0]
+    before = cast(nn.Embedding, embeddings).weight.shape[0]
     if not rows or {*rows.values()} == {before}:
         return
     separate = head is not None and head.weight is not embeddings.weight
@@ -426,7 +426,7 @@ def _check_shapes(
 
 def _tie_equal_weights(model: PreTrainedModel) -> None:
     """Let embeddings and head share a weight if they are equal, and note in the settings whether they do."""
-    embeddings, head = model.get_input_embeddings(), cast(nn.Module, model.get_output_embeddings())
+    embeddings, head = cast(Any, model.get_input_embeddings()), cast(Any, model.get_output_embeddings())
     if equal := torch.equal(embeddings.weight, head.weight):
         head.weight = embeddings.weight
     for config in (model.config, model.config.get_text_config()):

@@ -35,7 +35,7 @@ def choose_template(model: str, chat_template: str | None, arguments: Mapping[st
     if chat_template is not None:
         return DataConfig(chat_template=chat_template, chat_template_kwargs=dict(arguments or {}))
     trained = _read_template_settings(Path(model))
-    name, given = trained.chat_template, trained.chat_template_kwargs | (arguments or {})
+    name, given = trained.chat_template, {**trained.chat_template_kwargs, **(arguments or {})}
     # The text of a file, which may have changed since, is in the tokenizer that the run saved.
     name = name if name in ("none", *TRAINING_TEMPLATES) or is_jinja(name) else "auto"
     return trained.model_copy(update={"chat_template": name, "chat_template_kwargs": given})

@@ -12,6 +12,7 @@ from coalign import generate
 from coalign.backends import pretrained
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.engines.transformers import TransformersModule
+from coalign.backends.engines.vllm.module import VLLMModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.layout import pack
@@ -156,7 +157,8 @@ def test_a_run_and_what_its_model_says(path, tmp_path, monkeypatch):
         "runtime": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2},
     }
     learned, train = [], FSDPModule.train_step
-    monkeypatch.setattr(FSDPModule, "train_step", lambda self, batch, **o: learned.append(batch) or train(self, batch, **o))
+    note = lambda self, batch, **options: learned.append(batch) or train(self, batch, **options)  # noqa: E731
+    monkeypatch.setattr(FSDPModule, "train_step", note)
     assert run(config) == 0
     assert len(learned) == 2 and all(map(is_said, learned))
     first = learned[0]
@@ -174,3 +176,22 @@ def test_chat_says_tokens_alone(path, monkeypatch):
     monkeypatch.setattr(conversation._module, "generate", lambda *a, **o: said.append(answer(*a, **o)))
     conversation.answer("Hi", lambda text: None)
     assert is_said(said[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllm_says_tokens_alone_too(tmp_path):
+    pytest.importorskip("vllm")
+    from tests.conformance.engines import SMALL, model_dir
+
+    path = model_dir(tmp_path / "model")
+    tiny_tokenizer(path)
+    config = ModelConfig(module="vllm", load=str(path), vllm={**SMALL, "additional_config": {"own": 1}})
+    module = VLLMModule(config, Context(samples_per_prompt=4, tokens_only=True))
+    module.setup()
+    batch = sample(module)
+    assert is_said(batch)
+    trainer = make(FSDPModule, str(path))
+    found = trainer.forward_step(batch, into="old_logprobs")["old_logprobs"]
+    torch.testing.assert_close(found, batch["rollout_logprobs"], rtol=0, atol=1e-4)
+    module.close()

@@ -373,8 +373,8 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         if self.config.vision is not None:
             self._let_see(packed, self.config.vision)
         if isinstance(packed, LanguageModel):
-            rows = packed.head.weight.shape[0]
-            packed.read.forbid(pretrained.list_forbidden_ids(self.config, self.context, rows), rows)
+            vocabulary = packed.head.weight.shape[0]
+            packed.read.forbid(pretrained.list_forbidden_ids(self.config, self.context, vocabulary), vocabulary)
         return packed
 
     def _let_see(self, model: LanguageModel | ScalarModel, vision: VisionConfig) -> None:

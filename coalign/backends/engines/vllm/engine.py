@@ -469,8 +469,9 @@ def create_engine_arguments(
         arguments |= ARGUMENTS | {"tokenizer": str(find_tokenizer(config))}
     if adapter_rank:
         arguments |= {"enable_lora": True, "max_lora_rank": adapter_capacity(adapter_rank, model)}
-    more = {"additional_config": {**(config.vllm.get("additional_config") or {}), FORBIDDEN: [*forbidden]}}
-    return EngineArgs(**arguments | (CPU if device == "cpu" else {}) | config.vllm | more)
+    arguments |= (CPU if device == "cpu" else {}) | config.vllm
+    arguments["additional_config"] = {**(arguments.get("additional_config") or {}), FORBIDDEN: [*forbidden]}
+    return EngineArgs(**arguments)
 
 
 @building  # vLLM sets the default dtype and the default device of the process meanwhile
