@@ -152,10 +152,10 @@ def generate(
     keep: Literal["all", "best"] = "all",
     reward: Function | Sequence[Function] | None = None,
     reward_model: PathText | None = None,
-    reward_template: str = "auto",
+    reward_template: str | None = None,
     reward_score_at: Literal["last_trained", "end_of_text"] | None = None,
     prompt_key: str = "prompt",
-    chat_template: str = "auto",
+    chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
@@ -166,12 +166,13 @@ def generate(
     overwrite: bool = False,
     **sampling: Any,
 ) -> list[dict[str, Any]]:
-    """Generate ``samples`` responses to each prompt with the model in a Hugging Face directory.
+    """Generate ``samples`` responses to each prompt with the model in a Hugging Face directory, or a run folder.
 
     ``prompts``: a text is one prompt, a path names a data file; a list holds texts, conversations (lists of messages)
     or rows (dictionaries with the prompt under ``prompt_key``). ``sampling`` takes the keys of a policy's `sampling`
     section: ``max_new_tokens``, ``temperature``, ``top_p``, ``stop`` and so on. ``images``: read those of rows, with a
-    model that sees; a mapping holds keys of `data.images`.
+    model that sees; a mapping holds keys of `data.images`. ``chat_template``: as `data.chat_template`; None: what the
+    run was trained with that made the model, else `auto`.
 
     Returns a dictionary for each response, ordered by prompt, then index: the prompt's row with `response`, `group`,
     `index`, `status`, `tokens`, `logprob`, and `score` if there is a ``reward`` (functions) or a ``reward_model`` (a
@@ -198,7 +199,7 @@ def generate(
                 "data": {
                     "train": {"path": _write_prompts(prompts, prompt_key, Path(folder))},
                     "prompt_key": prompt_key,
-                    "chat_template": chat_template,
+                    **({} if chat_template is None else {"chat_template": chat_template}),
                     "chat_template_kwargs": chat_template_kwargs or {},
                     "max_prompt_tokens": 2**31,  # the model's own limit is the one that counts
                     "images": seen,

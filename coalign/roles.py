@@ -70,11 +70,12 @@ class Context:
     routing_replay: bool = False  # a policy records the experts that it chooses; its trainer chooses them again
     records_logprobs: bool = False  # the trainer returns its log-probs of what it learns from, for `rollouts/`
     whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
+    tokens_only: bool = False  # ids without a token have no probability: in all that samples, and in what it trains
     recompute_kv: bool = True  # new weights replace the keys and values of a policy's unfinished responses
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
     tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text
     trust_tokenizer: bool = False  # whether code that comes with it may run
-    chat_template: str = "auto"  # `data.chat_template`, for the messages of an environment; so the next two
+    chat_template: str = "auto"  # `data.chat_template` (of a file its text), for environments and what is saved
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning: ReasoningPolicy | None = None
     images: ImagesConfig | None = None  # `data.images`; None: a run that reads text alone

@@ -201,6 +201,7 @@ def linear_logprobs(
     softcap: float | None = None,
     entropy: bool = False,
     shard: VocabularyShard | None = None,
+    rows: int | None = None,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of ``targets`` i64[M] and, if requested, the entropy of the whole distribution, in nats: f32[M] each.
@@ -211,6 +212,7 @@ def linear_logprobs(
     both results. ``tile`` is the number of logits in memory at a time. A target outside of the vocabulary gives nan.
 
     ``shard``: weight and bias are a rank's shard of the vocabulary. The gradient of hidden is then this shard's addend.
+    ``rows``: the first rows of weight and bias, which alone are the vocabulary; None: all.
 
     Raises ValueError for a temperature that is not above 0.
     """
@@ -218,7 +220,7 @@ def linear_logprobs(
         raise ValueError(f"temperature is {temperature}: log-probs need one above 0")
     tile = tile or TILE.get(hidden.device.type, TILE["cuda"])
     inner, outer = (scale / temperature, None) if softcap is None else (scale / softcap, softcap / temperature)
-    head = _Head(inner, outer, rows=max(1, round(tile / max(1, len(hidden)) / ROWS)) * ROWS)
+    head = _Head(inner, outer, rows=max(1, round(tile / max(1, len(hidden)) / ROWS)) * ROWS, vocabulary=rows)
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, head, entropy, shard)
     return logprobs, entropies
@@ -230,7 +232,8 @@ class _Head:
 
     inner: float
     outer: float | None
-    rows: int
+    rows: int  # of a tile
+    vocabulary: int | None  # rows of the weight that have logits
 
     def products(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first row of the weight, product [M, rows]) in one buffer, which the next tile overwrites."""
@@ -273,7 +276,7 @@ class _LinearLogprobs(torch.autograd.Function):
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         targets = targets - shard.first if shard else targets.contiguous()
-        sums = _sum_tiles(head, hidden, weight.to(hidden.dtype), bias, targets, entropy)
+        sums = _sum_tiles(head, hidden, weight.to(hidden.dtype)[: head.vocabulary], bias, targets, entropy)
         logprobs, normaliser, entropies = _combine(*sums, shard)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies)
         ctx.head = head
@@ -284,7 +287,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser, entropies = ctx.saved_tensors
         head, needed = ctx.head, ctx.needs_input_grad
-        cast = weight.to(hidden.dtype)
+        cast = weight.to(hidden.dtype)[: head.vocabulary]
         # Without entropy a row of the gradient is a row of (softmax - one-hot) times a number: scaling the narrow side
         # of the products by that number saves a pass over the logits.
         factor = -head.inner * (grad if entropies is None else torch.ones_like(grad))
@@ -292,6 +295,9 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=factor.dtype) if needed[0] else None
         grad_weight = torch.empty_like(weight) if needed[1] else None
         grad_bias = torch.empty_like(bias) if needed[2] else None
+        for outside in (grad_weight, grad_bias):
+            if outside is not None:
+                outside[len(cast) :] = 0
         by_entropy: tuple[Tensor, Tensor] | None = None
         if entropies is not None:
             assert grad_entropy is not None  # autograd passes zeros for an output that nobody used

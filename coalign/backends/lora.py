@@ -6,9 +6,11 @@ the frozen one as ``base_layer``. Other files do not see that: weights are expor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +26,8 @@ from coalign.backends.vision_language import find_body, has_towers
 from coalign.config.schema import LoraConfig as LoraSettings
 from coalign.config.schema import ModelConfig
 from coalign.devices import seed_generator
+from coalign.files import read_json_object
+from coalign.hub import find_directory
 from coalign.roles import Context
 
 if TYPE_CHECKING:
@@ -36,21 +40,42 @@ SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
 # key of LoraConfig -> field of peft.LoraConfig
 FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+# Fields that adapters may have otherwise: an adapter's tensors tell where it is, the rest how it was trained.
+FREE_FIELDS = {
+    *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_parameters", "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_core", "runtime_config"),
+    *("ensure_weight_tying", "qalora_group_size"),
+}
+# Values of a field that leave the weights beneath an adapter, and what it computes with them, as they are.
+PLAIN_VALUES = {
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "modules_to_save": (["score"], ["classifier", "score"], ["score", "classifier"]),
+}
+# Fields of adapters that compute more, or elsewhere, than a sum of weights.
+UNMERGEABLE = ("alora_invocation_tokens", "arrow_config", "layer_replication", "monteclora_config")
+# of each factor in a file: the axis of a linear layer's weight that its second axis has to match
+FACTORS = {"lora_A": (1, 1), "lora_B": (0, 0), "lora_embedding_A": (0, 1), "lora_embedding_B": (1, 0)}
+WHOLE = ("", BASE, ".original_module", f".token_adapter{BASE}")  # between an embedding's name and `.weight`, in a file
 GatherTensor = Callable[[Tensor], Tensor]
 
 
 def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str) -> None:
     """Add the adapters of ``config.lora`` to ``model``, drawn from ``seed``, and freeze its other weights. The head of
-    a value or reward model is still trained. Trained parameters become float32. Raises ValueError, naming
-    ``models.<name>.lora.target``, for a pattern that matches no linear layer and no experts, or the head."""
+    a value or reward model is still trained. Trained parameters become float32. Layers have the ranks and scales of
+    the adapter in ``lora.load``. Raises ValueError, naming ``models.<name>.lora.target``, for a pattern that matches no
+    linear layer and no experts, or the head."""
     peft, lora = _import_peft(), config.lora
     assert lora is not None
     experts = find_target_experts(model, lora.target)
     if experts:
         _check_experts(lora, experts[0], name)
+    loaded = read_settings(find_directory(lora.load)) if lora.load else None
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
+        rank_pattern=loaded.rank_pattern if loaded else {},
+        alpha_pattern=loaded.alpha_pattern if loaded else {},
         lora_dropout=lora.dropout,
         target_modules=find_target_layers(model, lora.target, f"models.{name}.lora.target"),
         target_parameters=experts or None,
@@ -84,6 +109,12 @@ def check_separate(model: nn.Module, context: Context) -> None:
             f"sync.adapters is `apart`, and adapters of stacked experts (models.{context.model}.lora.target) "
             "have no names in an adapter's file that engines read; use `merged`"
         )
+    for layer, adapted in _find_adapted_layers(model).items() if context.adapter_rank else ():
+        if (rank := adapted.r[ADAPTER]) != context.adapter_rank:
+            raise ValueError(
+                f"sync.adapters is `apart`, and the adapter in models.{context.model}.lora.load has rank {rank} in "
+                f"{layer} (rank_pattern), not {context.adapter_rank} as elsewhere; use `merged`"
+            )
 
 
 def _check_experts(lora: LoraSettings, target: str, name: str) -> None:
@@ -276,11 +307,12 @@ def write(model: PreTrainedModel, directory: str | Path, tensors: Mapping[str, T
 @torch.no_grad()
 def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
     """Copy the values of a trained adapter into ``model``. Raises ValueError, naming keys under ``models.<name>.lora``,
-    unless it has the same kind, rank and layers."""
+    unless it has the same kind, rank and layers, and nothing besides."""
     (theirs, tensors), ours = read_adapter(directory), model.peft_config[ADAPTER]
     for key, field in FIELDS.items():
         if (there := getattr(theirs, field)) != (here := getattr(ours, field)):
             raise ValueError(f"models.{name}.lora.{key} is {here}, but {there} in the adapter {directory}")
+    _check_plain(theirs, directory, name)
     own = find_trained_parameters(model)
     sides = [(own.keys() - tensors.keys(), "not there"), (tensors.keys() - own.keys(), "only there")]
     if differences := [f"{key.removeprefix(PREFIX)} is {side}" for keys, side in sides for key in sorted(keys)[:3]]:
@@ -294,30 +326,122 @@ def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
         parameter.copy_(tensors[key])
 
 
+def _check_plain(settings: LoraConfig, directory: str | Path, name: str) -> None:
+    """Raise ValueError for fields of an adapter that change what is computed, other than those that are compared."""
+    usual = _import_peft().LoraConfig()
+    for field in (field.name for field in fields(usual)):
+        value, plain = getattr(settings, field), PLAIN_VALUES.get(field, ())
+        if field in FREE_FIELDS or field in FIELDS.values() or not value or value == getattr(usual, field):
+            continue
+        if value not in plain:
+            raise ValueError(
+                f"models.{name}.lora.load: {directory}/{SETTINGS} has {field}: {value!r}, which `lora` does not train; "
+                f"`coalign merge` it into its base and give the result as models.{name}.load"
+            )
+
+
+@torch.no_grad()
 def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
-    """Merge an adapter of any kind of LoRA that peft knows into the weights of ``model``. Raises ValueError for an
-    adapter of layers that the model lacks, or has in another size."""
+    """Merge an adapter of any kind of LoRA that peft can merge into the weights of ``model``.
+
+    Embeddings have the adapter's rows if it holds them all. Embeddings and a head that share a weight have one each if
+    the adapter changes them unequally. Raises ValueError for an adapter of layers that the model lacks, or has in
+    another size, and for one without tensors that its settings ask for.
+    """
     settings, tensors = read_adapter(directory)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for field in UNMERGEABLE:
+        if value := getattr(settings, field, None):
+            raise ValueError(f"{directory}/{SETTINGS} has {field}: {value!r}, which no weights can hold merged")
+    if "_niter_" in str(begun := settings.init_lora_weights):
+        raise ValueError(
+            f"{directory}/{SETTINGS} has init_lora_weights: {begun!r}, so it belongs to weights that were drawn at "
+            "random and not saved; save it with peft's path_initial_model_for_weight_conversion"
+        )
+    _resize_embeddings(model, tensors, directory)
+    _check_shapes(model, settings, tensors, directory)
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*tie_word_embeddings")  # they are separated below
+        adapted = _import_peft().get_peft_model(model, settings)
+        loaded = adapted.load_adapter(directory, ADAPTER)
+        # Embeddings that were resized stand in the file twice.
+        taken = [tensor for key, tensor in tensors.items() if key not in loaded.unexpected_keys]
+        unknown = [key for key in loaded.unexpected_keys if not any(torch.equal(tensors[key], t) for t in taken)]
+        if wrong := loaded.missing_keys or unknown:
+            side = "lacks" if loaded.missing_keys else "has, and its settings do not ask for,"
+            raise ValueError(f"the adapter {directory} {side} {', '.join(sorted(wrong)[:3])}")
+        if head is not None and tied:
+            head.weight = nn.Parameter(head.weight.clone())
+        merged = adapted.merge_and_unload(safe_merge=True)
+    if tied:
+        _tie_equal_weights(merged)
+    return merged
+
+
+def _resize_embeddings(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Give embeddings and head of ``model`` as many rows as they have in an adapter that holds them whole."""
+    names = {module: name for name, module in model.named_modules()}
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    rows = {
+        layer: tensors[key].shape[0]
+        for layer in (embeddings, head)
+        for suffix in WHOLE
+        if (key := f"{PREFIX}{names.get(layer)}{suffix}.weight") in tensors
+    }
+    before = cast(nn.Embedding, embeddings).weight.shape[0]
+    if not rows or {*rows.values()} == {before}:
+        return
+    separate = head is not None and head.weight is not embeddings.weight
+    if len({*rows.values()}) > 1 or (separate and len(rows) == 1):
+        there = " and ".join(f"{names[layer]} of {count} rows" for layer, count in rows.items())
+        raise ValueError(
+            f"the adapter {directory} holds {there}; the model has {before} in embeddings and head, and needs both"
+        )
+    model.resize_token_embeddings(rows.popitem()[1], mean_resizing=False)
+
+
+def _check_shapes(
+    model: PreTrainedModel, settings: LoraConfig, tensors: Mapping[str, Tensor], directory: str | Path
+) -> None:
+    """Raise ValueError for adapters of layers that ``model`` lacks, or has in another size."""
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
     wrong = []
     for key, tensor in tensors.items():
         owner, _, factor = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if (whole := shapes.get(key.removeprefix(PREFIX), tuple(tensor.shape))) != tensor.shape:
+            wrong.append(f"{key.removeprefix(PREFIX)} is {whole}, there {tuple(tensor.shape)}")
         # Of stacked experts the key does not name the parameter; peft compares their sizes.
-        if factor not in ("lora_A", "lora_B") or (settings.target_parameters and f"{owner}.weight" not in shapes):
+        if factor not in FACTORS or (settings.target_parameters and f"{owner}.weight" not in shapes):
             continue
-        shape, inputs = shapes.get(f"{owner}.weight"), factor == "lora_A"
+        shape, (side, axis) = shapes.get(f"{owner}.weight"), FACTORS[factor]
         if shape is None:
             wrong.append(f"there is no {owner}")
-        elif shape[inputs != settings.fan_in_fan_out] != tensor.shape[inputs]:
+        elif shape[side != (settings.fan_in_fan_out and "embedding" not in factor)] != tensor.shape[axis]:
             wrong.append(f"{owner}.weight is {shape}, {factor} {tuple(tensor.shape)}")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise ValueError(f"the adapter {directory} is of another model: {'; '.join(wrong[:3])}{more}")
-    return _import_peft().PeftModel.from_pretrained(model, directory).merge_and_unload(safe_merge=True)
 
 
-def read_adapter(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
+def _tie_equal_weights(model: PreTrainedModel) -> None:
+    """Let embeddings and head share a weight if they are equal, and note in the settings whether they do."""
+    embeddings, head = cast(Any, model.get_input_embeddings()), cast(Any, model.get_output_embeddings())
+    if equal := torch.equal(embeddings.weight, head.weight):
+        head.weight = embeddings.weight
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = equal
+
+
+def read_adapter(directory: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     """peft's configuration of an adapter, and its tensors. ValueError for a directory without a LoRA adapter."""
+    settings = read_settings(directory)
+    return settings, load_file(Path(directory) / TENSORS)
+
+
+def read_settings(directory: str | Path) -> LoraConfig:
+    """peft's configuration of an adapter. ValueError for a directory without a LoRA adapter, and for fields that this
+    version of peft does not know."""
     peft = _import_peft()
     for file in (SETTINGS, TENSORS):
         if not (Path(directory) / file).is_file():
@@ -325,7 +449,13 @@ def read_adapter(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
     settings = peft.PeftConfig.from_pretrained(str(directory))
     if settings.peft_type != peft.PeftType.LORA:
         raise ValueError(f"'{directory}' holds an adapter of type {settings.peft_type.value}; expected LORA")
-    return settings, load_file(Path(directory) / TENSORS)
+    known = {field.name for field in fields(settings)}
+    for field, value in read_json_object(Path(directory) / SETTINGS).items():
+        if field not in known and value and (value is True or not isinstance(value, int | float)):
+            raise ValueError(
+                f"{directory}/{SETTINGS} has {field}: {value!r}, which peft {peft.__version__} does not know; update it"
+            )
+    return settings
 
 
 def _import_peft() -> ModuleType:

@@ -36,7 +36,9 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
+from coalign.backends.vision import list_placeholder_ids
 from coalign.backends.vision_language import (
+    LEGACY_TEMPLATE,
     build_classifier,
     carry_towers,
     copy_processor,
@@ -49,6 +51,7 @@ from coalign.config.schema import ImagesConfig, ModelConfig, ScoreAt
 from coalign.data.images.files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
+from coalign.data.templates import read_template, store_arguments
 from coalign.devices import seed_generator
 from coalign.files import list_weight_files
 from coalign.hub import find_directory
@@ -222,6 +225,32 @@ def read_run_tokenizer(context: Context) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=context.trust_tokenizer)
 
 
+def list_forbidden_ids(config: ModelConfig, context: Context, vocabulary: int) -> list[int]:
+    """The ids of a language model's ``vocabulary`` that have no probability: placeholders of images for one that sees,
+    and in what samples, and what it trains, those without a token."""
+    forbidden = set(list_placeholder_ids(read_config(config), vocabulary) if config.vision is not None else ())
+    if context.tokens_only:
+        reads_own = config.chat_template or config.judge or context.tokenizer is None
+        tokenizer = read_tokenizer(config) if reads_own else read_run_tokenizer(context)
+        forbidden |= {*list_tokenless_ids(tokenizer, vocabulary)}
+    return sorted(forbidden)
+
+
+def list_tokenless_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> list[int]:
+    """The ids of a model's ``vocabulary`` that stand for no token: rows that pad it, and gaps."""
+    named = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder}
+    return [i for i in range(vocabulary) if i not in named and not _has_token(tokenizer, i)]
+
+
+def _has_token(tokenizer: PreTrainedTokenizerBase, number: int) -> bool:
+    """Whether there is a text for an id. Of two tokens of one text a vocabulary shows one."""
+    try:
+        token = tokenizer.convert_ids_to_tokens(number)
+    except (IndexError, KeyError, ValueError, OverflowError):
+        return False
+    return bool(token) and token != tokenizer.unk_token
+
+
 def read_context_length(hf: PretrainedConfig) -> int | None:
     """Tokens of the longest sequence that the architecture can read as it reads others, where it says so."""
     longest, limit = getattr(hf.get_text_config(), "max_position_embeddings", None), read_rope_limit(hf)
@@ -259,8 +288,23 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
         )
 
 
+def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> None:
+    """Write the model's tokenizer, with the chat template of the run and its arguments as defaults.
+
+    A run without templates (`none`) leaves the tokenizer's own.
+    """
+    tokenizer, name = read_tokenizer(config), context.chat_template
+    if name != "none" and (name != "auto" or tokenizer.chat_template):
+        jinja = tokenizer.get_chat_template() if name == "auto" else read_template(name)
+        arguments = {**context.chat_template_kwargs, "reasoning_policy": context.reasoning}
+        if (stored := store_arguments(jinja, arguments)) != jinja or name != "auto":
+            tokenizer.chat_template = stored
+            (Path(dir) / LEGACY_TEMPLATE).unlink(missing_ok=True)  # a processor would read that of the base
+    tokenizer.save_pretrained(dir)
+
+
 def build_writer(
-    model: PreTrainedModel, config: ModelConfig, dir: str | Path
+    model: PreTrainedModel, config: ModelConfig, context: Context, dir: str | Path
 ) -> Callable[[dict[str, torch.Tensor]], None]:
     """Return the function that writes weights, config.json and tokenizer so that ``from_pretrained`` loads them.
 
@@ -277,7 +321,7 @@ def build_writer(
             carry_towers(model, own, get_directory(config), Path(dir))
         elif config.vision is not None:
             copy_processor(get_directory(config), Path(dir))
-        read_tokenizer(config).save_pretrained(dir)
+        save_tokenizer(config, context, dir)
 
     return write
 
@@ -324,8 +368,8 @@ def _transpose_back() -> Any:
     return patch.object(Transpose, "reverse_op", property(lambda own: Transpose(own.dim1, own.dim0)))
 
 
-def save_config(config: ModelConfig, dir: str | Path) -> None:
-    """Write config.json and tokenizer, beside weights that something else writes."""
+def save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
+    """Write config.json, tokenizer and processor, beside weights that something else writes."""
     hf = json.loads((get_directory(config) / "config.json").read_text(encoding="utf-8"))
     hf |= {"dtype": config.dtype}
     if config.head == "reward" and not config.frozen:
@@ -334,7 +378,8 @@ def save_config(config: ModelConfig, dir: str | Path) -> None:
         kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
         hf |= {"architectures": [kind], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    read_tokenizer(config).save_pretrained(dir)
+    copy_processor(get_directory(config), Path(dir))
+    save_tokenizer(config, context, dir)
 
 
 def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code: bool = False) -> Any:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,8 @@ OF_VIDEOS = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_gri
 Features = list[Tensor]  # of an image: [n, H] for the first layer, then what is added to the first layers (deepstack)
 
 
-def list_placeholders(model: PreTrainedModel) -> list[int]:
-    """The ids that stand for images, videos or sounds, which a model must not say."""
-    return list_placeholder_ids(model.config, cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
-
-
 def list_placeholder_ids(config: PretrainedConfig, vocabulary: int) -> list[int]:
-    """Those ids by the configuration of a model whose vocabulary has so many tokens."""
+    """The ids that stand for images, videos or sounds, which a model with so many tokens must not say."""
     found = {getattr(config, name, None) for name in PLACEHOLDERS}
     return sorted(token for token in found if token is not None and token < vocabulary)
 

@@ -35,11 +35,12 @@ from transformers.utils.hub import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from coalign.files import list_weight_files
 
+LEGACY_TEMPLATE = LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 PROCESSOR_FILES = (
     PROCESSOR_NAME,
     IMAGE_PROCESSOR_NAME,
     VIDEO_PROCESSOR_NAME,
-    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+    LEGACY_TEMPLATE,
 )
 INDEX = "model.safetensors.index.json"
 

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
-Model = Annotated[Path, typer.Argument(help="A Hugging Face model directory, a name of the hub, or a GGUF file.")]
+Model = Annotated[Path, typer.Argument(help="A model directory, a run folder, a name of the hub, or a GGUF file.")]
 RewardModel = Annotated[
     Path | None,
-    typer.Argument(help="A reward model: a Hugging Face directory with a reward head, or a hub's name."),
+    typer.Argument(help="A reward model: a directory with a reward head, a run folder, or a hub's name."),
 ]
 Key = Annotated[str, typer.Option(help="The prompt's key in the input: a string, or a list of messages.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1)]
@@ -22,7 +22,13 @@ TopP = Annotated[float, typer.Option(min=0.0, max=1.0)]
 MinP = Annotated[float, typer.Option(min=0.0, max=1.0)]
 RepetitionPenalty = Annotated[float, typer.Option(min=0.01)]
 Stop = Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")]
-Template = Annotated[str, typer.Option(help="`auto`, `none`, a training template, or a Jinja file.")]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        help="`auto`, `none`, a training template, or a Jinja file; default: as the run trained that made the model, "
+        "else `auto`."
+    ),
+]
 TemplateArguments = Annotated[
     str | None, typer.Option(help="Arguments of the chat template, as in YAML: `{enable_thinking: false}`.")
 ]
@@ -65,8 +71,8 @@ def generate(
         Path | None, typer.Option(help="Score with this model: a Hugging Face directory with a reward head.")
     ] = None,
     reward_template: Annotated[
-        str, typer.Option(help="The reward model's chat template: `auto`, `none`, or a Jinja file.")
-    ] = "auto",
+        str | None, typer.Option(help="The reward model's chat template: as `--chat-template`.")
+    ] = None,
     reward_score_at: ScoreAt = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 1.0,
@@ -75,7 +81,7 @@ def generate(
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     stop: Stop = None,
-    chat_template: Template = "auto",
+    chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     seed: Seed = 0,
     dtype: Dtype = "float32",
@@ -130,7 +136,7 @@ def score(
     key: Key = "prompt",
     response_key: Annotated[str, typer.Option(help="The response's key in the input.")] = "response",
     images: Images = False,
-    chat_template: Template = "auto",
+    chat_template: Template = None,
     score_at: ScoreAt = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
@@ -170,7 +176,7 @@ def chat(
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     stop: Stop = None,
-    chat_template: Template = "auto",
+    chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     seed: Seed = 0,
     dtype: Dtype = "float32",
@@ -220,7 +226,8 @@ def serve_reward(
     images: Images = False,
     image_root: ImageRoot = None,
     chat_template: Annotated[
-        str | None, typer.Option(help="The reward model's: `auto` (default), `none`, or a Jinja file.")
+        str | None,
+        typer.Option(help="The reward model's: `auto`, `none`, or a Jinja file; default: as its run had it."),
     ] = None,
     score_at: ScoreAt = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default) or bfloat16.")] = None,
@@ -258,7 +265,7 @@ def serve(
     host: Annotated[str, typer.Option(help="0.0.0.0 accepts requests from other machines, with a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
-    chat_template: Template = "auto",
+    chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     images: Images = False,
     image_root: ImageRoot = None,

@@ -16,6 +16,7 @@ import torch
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.pretrained import read_placeholders
 from coalign.commands.judges import choose_device
+from coalign.commands.run_model import choose_template, find_model
 from coalign.commands.text_stream import TextStream, decode_answer
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig, VisionConfig
 from coalign.data.batch import Batch
@@ -37,7 +38,7 @@ class ChatSettings:
     model: Path
     sampling: SamplingConfig
     system: str | None = None
-    chat_template: str = "auto"
+    chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -93,18 +94,20 @@ class Conversation:
         images = ImagesConfig() if settings.images else None
         config = ModelConfig(
             module="native",
-            load=str(settings.model),
+            load=find_model(str(settings.model)),
             dtype=settings.dtype,
             sampling=settings.sampling,
             vision=None if images is None else VisionConfig(),
         )
         fetch_model(config)
-        self._module = NativeModule(config, Context(seed=settings.seed, device=device, images=images))
+        self._module = NativeModule(config, Context(seed=settings.seed, device=device, images=images, tokens_only=True))
         self._module.setup()
+        chosen = choose_template(str(settings.model), settings.chat_template, settings.chat_template_kwargs)
         self._template = load_template(
             self._module.tokenizer,
-            settings.chat_template,
-            settings.chat_template_kwargs,
+            chosen.chat_template,
+            chosen.chat_template_kwargs,
+            chosen.reasoning,
             placeholders=read_placeholders(config, images),
         )
         self._turns = 0

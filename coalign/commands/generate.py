@@ -17,6 +17,7 @@ from coalign.commands.resumable import (
     list_inputs,
     require_writable,
 )
+from coalign.commands.run_model import choose_template, find_model
 from coalign.commands.score import report_unscored, summarise_scores, verdict_entries
 from coalign.config.functions import resolve_class
 from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig, VisionConfig
@@ -53,12 +54,13 @@ def generate(
     if isinstance(output, Path):
         require_writable(output, config, overwrite)
     device = choose_device(config.device)
+    config = _fit_to_run(config)
     settings = config.model_dump(include={"module", "dtype", "sampling", "native", "transformers"})
     images = config.data.images
     model = ModelConfig(load=config.model, vision=None if images is None else VisionConfig(), **settings)
     fetch_model(model)
     module: RolloutModule = resolve_class(config.module, "coalign.backends")(
-        model, Context(seed=config.seed, device=device, images=images)
+        model, Context(seed=config.seed, device=device, images=images, tokens_only=True)
     )
     module.setup()
     loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
@@ -86,6 +88,16 @@ def generate(
         rate = f"{fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s)"
         display.note(f"{counts['responses']} responses, {rate}")
     return counts
+
+
+def _fit_to_run(config: GenerateConfig) -> GenerateConfig:
+    """Take the model of a run folder, and the template that a run trained it with, unless the settings name another."""
+    name, data = config.model or "", config.data
+    given = data.chat_template if "chat_template" in data.model_fields_set else None
+    chosen = choose_template(name, given, data.chat_template_kwargs)
+    keys = {"chat_template": chosen.chat_template, "chat_template_kwargs": chosen.chat_template_kwargs}
+    keys["reasoning"] = data.reasoning or chosen.reasoning
+    return config.model_copy(update={"model": find_model(name), "data": data.model_copy(update=keys)})
 
 
 def _open_output(

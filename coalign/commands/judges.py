@@ -13,6 +13,7 @@ import torch
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader, TokenizedConversation
 from coalign.backends.scorers.reward import build_reward_functions
+from coalign.commands.run_model import choose_template, find_model
 from coalign.config.schema import ImagesConfig, JudgeConfig, ModelConfig, VisionConfig
 from coalign.data.messages import Message, format_prompt, get_text
 from coalign.devices import count_devices
@@ -158,13 +159,16 @@ class RewardModelJudge(ResponseJudge):
     def __init__(self, config: JudgeConfig, images: ImagesConfig | None = None) -> None:
         """Raises ValueError if the directory has no reward head, or its tokenizer no template."""
         super().__init__()
+        name = config.reward_model or ""
+        chosen = choose_template(name, config.reward_template)
         model = ModelConfig(
-            load=config.reward_model,
+            load=find_model(name),
             head="reward",
             frozen=True,
             dtype=config.dtype,
             max_tokens_per_micro=config.reward_tokens,
-            chat_template=config.reward_template,
+            chat_template=chosen.chat_template,
+            chat_template_kwargs=chosen.chat_template_kwargs,
             score_at=config.reward_score_at,
             vision=None if images is None else VisionConfig(),
         )
@@ -172,7 +176,7 @@ class RewardModelJudge(ResponseJudge):
         context = Context(model="reward_model", device=choose_device(config.device), images=images)
         self._module = FSDPModule(model, context)
         self._module.setup()
-        self._reader = ConversationReader(model, images)
+        self._reader = ConversationReader(model, images, chosen.reasoning)
 
     def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:
         """A conversation with more tokens than the model takes gets no score."""

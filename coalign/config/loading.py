@@ -49,7 +49,7 @@ from coalign.config.layers import (
     suggest_file,
     walk,
 )
-from coalign.config.schema import InputPath, RunConfig, Section
+from coalign.config.schema import KEYS_OF_WEIGHTS, InputPath, RunConfig, Section
 from coalign.config.secrets import remember_secret
 from coalign.config.yaml_reader import parse_scalar
 from coalign.hub import is_hub_name
@@ -232,9 +232,36 @@ def _inherit_model(
         layer.problems.append(ConfigProblem(key, f"there is no model '{source}'{suggest(source, others)}"))
     elif isinstance(models[source], dict):  # validation refuses other types
         _inherit_model(layer, models, source, done, trail)
-        models[name] = merge_layers(drop_foreign_arguments(models[source], model, ("models", name)), model)
+        taken = drop_foreign_arguments(models[source], model, ("models", name))
+        if (load := model.get("load")) and not _name_same_weights(layer, load, taken.get("load")):
+            taken = _without_weights(layer, taken)
+        models[name] = merge_layers(taken, model)
         layer.places.inherit(("models", source), ("models", name))
     done.add(name)
+
+
+def _without_weights(layer: ConfigLayer, model: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model without those that belong to its weights."""
+    kept = {name: value for name, value in model.items() if name not in KEYS_OF_WEIGHTS}
+    if isinstance(lora := _resolve_early(layer, kept.get("lora")), Mapping):
+        kept["lora"] = {name: value for name, value in lora.items() if name != "load"}
+    return kept
+
+
+def _name_same_weights(layer: ConfigLayer, load: Any, other: Any) -> bool:
+    load, other = _resolve_early(layer, load), _resolve_early(layer, other)
+    return load == other or (isinstance(load, str) and isinstance(other, str) and Path(load) == Path(other))
+
+
+def _resolve_early(layer: ConfigLayer, value: Any) -> Any:
+    """Return what a text that refers to another key stands for, or the text if that is not known yet."""
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    try:
+        found = OmegaConf.create({**layer.data, THIS: value})[THIS]
+    except OmegaConfBaseException:
+        return value  # it is reported when all references are resolved
+    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
 
 
 _MISSING = "???"  # OmegaConf's mark of a value that is not known yet

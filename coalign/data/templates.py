@@ -97,8 +97,7 @@ def load_template(
 def _name_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
     if chat_template == "auto":
         return f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-    is_jinja = "{{" in chat_template or "{%" in chat_template
-    return "the template in data.chat_template" if is_jinja else f"the chat template {chat_template}"
+    return "the template in data.chat_template" if is_jinja(chat_template) else f"the chat template {chat_template}"
 
 
 class PlainText:
@@ -534,14 +533,39 @@ def read_arguments(jinja: str, given: Mapping[str, Any]) -> tuple[dict[str, Any]
     return arguments, parse_tools(given["tools"], "chat_template_kwargs.tools") if "tools" in given else None
 
 
+def store_arguments(jinja: str, arguments: Mapping[str, Any]) -> str:
+    """Return a template that takes its ``arguments`` for those that nobody gives. It drops those that it never reads,
+    and None."""
+    stored = sorted(name for name in list_arguments(jinja) if arguments.get(name) is not None)
+    lines = [
+        f"{{%- set {name} = {_write_literal(arguments[name])} if {name} is undefined or {name} is none else {name} +%}}"
+        for name in stored
+    ]
+    return "".join([*lines, jinja])  # `+`: Jinja drops no line break after it
+
+
+def _write_literal(value: Any) -> str:
+    """Write plain data as Jinja."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_write_literal(key)}: {_write_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_write_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def reads_tools(jinja: str) -> bool:
     """Whether a Jinja template has a place for the descriptions of tools."""
     return re.search(r"\btools\b", jinja) is not None
 
 
+def is_jinja(chat_template: str) -> bool:
+    """Whether a `chat_template` is the template itself, not its name."""
+    return "{{" in chat_template or "{%" in chat_template
+
+
 def read_template(chat_template: str) -> str:
     """Return the Jinja template that ``data.chat_template`` is, names, or whose file it is. FileNotFoundError."""
-    if "{{" in chat_template or "{%" in chat_template:
+    if is_jinja(chat_template):
         return chat_template
     path = TRAINING_TEMPLATES.get(chat_template) or Path(chat_template)
     if not path.is_file():

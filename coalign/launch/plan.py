@@ -23,6 +23,7 @@ from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig, VisionConfig
 from coalign.config.schema.base import Function
 from coalign.data.kinds import KINDS
+from coalign.data.templates import read_template
 from coalign.engine.engine import Engine
 from coalign.engine.filters import check_limits
 from coalign.engine.reward import list_reward_models, list_reward_parts
@@ -304,6 +305,8 @@ def _plan_models(
     adapters = _adapter_ranks(configs, config, syncs)
     bases = find_shared_bases(roles, configs)
     tokenizer, trust_tokenizer = find_tokenizer_name(config)
+    template = config.data.chat_template  # the text of a file, which may change while the run goes on
+    template = template if template in ("auto", "none") else read_template(template)
     for name, role in roles.items():
         model = configs[name]
         own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
@@ -330,11 +333,12 @@ def _plan_models(
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),
             routing_replay=config.rollout.routing_replay and any(name in pair for pair in syncs),
+            tokens_only=Rollout in roles.values(),
             recompute_kv=config.rollout.kv == "recompute",
             environment=environment if role is Rollout else None,
             tokenizer=tokenizer,
             trust_tokenizer=trust_tokenizer,
-            chat_template=config.data.chat_template,
+            chat_template=template,
             chat_template_kwargs=config.data.chat_template_kwargs,
             reasoning=config.data.reasoning,
             images=config.data.images,

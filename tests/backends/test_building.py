@@ -11,6 +11,7 @@ from coalign.backends import pretrained
 from coalign.backends.engines.native.model import NativeModel
 from coalign.config.schema import ModelConfig
 from coalign.devices import keep_generator, seed_generator
+from coalign.roles import Context
 from tests.tiny import tiny_model_dir
 
 ROUNDS = 20
@@ -56,7 +57,7 @@ def test_saving_beside_loading(path, tmp_path):
     unwrap = pretrained.modeling_utils.unwrap_model
 
     def save(name):
-        pretrained.build_writer(model, config, tmp_path / name)(dict(model.named_parameters()))
+        pretrained.build_writer(model, config, Context(), tmp_path / name)(dict(model.named_parameters()))
 
     for _ in range(3):
         side_by_side(lambda: save("a"), lambda: save("b"), lambda: pretrained.load(config, seed=0))

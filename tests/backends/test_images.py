@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from coalign.backends.base import Objective
 from coalign.backends.engines.sampling import sample
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.vision import find_owner, list_placeholders, name_parts
+from coalign.backends.vision import find_owner, list_placeholder_ids, name_parts
 from coalign.config.functions import resolve_class
 from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
@@ -187,7 +187,7 @@ def test_what_is_sampled_has_the_trainers_log_probs(engine, family, tmp_path):
 def test_a_placeholder_is_never_sampled_and_never_probable(tmp_path):
     path = vision_model_dir(tmp_path / "model")
     model, trainer = build_policy("native", path).engine.model, build_trainer(path)
-    placeholders = list_placeholders(trainer.model.model)
+    placeholders = list_placeholder_ids(trainer.model.model.config, len(trainer.model.head.weight))
     logits = torch.randn(20_000, VOCABULARY, generator=torch.Generator().manual_seed(0))
     logits[:, placeholders] = 50.0
     chances = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -241,7 +241,7 @@ def test_no_placeholder_in_20_000_samples(engine, tmp_path):
     """Of a model that would say little else."""
     path = vision_model_dir(tmp_path / "model")
     weights = load_file(path / "model.safetensors")
-    placeholders = list_placeholders(AutoModelForImageTextToText.from_pretrained(path))
+    placeholders = list_placeholder_ids(AutoConfig.from_pretrained(path), 2**31)
     weights["lm_head.weight"][placeholders] *= 100.0
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     policy = build_policy(engine, path, sampling={"max_new_tokens": 1})

@@ -326,6 +326,95 @@ def test_layers_come_in_one_order(path, tmp_path):
     assert targets == sorted(targets)
 
 
+# ---- adapters of peft
+
+
+def peft_adapter(path, to, **settings):
+    """Write an adapter that peft drew; return the log-probs of a rollout's tokens, which its own model computes."""
+    import peft
+
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "init_lora_weights": False} | settings)
+        model = peft.get_peft_model(plain, config)
+    model.save_pretrained(to)
+    logprobs = []
+    for row in rollout().rows():
+        with torch.no_grad():
+            logits = model(input_ids=row["tokens"].long()[None]).logits[0, :-1]
+        chosen = logits.log_softmax(-1).gather(1, row["tokens"][1:, None].long())[:, 0]
+        logprobs.append(torch.cat([torch.zeros(1), chosen * row["loss_mask"][1:]]))
+    return torch.cat(logprobs)
+
+
+PATTERNS = [
+    {"alpha_pattern": {"q_proj": 64}},
+    {"rank_pattern": {"q_proj": 7}},
+    {"rank_pattern": {"layers.1.self_attn.q_proj": 2, "k_proj": 6}, "alpha_pattern": {r".*\.0\..*_proj": 40}},
+    {"rank_pattern": {"q_proj": 9}, "alpha_pattern": {"k_proj": 3}, "use_rslora": True},
+    {"rank_pattern": {"q_proj": 9}, "alpha_pattern": {"k_proj": 3}, "use_dora": True},
+    {"layers_to_transform": [1]},
+    {"exclude_modules": ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]},
+]
+
+
+@pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(settings))
+def test_layers_have_the_ranks_and_scales_of_pefts_adapter(path, tmp_path, settings):
+    layer = "1" if {"layers_to_transform", "exclude_modules"} & settings.keys() else "?"
+    target = [f"model.layers.{layer}.self_attn.{name}_proj" for name in "qk"]
+    kind = {"rank": 4, "alpha": 8, "rslora": "use_rslora" in settings, "dora": "use_dora" in settings, "target": target}
+    expected = peft_adapter(path, tmp_path, target_modules=["q_proj", "k_proj"], **settings)
+    loaded = module(path, lora=kind | {"load": str(tmp_path)})
+    torch.testing.assert_close(scores(loaded), expected, rtol=1e-5, atol=1e-5)
+    again = tmp_path / "again"
+    loaded.save_adapter(again)
+    other = module(path, lora=kind | {"load": str(again)})
+    assert torch.equal(scores(other), scores(loaded))
+    skeleton = pretrained.build_skeleton(ModelConfig(load=path, lora=kind | {"load": str(tmp_path)}))
+    assert {n: p.shape for n, p in skeleton.named_parameters()} == {
+        n: p.shape for n, p in loaded.model.model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bias": "all"}, r"adapter_config\.json has bias: 'all', which `lora` does not train; `coalign merge` it"),
+        ({"bias": "lora_only"}, "has bias: 'lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, r"has modules_to_save: \['lm_head'\]"),
+        ({"lora_bias": True}, "has lora_bias: True"),
+        ({"trainable_token_indices": [3]}, r"has trainable_token_indices: \[3\]"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights: 'pissa'"),
+        ({"init_lora_weights": "olora"}, "has init_lora_weights: 'olora'"),
+        ({"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}, "has alora_invocation_tokens"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_else_an_adapter_computes_is_refused_by_name(path, tmp_path, settings, message):
+    peft_adapter(path, tmp_path, target_modules=["q_proj"], **settings)
+    with pytest.raises(ValueError, match=message):
+        module(path, lora={"rank": 4, "alpha": 8, "target": "*.q_proj", "load": str(tmp_path)})
+
+
+def test_a_field_that_peft_does_not_know_is_named(path, tmp_path):
+    peft_adapter(path, tmp_path, target_modules=["q_proj"])
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_novelty": True, "novelty_size": 3, "old": None}))
+    with pytest.raises(ValueError, match=r"has use_novelty: True, which peft \S+ does not know"):
+        module(path, lora={"rank": 4, "alpha": 8, "target": "*.q_proj", "load": str(tmp_path)})
+
+
+def test_ranks_of_layers_cannot_be_synced_apart(path, tmp_path):
+    peft_adapter(path, tmp_path, target_modules=["q_proj", "k_proj"], rank_pattern={"k_proj": 6})
+    config = ModelConfig(
+        load=path, lora={"rank": 4, "alpha": 8, "target": ["*.q_proj", "*.k_proj"], "load": str(tmp_path)}
+    )
+    model = pretrained.load(config, seed=0)
+    with pytest.raises(ValueError, match=r"`apart`.*models\.trainer\.lora\.load has rank 6 in .*k_proj.*, not 4"):
+        lora.check_separate(model, Context(model="trainer", adapter_rank=4))
+
+
 # ---- heads of one number
 
 

@@ -12,7 +12,7 @@ from coalign.cli import app
 from coalign.commands.merge import merge
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module, same, weights
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_an_error_leaves_nothing_behind(base, tmp_path, monkeypatch):
         raise OSError("no space left")
 
     adapter(base, tmp_path / "adapter")
-    monkeypatch.setattr("coalign.commands.merge.AutoTokenizer.from_pretrained", fail)  # after the weights are written
+    monkeypatch.setattr("coalign.commands.merge.copy_processor", fail)  # after the weights are written
     with pytest.raises(OSError, match="no space left"):
         merge(base, tmp_path / "adapter", tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
@@ -82,6 +82,154 @@ def test_an_adapter_of_peft_with_ranks_of_its_own(base, tmp_path):
     expected = theirs.merge_and_unload()
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert same(dict(got.named_parameters()), dict(expected.named_parameters()))
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("untied") / "model", tied=False)
+
+
+def peft_adapter(base, to, *, rows=None, tokenizer=None, **settings):
+    """Write an adapter of peft, whose embeddings were resized to ``rows``; return the logits that it computes."""
+    import peft
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        if rows:
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        config = peft.LoraConfig(**{"r": 4, "init_lora_weights": False, "target_modules": ["q_proj"]} | settings)
+        adapted = peft.get_peft_model(model, config)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(to)
+    return logits(adapted)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(40)[None]).logits
+
+
+EMBEDDINGS, HEAD = ["q_proj", "embed_tokens"], ["q_proj", "lm_head"]
+TIED = [
+    ({}, True),
+    ({"target_modules": EMBEDDINGS}, False),
+    ({"target_modules": HEAD}, False),
+    ({"target_modules": [*EMBEDDINGS, "lm_head"]}, False),
+    ({"target_modules": EMBEDDINGS, "use_dora": True}, False),
+    ({"target_modules": EMBEDDINGS, "ensure_weight_tying": True}, True),
+    ({"modules_to_save": ["embed_tokens"]}, False),
+    ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    ({"modules_to_save": ["lm_head"]}, False),
+    ({"trainable_token_indices": [5, 7]}, True),
+    ({"rows": 330}, True),
+    ({"rows": 300}, True),
+    ({"rows": 330, "target_modules": EMBEDDINGS}, False),
+    ({"rows": 330, "target_modules": HEAD}, False),
+    ({"rows": 330, "modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    ({"rows": 330, "trainable_token_indices": [325]}, True),
+]
+UNTIED = [
+    {"target_modules": [*EMBEDDINGS, "lm_head"]},
+    {"rows": 330},
+    {"rows": 330, "modules_to_save": ["embed_tokens", "lm_head"]},
+    {"alpha_pattern": {"q_proj": 3}, "bias": "all", "modules_to_save": ["norm"]},
+    {"init_lora_weights": "pissa"},
+]
+name = lambda value: "-".join(f"{v}" for v in value.values()) if isinstance(value, dict) else ""  # noqa: E731
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("settings", "tied"), TIED, ids=name)
+def test_tied_embeddings_and_head_compute_as_before(base, tmp_path, settings, tied):
+    expected = peft_adapter(base, tmp_path / "adapter", **settings)
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+    assert merged.config.tie_word_embeddings is tied
+    assert ("lm_head.weight" in weights_of(tmp_path / "merged")) is not tied
+    policy = module(str(tmp_path / "merged"), frozen=True)  # nor do Coalign's backends see another model
+    assert policy.model.model.get_output_embeddings().weight.shape == merged.lm_head.weight.shape
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", UNTIED, ids=name)
+def test_what_is_not_tied_computes_as_before(untied, tmp_path, settings):
+    expected = peft_adapter(untied, tmp_path / "adapter", **settings)
+    merge(untied, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+    assert not merged.config.tie_word_embeddings
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rows": 330, "target_modules": EMBEDDINGS}, r"holds model\.embed_tokens of 330 rows; the model has 320"),
+        ({"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}, r"has alora_invocation_tokens: \[3\]"),
+        ({"init_lora_weights": "pissa_niter_2"}, "has init_lora_weights: 'pissa_niter_2'"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(untied, tmp_path, settings, message):
+    peft_adapter(untied, tmp_path / "adapter", **settings)
+    with pytest.raises(ValueError, match=message):
+        merge(untied, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def change_tensors(adapter, change):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(change(tensors), adapter / "adapter_model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: {k: v for k, v in tensors.items() if "0.self_attn.q_proj.lora_B" not in k}, "lacks .*lora_B"),
+        (lambda tensors: tensors | {"base_model.model.model.norm.weight": torch.ones(7)}, r"norm\.weight is \(32,\)"),
+        (lambda tensors: tensors | {"base_model.model.extra": torch.ones(7)}, "settings do not ask for, .*extra"),
+    ],
+)
+def test_tensors_that_the_settings_do_not_ask_for_are_refused(base, tmp_path, change, message):
+    peft_adapter(base, tmp_path / "adapter")
+    change_tensors(tmp_path / "adapter", change)
+    with pytest.raises(ValueError, match=message):
+        merge(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+def test_the_tokenizer_is_the_adapters(base, tmp_path):
+    peft_adapter(base, tmp_path / "adapter", rows=330)
+    tokenizer = tiny_tokenizer(chat_template="{{ messages[0].content }}!")
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert merged("<tool>").input_ids == [259]
+    assert merged.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"
+
+
+def test_a_template_without_a_tokenizer_goes_with_the_bases(base, tmp_path):
+    adapter(base, tmp_path / "adapter")
+    for file in (tmp_path / "adapter").glob("tokenizer*"):
+        file.unlink()
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert len(merged) == 259
+    assert merged.chat_template == "{{ messages[0].content }}?"
+
+
+def test_a_tokenizer_of_more_ids_than_rows_is_refused(base, tmp_path):
+    adapter(base, tmp_path / "adapter")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(70)])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"has 329 ids, and neither .* has embeddings of more than 320"):
+        merge(base, tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_a_reward_model_gets_its_head_from_the_adapter(base, tmp_path):

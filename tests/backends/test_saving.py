@@ -4,6 +4,7 @@ from transformers import modeling_utils
 
 from coalign.backends import pretrained
 from coalign.config.schema import ModelConfig
+from coalign.roles import Context
 from tests.tiny import tiny_model_dir
 
 
@@ -13,7 +14,7 @@ def test_a_model_is_saved_without_being_unwrapped(tmp_path, monkeypatch):
     model = pretrained.load(config, seed=0)
     asked = []
     monkeypatch.setattr(modeling_utils, "unwrap_model", asked.append)
-    pretrained.build_writer(model, config, tmp_path / "saved")(model.state_dict())
+    pretrained.build_writer(model, config, Context(), tmp_path / "saved")(model.state_dict())
     assert not asked
     assert modeling_utils.unwrap_model == asked.append  # whatever else saves in this process is left as it was
     written = (tmp_path / "saved" / "model.safetensors").read_bytes()

@@ -14,7 +14,7 @@ import torch
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
 from coalign.backends.engines.vllm.module import VLLMModule
-from coalign.backends.vision import list_placeholders, name_parts
+from coalign.backends.vision import list_placeholder_ids, name_parts
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.files import ImageFiles
@@ -105,7 +105,7 @@ def play(folder: str, family: str) -> dict[str, Any]:
     weights = {name: tensor.clone() for name, tensor in trainer.export_weights()}
     ends = ("lm_head.weight", "embed_tokens.weight")  # of a tied model the second alone
     head = next(name for end in ends for name in weights if name.endswith(end))
-    placeholders = list_placeholders(trainer.model.model)
+    placeholders = list_placeholder_ids(trainer.model.model.config, len(trainer.model.head.weight))
     weights[head][placeholders] = 1e3 * weights[head].sum(0).sign()
     policy.load_weights(weights.items(), version=3)
     said = policy.generate(prompts, samples=8)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from coalign.config import load
-from coalign.config.schema import RewardConfig, RunConfig, SourceConfig
+from coalign.config.schema import KEYS_OF_WEIGHTS, ModelConfig, RewardConfig, RunConfig, SourceConfig
 from tests.config.conftest import DEFAULTS
 
 
@@ -197,3 +197,44 @@ def test_config_imports_no_torch(write):
 )
 def test_what_a_source_is_called(path, name):
     assert SourceConfig(path=path).called == name
+
+
+TRAINED = """
+    algorithm: grpo
+    models:
+      trainer: {load: model, tokenizer: model, init: random, head_init: zero, pickled_weights: true, dtype: bfloat16,
+                chat_template: chatml, score_at: end_of_text, lora: {rank: 4, load: adapter}}
+      reference: {load: %s}
+"""
+
+
+def test_other_weights_do_not_take_what_belongs_to_those_of_the_model_that_they_are_like(run, here):
+    for name in ("adapter", "merged"):
+        (here / name).mkdir()
+    reference = run(TRAINED % "merged").models["reference"]
+    assert (reference.dtype, reference.lora.rank, reference.frozen) == ("bfloat16", 4, True)
+    plain = ModelConfig()
+    assert reference.lora.load is None
+    for key in KEYS_OF_WEIGHTS:
+        assert getattr(reference, key) == getattr(plain, key), key
+
+
+@pytest.mark.parametrize("load", ["model", "./model", "model/", "'${models.trainer.load}'"])
+def test_the_same_weights_take_all(run, here, load):
+    (here / "adapter").mkdir()
+    reference = run(TRAINED % load).models["reference"]
+    assert (reference.lora.load, reference.init, reference.tokenizer) == ("adapter", "random", "model")
+
+
+def test_adapters_that_are_a_reference_are_not_taken_either(run, here):
+    (here / "adapter").mkdir()
+    (here / "merged").mkdir()
+    models = run("""
+        algorithm: grpo
+        models:
+          policy: {load: model, lora: {load: adapter, rank: 4}}
+          trainer: {like: policy, lora: '${models.policy.lora}'}
+          reference: {load: merged}
+        """).models
+    assert models["trainer"].lora.load == "adapter"
+    assert (models["reference"].lora.load, models["reference"].lora.rank) == (None, 4)

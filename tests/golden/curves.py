@@ -60,6 +60,16 @@ FAMILY = (
 ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # so that responses differ in length
 
 
+def name_all_ids(model: Path) -> None:
+    """Give each id of the vocabulary a special token: when the curves were recorded, those without one were sampled."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    tokenizer.add_tokens([f"<|{i}|>" for i in range(len(tokenizer), rows)], special_tokens=True)
+    tokenizer.save_pretrained(model)
+
+
 def configuration(name: str, directory: Path) -> dict[str, Any]:
     algorithm, _, variant = name.rpartition("_") if name in VARIANTS else (name, "", "")
     other_model(directory / "model")  # of two layers, as when the curves were recorded
@@ -116,6 +126,9 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
             "module": "preference",
             "judge": {"fn": "pairwise", "template": "{prompt}{first}{second}"},
         }
+    if "policy" in config["models"]:
+        for file in directory.glob("*/config.json"):
+            name_all_ids(file.parent)
     return config
 
 

@@ -310,6 +310,25 @@ def test_one_process_draws_learns_sends_and_saves_what_fsdp_does(paths, opened, 
     torch.testing.assert_close(chosen[3:], found[4 : tokens.shape[1]], rtol=0, atol=1e-5)
 
 
+def test_fused_layers_have_ranks_and_scales_of_their_own(paths, opened, tmp_path):
+    import peft
+
+    plain = AutoModelForCausalLM.from_pretrained(paths["moe"], dtype=torch.float32)
+    names = ["q_proj", "v_proj", "o_proj"]
+    patterns = {"rank_pattern": {"q_proj": 3, "o_proj": 6}, "alpha_pattern": {"v_proj": 40, "layers.0.*q_proj": 2}}
+    settings = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=names, **patterns)
+    peft.get_peft_model(plain, settings).save_pretrained(tmp_path)
+    lora = {"rank": 4, "alpha": 8, "target": [f"*.{name}" for name in names], "load": str(tmp_path)}
+    fsdp, own = (opened(name, paths["moe"], lora=lora) for name in ("fsdp", "megatron"))
+    for _ in range(2):
+        found, wanted = (module.forward_step(rollout((5, 9), 3))["ref_logprobs"] for module in (own, fsdp))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        found, wanted = exported(own), exported(fsdp)
+        assert relative(joined(found, wanted), joined(wanted, wanted)) < 1e-5
+        for module in (own, fsdp):
+            module.train_step(rollout((5, 9), 3))
+
+
 @pytest.mark.parametrize("adapter_rank", [None, 4], ids=["merged", "apart"])
 def test_what_changes_is_sent_alone(paths, opened, adapter_rank):
     lora, sent = {"rank": 4, "target": ["*.q_proj"]}, []

@@ -20,7 +20,7 @@ from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import Decoder
 from coalign.backends.pretrained import build_model, building, choose_attention, find_auto_class, read_context_length
-from coalign.backends.vision import ImageEmbedder, list_placeholders
+from coalign.backends.vision import ImageEmbedder
 from coalign.backends.vision_language import drop_towers
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.images.processor import ImageProcessor
@@ -61,10 +61,9 @@ class MetaModel:
             drop_towers(model)
         self.module: PreTrainedModel = model.eval()
         self.images: ImageEmbedder | None = None
-        self.forbidden: Tensor | None = None  # i64, tokens that it must not say
+        self.forbidden: Tensor | None = None  # i64, tokens that it must not say; None: there are none
         if images is not None:
             self.images = ImageEmbedder(model, images, keep=KEPT_PIXELS, one_by_one=True)
-            self.forbidden = torch.tensor(list_placeholders(model), device=self.device)
         self.check()
         self.module.requires_grad_(False)
         _materialise_buffers(self.module, self.device)
@@ -76,7 +75,7 @@ class MetaModel:
         """Raise ValueError or NotImplementedError for an architecture that the engine cannot run; all is on meta."""
 
     def forbid(self, logits: Tensor) -> Tensor:
-        """The logits [B, V] without what must not be said: placeholders of images, in a model that sees."""
+        """The logits [B, V] without what must not be said (`list_forbidden_ids`)."""
         return logits if self.forbidden is None else logits.index_fill(1, self.forbidden, -torch.inf)
 
     @property
@@ -187,8 +186,9 @@ def _find_aliases(module: nn.Module) -> dict[str, list[str]]:
 class MetaModelEngine(InferenceEngine):
     """Generates with ``model``, in this process.
 
-    seed: of the sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request. reserve:
-    called with the bytes that the KV cache is about to have; may raise.
+    seed: of the sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request.
+    forbidden: ids that the model must not say. reserve: called with the bytes that the KV cache is about to have; may
+    raise.
     """
 
     def __init__(
@@ -198,10 +198,13 @@ class MetaModelEngine(InferenceEngine):
         seed: int,
         end_tokens: Iterable[int],
         decoder: Decoder,
+        forbidden: Sequence[int] = (),
         reserve: Callable[[int], None] = lambda size: None,
     ) -> None:
         super().__init__()
         self.model = model
+        if forbidden:
+            model.forbidden = torch.tensor(forbidden, device=model.device)
         self.seed = seed
         self.end_tokens = frozenset(end_tokens)
         self.decoder = decoder
@@ -255,6 +258,7 @@ class MetaModelModule(RolloutModule):
     def find_engine_settings(self, architecture: PreTrainedConfig) -> dict[str, Any]:
         """The arguments of MetaModelEngine but for the model."""
         return {
+            "forbidden": self.list_forbidden(architecture),
             "seed": self.context.seed,
             "end_tokens": self.find_end_tokens(architecture),
             "decoder": self.decoder,

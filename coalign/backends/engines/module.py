@@ -172,7 +172,9 @@ class RolloutModule(Module):
         processor = self.read_processor()
         samples = sample_probe(self, None, begin_probe(source.config, processor))
         if samples is not None:
-            expected = compute_logprobs(source, processor, samples, self.config.sampling.temperature or 1.0)
+            forbidden = self.list_forbidden(source.config)
+            temperature = self.config.sampling.temperature or 1.0
+            expected = compute_logprobs(source, processor, samples, temperature, forbidden)
             check_difference(self.context.model, [self.config], samples, expected)
 
     def read_processor(self) -> ImageProcessor | None:
@@ -205,6 +207,11 @@ class RolloutModule(Module):
         if (directory / "generation_config.json").is_file():
             named.append(GenerationConfig.from_pretrained(directory).eos_token_id)
         return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+
+    def list_forbidden(self, architecture: PreTrainedConfig) -> list[int]:
+        """List the ids that must not be said."""
+        vocabulary = architecture.get_text_config().vocab_size
+        return pretrained.list_forbidden_ids(self.config, self.context, vocabulary)
 
     @cached_property
     def _special(self) -> dict[int, str]:

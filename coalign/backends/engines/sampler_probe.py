@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
-from coalign.backends.vision import ImageEmbedder, list_placeholders, list_plain_tokens
+from coalign.backends.vision import ImageEmbedder, list_plain_tokens
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.images.probe import make_probe
@@ -60,19 +60,24 @@ def sample_probe(module: RolloutModule, store: Store | None, begun: Batch) -> Ba
 
 @torch.inference_mode()
 def compute_logprobs(
-    model: PreTrainedModel, processor: ImageProcessor | None, samples: Batch, temperature: float
+    model: PreTrainedModel,
+    processor: ImageProcessor | None,
+    samples: Batch,
+    temperature: float,
+    forbidden: Sequence[int] = (),
 ) -> Tensor:
-    """Compute f32[T], the log-prob of each token by the model's own forward; 0 for the first of a sample."""
+    """Compute f32[T], the log-prob of each token by the model's own forward without the ``forbidden`` ids; 0 for the
+    first of a sample."""
     model.eval()
     images = None if processor is None else ImageEmbedder(model, processor, keep=0)
-    forbidden = torch.tensor(list_placeholders(model), dtype=torch.int64)
+    masked = torch.tensor(forbidden, dtype=torch.int64)
     out = []
     for row in samples.rows():
         tokens = row["tokens"].long()
         here = tokens.to(model.device)
         inputs = {"input_ids": here[None]} if images is None else images.list_plain_inputs(here, row["images"])
         logits = model(**inputs).logits[0, :-1].float().cpu()
-        logprobs = (logits.index_fill(1, forbidden, -torch.inf) / temperature).log_softmax(-1)
+        logprobs = (logits.index_fill(1, masked, -torch.inf) / temperature).log_softmax(-1)
         out += [torch.zeros(1), logprobs.gather(1, tokens[1:, None])[:, 0]]
     return torch.cat(out)
 

@@ -8,7 +8,7 @@ coalign.backends.attention, the order of events in a training step from coalign.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,7 @@ from coalign.backends.layout import Layout
 from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
 from coalign.backends.routers import RouterCoefficients, RouterTotals
-from coalign.backends.vision import ImageEmbedder, list_placeholders, name_parts
+from coalign.backends.vision import ImageEmbedder, name_parts
 from coalign.config.errors import located_at
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
 from coalign.cpu.layers import use_kernels
@@ -294,12 +294,16 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
                 if self.context.rank == 0:
                     weights[name] = tensor.detach()
             if self.context.rank == 0:
-                self._write(dir, weights, pretrained.build_writer(self.model.model, self.config, dir))
+                self._write(dir, weights, pretrained.build_writer(self.model.model, self.config, self.context, dir))
 
     def save_adapter(self, dir: str | Path) -> None:
         tensors = lora.collect(self.model.model, self._gather)
         if self.context.rank == 0:
-            self._write(dir, tensors, partial(lora.write, self.model.model, dir))
+            self._write(dir, tensors, partial(self._write_adapter, dir))
+
+    def _write_adapter(self, dir: str | Path, tensors: Mapping[str, Tensor]) -> None:
+        lora.write(self.model.model, dir, tensors)
+        pretrained.save_tokenizer(self.config, self.context, dir)
 
     def base_weights(self) -> AbstractContextManager[None]:
         if not pretrained.has_adapters(self.config):
@@ -368,10 +372,13 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             packed = ScalarModel(model, rows, output=HEADS[self.config.head][0])
         if self.config.vision is not None:
             self._let_see(packed, self.config.vision)
+        if isinstance(packed, LanguageModel):
+            vocabulary = packed.head.weight.shape[0]
+            packed.read.forbid(pretrained.list_forbidden_ids(self.config, self.context, vocabulary), vocabulary)
         return packed
 
     def _let_see(self, model: LanguageModel | ScalarModel, vision: VisionConfig) -> None:
-        """Give the model what reads images, forbid it to say their placeholders, and freeze the parts that stay."""
+        """Give the model what reads images, and freeze the parts that stay."""
         check_vision(model, self.config, self.context.model)
         learns = False  # of what makes features
         for name, part in name_parts(model.model).items():
@@ -388,8 +395,6 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             learns=learns,
             is_sharded=self.is_sharded and self.one_group(self.config),
         )
-        if isinstance(model, LanguageModel):
-            model.forbid(list_placeholders(model.model))
 
     def _scale_learning_rates(self) -> dict[nn.Parameter, float]:
         """The multiples of the learning rate of the parts that have one."""

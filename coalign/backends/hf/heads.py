@@ -182,6 +182,44 @@ class LanguageModelHead:
 
     def __init__(self, *, temperature: float = 1.0, top: int = 0, **settings: Any) -> None:
         self.temperature, self.top, self.settings = temperature, top, settings
+        self.vocabulary: int | None = None  # ids from here on are forbidden; None: the model has no others
+        self.forbidden = torch.zeros(0, dtype=torch.int64)  # of those before
+
+    def forbid(self, tokens: Sequence[int], vocabulary: int) -> None:
+        """Give ``tokens`` of a ``vocabulary`` the probability 0. NotImplementedError for a model whose logits have a
+        bound, unless they end the vocabulary."""
+        if not tokens:
+            return
+        kept = sorted({*range(vocabulary)} - {*tokens})
+        self.vocabulary = kept[-1] + 1
+        self.forbidden = torch.tensor(sorted({*range(self.vocabulary)} - {*kept}), dtype=torch.int64)
+        if len(self.forbidden) and self.settings.get("softcap"):
+            raise NotImplementedError(
+                "the model bounds its logits, so placeholders of images and other ids that must not be said "
+                f"({self.forbidden[:3].tolist()}) would have a probability"
+            )
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """The logits [M, V] of a model's own forward, without what is forbidden."""
+        if self.vocabulary is None:
+            return logits
+        logits = logits.index_fill(-1, self.forbidden.to(logits.device), FORBIDDEN)
+        return torch.cat([logits[:, : self.vocabulary], torch.full_like(logits[:, self.vocabulary :], FORBIDDEN)], -1)
+
+    def _restrict(
+        self, weight: Tensor, share: VocabularyShard | None
+    ) -> tuple[int, Tensor | None, VocabularyShard | None]:
+        """How many rows of ``weight`` have logits (at least one), what forbids some of these, and their shard."""
+        if self.vocabulary is None:
+            return len(weight), None, share
+        first = share.first if share else 0
+        rows = min(max(1, self.vocabulary - first), len(weight))
+        ids = self.forbidden.to(weight.device) - first
+        ids = ids[(ids >= 0) & (ids < rows)]
+        if self.vocabulary <= first:
+            ids = ids.new_zeros(1)
+        masked = torch.zeros(len(weight), device=weight.device).index_fill(0, ids, FORBIDDEN) if len(ids) else None
+        return rows, masked, share and replace(share, size=self.vocabulary)
 
     def __call__(
         self,
@@ -201,17 +239,22 @@ class LanguageModelHead:
         ``share``: weight [V, H] and bias are a rank's shard of the vocabulary.
         """
         temperature = 1.0 if "plain" in needs else self.temperature
+        rows, masked, share = self._restrict(weight, share)
+        if masked is not None:
+            bias = masked.to(hidden) if bias is None else bias + masked.to(bias)
         logits: dict[str, Any] = {"bias": bias, "temperature": temperature, "shard": share, **self.settings}
+        few: dict[str, Any] = {**logits, "bias": None if bias is None else bias[:rows]}
         if "top" in needs:
-            vocabulary = share.size if share else len(weight)
-            ids, logprobs = top_logprobs(hidden, weight, self.top or vocabulary, **logits)
+            vocabulary = share.size if share else rows
+            ids, logprobs = top_logprobs(hidden, weight[:rows], self.top or vocabulary, **few)
             return {"candidates": ids, "teacher_logprobs": logprobs}
-        logprobs, entropy = linear_logprobs(hidden, weight, layout.targets, entropy="entropy" in needs, **logits)
+        needs_entropy = "entropy" in needs
+        logprobs, entropy = linear_logprobs(hidden, weight, layout.targets, entropy=needs_entropy, rows=rows, **logits)
         outputs = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
         if "candidate_logprobs" in needs and layout.candidates is not None:
-            outputs["candidate_logprobs"] = candidate_logprobs(hidden, weight, layout.candidates, **logits)
+            outputs["candidate_logprobs"] = candidate_logprobs(hidden, weight[:rows], layout.candidates, **few)
         if "collision" in needs:
-            outputs["collision"] = log_collision(hidden, weight, **logits)
+            outputs["collision"] = log_collision(hidden, weight[:rows], **few)
         return outputs
 
 
@@ -228,26 +271,12 @@ class LanguageModel(PackedModel):
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for cap in (getattr(text, name, None) for name in caps) if cap), None)
         self.read = LanguageModelHead(temperature=temperature, top=top, scale=scale, softcap=softcap)
-        self._bias: Tensor | None = None
-
-    def forbid(self, tokens: Sequence[int]) -> None:
-        """Give these tokens the probability 0. NotImplementedError for a model whose logits have a bound."""
-        if self.read.settings["softcap"]:
-            raise NotImplementedError(
-                f"{type(self.model).__name__} bounds its logits, so placeholders of images would have a probability"
-            )
-        self._bias = torch.zeros(self.head.weight.shape[0]).index_fill_(0, torch.tensor(tokens), FORBIDDEN)
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         hidden = self.hidden(layout)[layout.predictors]
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm left it in float32
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        head = self.head
-        bias: Tensor | None = head.bias
-        if self._bias is not None:
-            self._bias = self._bias.to(hidden)
-            bias = self._bias if bias is None else bias + self._bias
-        return self.read(hidden, head.weight, layout, needs, bias=bias)
+        return self.read(hidden, self.head.weight, layout, needs, bias=self.head.bias)
 
     @property
     def head(self) -> nn.Linear:
@@ -314,11 +343,8 @@ class LanguageModel(PackedModel):
         """f64[n - 1] of one sequence i64[n] by the model's own forward, with transformers' own attention."""
         with self._plain_attention():
             logits = self.model(**images.list_plain_inputs(tokens.to(self.model.device), spans)).logits[0, :-1].double()
-        logits = self._mask_forbidden(logits / self.read.temperature)
+        logits = self.read.mask(logits / self.read.temperature)
         return logits.log_softmax(-1).gather(1, tokens[1:, None].to(logits.device))[:, 0]
-
-    def _mask_forbidden(self, logits: Tensor) -> Tensor:
-        return logits if self._bias is None else logits + self._bias.to(logits)
 
     def _compute_unpacked_logprobs(self, tokens: Tensor) -> Tensor:
         """f64[n - 1] of one sequence i64[n]."""
@@ -326,7 +352,7 @@ class LanguageModel(PackedModel):
         inputs.pop("position_ids", None)  # the model's own
         if self.rows == "packed":
             inputs["layout"] = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
-        logits = self._mask_forbidden(self.model(**inputs).logits[0, :-1].double() / self.read.temperature)
+        logits = self.read.mask(self.model(**inputs).logits[0, :-1].double() / self.read.temperature)
         return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 

@@ -211,7 +211,7 @@ def build_pipeline(
             "last": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
         }
         more = {"vocabulary": weights.padded, "chunk": virtual, "te": te, "vision": vision, **ends}
-        module = _build_chunk(config, model, settings, **more)
+        module = _build_chunk(config, context, model, settings, **more)
         move_module(module, device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
@@ -276,12 +276,13 @@ def _select_stored(config: ModelConfig, weights: WeightPartition, reader: Huggin
 
 
 def _build_chunk(
-    config: ModelConfig, model: families.MegatronConfig, settings: TransformerConfig, **more: Any
+    config: ModelConfig, context: Context, model: families.MegatronConfig, settings: TransformerConfig, **more: Any
 ) -> PackedGPT:
     if config.head != "lm":
         return ScalarGPT(model, settings, output=HEADS[config.head][0], **more)
     # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
     read = LanguageModelHead(temperature=config.sampling.temperature or 1.0, top=config.candidates)
+    read.forbid(pretrained.list_forbidden_ids(config, context, model.vocab_size), model.vocab_size)
     return PackedGPT(model, settings, read=read, **more)
 
 

@@ -32,11 +32,12 @@ class LowRankAdapter(nn.Module):
     """Computes what adapters add to the output of ``layer``, a column- or row-parallel one.
 
     Megatron fuses layers that have an adapter each (queries, keys and values): ``lora_A`` and ``lora_B`` have one entry
-    for each of them, copies of ``factors``. Between tensor-parallel ranks only A x travels, which has ``rank`` columns.
+    for each of them, copies of ``factors``, and so has ``scaling``. Between tensor-parallel ranks only A x travels,
+    which has as many columns as their ranks add up to.
     """
 
     def __init__(
-        self, layer: Any, shard: AdaptedShard, factors: Sequence[tuple[Tensor, Tensor]], scaling: float
+        self, layer: Any, shard: AdaptedShard, factors: Sequence[tuple[Tensor, Tensor]], scaling: Sequence[float]
     ) -> None:
         super().__init__()
         weight = layer.weight
@@ -59,10 +60,11 @@ class LowRankAdapter(nn.Module):
         self.enabled = enabled
 
     def compute_factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and scaling · B of this rank's part of the weight: [n rank, columns] and [rows, n rank]."""
+        """Return A and scaling · B of this rank's part of the weight: [ranks, columns] and [rows, ranks]."""
         a = torch.cat([each[:, slice(*self.shard.columns)] for each in self.lora_A])
-        b = F.pad(torch.block_diag(*self.lora_B), (0, 0, 0, 1))  # the last row is of rows without an adapter
-        return a, b.index_select(0, self.rows) * self.scaling
+        scaled = [b * scale for b, scale in zip(self.lora_B, self.scaling, strict=True)]
+        b = F.pad(torch.block_diag(*scaled), (0, 0, 0, 1))  # the last row is of rows without an adapter
+        return a, b.index_select(0, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output for the input ``x``, both as its ranks share them."""
@@ -108,7 +110,7 @@ def attach(
         number, _, name = shard.layer.partition("/")
         owners = [layers[source] for source in shard.sources]
         factors = [_get_factors(owner, shard.expert) for owner in owners]
-        layer, scaling = chunks[int(number)].get_submodule(name), owners[0].scaling[lora.ADAPTER]
+        layer, scaling = chunks[int(number)].get_submodule(name), [owner.scaling[lora.ADAPTER] for owner in owners]
         LowRankAdapter(layer, shard, factors, scaling).requires_grad_(not frozen)
     return sorted(layers)
 
@@ -205,10 +207,11 @@ def list_own(chunks: Sequence[nn.Module], weights: WeightPartition, rank: int) -
 def export_separate(chunks: Sequence[nn.Module], weights: WeightPartition, rank: int) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's own adapters by their names in an adapter's file, B multiplied by the scaling."""
     for adapter in list_own(chunks, weights, rank):
-        for source, a, b in zip(adapter.shard.sources, adapter.lora_A, adapter.lora_B, strict=True):
+        factors = zip(adapter.shard.sources, adapter.lora_A, adapter.lora_B, adapter.scaling, strict=True)
+        for source, a, b, scale in factors:
             layer = f"{lora.PREFIX}{source.removesuffix('.weight')}{lora.PART}"
             yield f"{layer}A.weight", a.detach()
-            yield f"{layer}B.weight", b.detach() * adapter.scaling
+            yield f"{layer}B.weight", b.detach() * scale
 
 
 def save(
@@ -233,4 +236,5 @@ def save(
             for there, here in zip(_get_factors(layers[key[0]], key[1]), value, strict=True):
                 there.copy_(here)
         lora.write(carrier, directory, lora.collect(carrier, lambda tensor: tensor))
+        pretrained.save_tokenizer(config, context, directory)
     dist.barrier()

@@ -304,9 +304,8 @@ class PackedGPT(GPTModel):
         if self.described.normalised_head:
             weight = F.normalize(weight)
         shard = VocabularyShard(group, first, real) if group.size() > 1 else None
-        bias = self.seen and self.seen.make_bias(weight, first)
         assert self.read is not None
-        return self.read(hidden[:, 0][layout.predictors], weight, layout, needs, share=shard, bias=bias)
+        return self.read(hidden[:, 0][layout.predictors], weight, layout, needs, share=shard)
 
 
 class ScalarGPT(PackedGPT):

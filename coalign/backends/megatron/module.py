@@ -35,7 +35,6 @@ from coalign.backends.megatron.partition import (
 from coalign.backends.megatron.vision import find_problems
 from coalign.backends.process_group import all_reduce_values
 from coalign.backends.routers import RouterCoefficients
-from coalign.backends.vision_language import copy_processor
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
@@ -300,8 +299,7 @@ class MegatronModule(BackgroundSaves, TrainableModule):
                     "weight_map": {name: files[rank] for rank in filled for name in shares[rank]},
                 }
                 (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-                pretrained.save_config(self.config, dir)
-                copy_processor(pretrained.get_directory(self.config), Path(dir))
+                pretrained.save_config(self.config, self.context, dir)
 
         self._write_together(dir, own, write)
 

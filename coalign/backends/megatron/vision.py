@@ -2,7 +2,7 @@
 
 Tower and projector are transformers' modules. Each rank of the first pipeline stage has them whole, and computes the
 images of its part of the row, so their gradients are summed as those of other weights that are not cut. All stages know
-the positions of images; the last one gives their placeholders no probability.
+the positions of images.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coalign.backends import pretrained
-from coalign.backends.vision import FORBIDDEN, ImageEmbedder, find_owner, list_placeholders, name_parts
+from coalign.backends.vision import ImageEmbedder, find_owner, name_parts
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.images.processor import ImageProcessor
 from coalign.roles import Context
@@ -40,19 +40,12 @@ class PipelineVision:
             keep=config.vision.cache_mib * 2**20,
             learns=not config.frozen and "train" in (config.vision.tower, config.vision.projector),
         )
-        self._forbidden = torch.tensor(list_placeholders(skeleton))
 
     def freeze(self) -> None:
         """Freeze the parts of the tower that stay as they are."""
         for name, parameter in self.tower.named_parameters() if self.tower is not None else ():
             if getattr(self._settings, self._parts[name]) == "freeze":
                 parameter.requires_grad_(False)
-
-    def make_bias(self, weight: Tensor, first: int) -> Tensor:
-        """Return what is added to the logits of a head's rows ``weight`` [V, H], the first of which has the id
-        ``first``."""
-        own = self._forbidden[(self._forbidden >= first) & (self._forbidden < first + len(weight))] - first
-        return weight.new_zeros(len(weight)).index_fill(0, own.to(weight.device), FORBIDDEN)
 
 
 def find_problems(config: ModelConfig) -> Iterator[tuple[str, str]]:

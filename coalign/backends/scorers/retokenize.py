@@ -32,7 +32,7 @@ from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.placeholders import split_images
 from coalign.data.kinds import trim_after_last_trained
-from coalign.data.messages import Message
+from coalign.data.messages import Message, ReasoningPolicy
 from coalign.data.sources import BadRow
 from coalign.data.templates import (
     Tools,
@@ -126,15 +126,18 @@ class TokenizedConversation(NamedTuple):
 class ConversationReader:
     """Tokenizes conversations for a reward model; ``longest``: the most tokens that the model can take.
 
-    ``images``: how a model that sees reads them. Raises ValueError if the tokenizer has no template and
-    ``config.chat_template`` gives none.
+    ``images``: how a model that sees reads them. ``reasoning``: what it was shown of thoughts. Raises ValueError if the
+    tokenizer has no template and ``config.chat_template`` gives none.
     """
 
-    def __init__(self, config: ModelConfig, images: ImagesConfig | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, images: ImagesConfig | None = None, reasoning: ReasoningPolicy | None = None
+    ) -> None:
         self._template = load_template(
             read_tokenizer(config),
             config.chat_template or "auto",
             config.chat_template_kwargs,
+            reasoning,
             placeholders=read_placeholders(config, images),
         )
         hf = read_config(config)

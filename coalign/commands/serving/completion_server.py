@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from coalign.backends import pretrained
+from coalign.commands.run_model import choose_template, find_model
 from coalign.commands.serving.completion_answer import AnswerWriter, ChatWriter, GrowingAnswer, TextWriter
 from coalign.commands.serving.completion_request import (
     ChatCompletionRequest,
@@ -57,19 +57,6 @@ def serve(config: CompletionServerConfig, display: Display) -> None:
     build_completion_server(source, text, config, name, key).run(sockets=[listener])
 
 
-def find_model(name: str) -> str:
-    """Return the model of a run folder (its link `model`), or the name as it is.
-
-    Raises ValueError for a run folder that has no model yet.
-    """
-    folder = Path(name)
-    if not (folder / "config.yaml").exists() or (folder / "config.json").exists():
-        return name
-    if not (folder / "model").exists():
-        raise ValueError(f"{name} is a run folder without a model: the run has not saved a checkpoint yet")
-    return str(folder / "model")
-
-
 @dataclass(frozen=True)
 class TextTools:
     """What turns messages into tokens: a template, the plain text of completions, and a parser of tool calls."""
@@ -90,12 +77,12 @@ def load_text_tools(config: CompletionServerConfig) -> TextTools:
     tokenizer, placeholders = pretrained.read_tokenizer(model), pretrained.read_placeholders(model, config.images)
     parser = resolve(config.tool_parser, "coalign.environments.parsers") if config.tool_parser else None
     template, problem = None, ""
+    chosen = choose_template(config.model, config.chat_template, config.chat_template_kwargs)
+    settings = (chosen.chat_template, chosen.chat_template_kwargs, chosen.reasoning)
     try:
-        template = load_template(
-            tokenizer, config.chat_template, config.chat_template_kwargs, placeholders=placeholders
-        )
+        template = load_template(tokenizer, *settings, placeholders=placeholders)
     except ValueError as error:
-        if config.chat_template != "auto":
+        if chosen.chat_template != "auto":
             raise
         problem = str(error)
     return TextTools(PlainText(tokenizer, keep_special_tokens=True), template, problem, parser)

@@ -51,7 +51,8 @@ def build_model_config(config: CompletionServerConfig) -> ModelConfig:
 def start_engine(model: ModelConfig, device: str, seed: int, images: ImagesConfig | None = None) -> EngineLoop:
     """Load a model into an engine in this process. Raises ValueError for a directory that holds none."""
     module_class = resolve_class(model.module, "coalign.backends")
-    module = module_class(model, Context(seed=seed, device=choose_device(device), images=images))
+    context = Context(seed=seed, device=choose_device(device), images=images, tokens_only=True)
+    module = module_class(model, context)
     module.setup()
     module.ensure_weights()
     return EngineLoop(module)

@@ -17,6 +17,7 @@ from coalign.config.schema.base import (
 )
 from coalign.config.schema.data import DataConfig, ImagesConfig, SourceConfig
 from coalign.config.schema.model import (
+    KEYS_OF_WEIGHTS,
     PARALLEL,
     EmaConfig,
     LoraConfig,
@@ -59,6 +60,7 @@ from coalign.config.schema.sweep import SweepConfig
 
 __all__ = [
     "FUNCTIONS",
+    "KEYS_OF_WEIGHTS",
     "PARALLEL",
     "STAGES",
     "AutoscaleConfig",

@@ -156,6 +156,11 @@ class QuestionsConfig(Function):
     """Show it the images of prompts (`data.images`); false for a judge that reads text alone."""
 
 
+# What belongs to the weights in `load`: a model with other weights does not take it by `like`, nor `lora.load`.
+KEYS_OF_WEIGHTS = (
+    *("tokenizer", "init", "head_init", "pickled_weights", "trust_remote_code"),
+    *("chat_template", "chat_template_kwargs", "score_at"),
+)
 ScoreAt = Literal["last_trained", "end_of_text"]
 
 
@@ -165,7 +170,9 @@ class ModelConfig(Section):
     module: str = "fsdp"
     """Backend: `fsdp`, `deepspeed`, `native`, `reward`, … or a dotted path to a Module subclass."""
     like: str | None = None
-    """Take all keys that are not given here from this model."""
+    """Take all keys that are not given here from this model. With another `load`, what belongs to that model's weights
+    is not taken: `lora.load`, `tokenizer`, `init`, `head_init`, `chat_template` and its arguments, `score_at`, and what
+    was allowed for them alone (`pickled_weights`, `trust_remote_code`)."""
     load: Annotated[str, InputPath("model")] | None = None
     """A Hugging Face model directory, a name of the hub (`org/name`, `org/name@revision`), or a GGUF file. A run that
     resumes keeps the commit that it began with."""

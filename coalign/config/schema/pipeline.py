@@ -19,9 +19,10 @@ class JudgeConfig(Section):
 
     reward: Annotated[OneOrMore[RewardConfig], Field(examples=[{"fn": "math"}])] = []
     reward_model: Annotated[str, InputPath("model")] | None = None
-    """A Hugging Face directory with a reward head; the model uses its own tokenizer."""
-    reward_template: str = "auto"
-    """The reward model's chat template: `auto` (its tokenizer's), `none`, a Jinja template or a file that holds one."""
+    """A Hugging Face directory with a reward head, or a run folder; the model uses its own tokenizer."""
+    reward_template: str | None = None
+    """The reward model's chat template: `auto` (its tokenizer's), `none`, a Jinja template or a file that holds one.
+    None: what the run was trained with that made the model, else `auto`."""
     reward_score_at: ScoreAt | None = None
     """The token at which the reward model's score is read: see `score_at` of a model."""
     reward_tokens: PositiveInt = 16384
@@ -50,7 +51,7 @@ class GenerateConfig(JudgeConfig):
     """Generates a model's responses to prompts; scores them if a reward function or model is given."""
 
     model: Annotated[str, InputPath("model")] | None = None
-    """A Hugging Face model directory; None: the pipeline's current model."""
+    """A Hugging Face model directory, or a run folder; None: the pipeline's current model."""
     data: DataConfig = DataConfig()
     """`train` holds the prompts, drawn in the order of a training run, or in file order without `shuffle`."""
     prompts: PositiveInt | None = None

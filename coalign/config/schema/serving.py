@@ -68,8 +68,9 @@ class CompletionServerConfig(ServerConfig):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     """Device of the model: `cpu`, `cuda`, `cuda:1`; `auto`: the machine's accelerator, or else `cpu`."""
-    chat_template: str = "auto"
-    """`auto`, `none`, a training template, or a Jinja file."""
+    chat_template: str | None = None
+    """`auto`, `none`, a training template, or a Jinja file. None: what the run was trained with that made the model,
+    else `auto`; so with the arguments."""
     chat_template_kwargs: dict[str, Any] = {}
     tool_parser: str | None = None
     """Format of tool calls, such as `hermes`: a function of coalign.environments.parsers, or a dotted path."""

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from coalign import api
+from coalign.commands.run_model import find_model
 from coalign.commands.serving.completion_answer import ChatWriter, GrowingAnswer
-from coalign.commands.serving.completion_server import build_completion_server, find_model, load_text_tools, serve
+from coalign.commands.serving.completion_server import build_completion_server, load_text_tools, serve
 from coalign.commands.serving.engine_loop import OPEN_SESSIONS, AnswerEnd, ChosenToken, GenerationJob
 from coalign.commands.serving.engine_process import build_model_config, start_engine, start_replicas
 from coalign.config.schema import CompletionServerConfig, SamplingConfig

@@ -55,7 +55,6 @@ from coalign.backends.engines.vllm.worker import (
     check_adapters,
 )
 from coalign.backends.pretrained import StoredNames, building, find_tokenizer, get_directory
-from coalign.backends.vision import list_placeholder_ids
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import Status
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from coalign.backends.engines.vllm.engine import VLLMEngine
 
 KEY, SAMPLING = "coalign_key", "coalign_sampling"  # in SamplingParams.extra_args
+FORBIDDEN = "coalign_forbidden"  # in EngineArgs.additional_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,11 @@ class SampledRow:
 class CounterSampler(LogitsProcessor):
     """Chooses each token by (stream key, position), from the logits of its own row.
 
-    A model that sees never chooses a placeholder of images.
+    It never chooses what a model must not say, the ids in the settings' ``additional_config``.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        config = vllm_config.model_config
-        sees = config.multimodal_config is not None and not config.multimodal_config.language_model_only
-        ids = list_placeholder_ids(config.hf_config, config.get_vocab_size()) if sees else []
+        ids = cast(dict[str, Any], vllm_config.additional_config)[FORBIDDEN]
         self.forbidden = torch.tensor(ids, dtype=torch.int64, device=device)
         self.device = device
         self.rows: dict[int, SampledRow] = {}
@@ -443,9 +441,9 @@ class VLLMEngine(InferenceEngine):
 
 
 def create_engine_arguments(
-    config: ModelConfig, model: str, device: str, adapter_rank: int | None = None
+    config: ModelConfig, model: str, device: str, adapter_rank: int | None = None, forbidden: Sequence[int] = ()
 ) -> EngineArgs:
-    """Translate a model's configuration to vLLM's engine arguments.
+    """Translate a model's configuration to vLLM's engine arguments. ``forbidden``: ids that it must not say.
 
     Raises ValueError for options and sizes that vLLM does not have.
     """
@@ -471,7 +469,9 @@ def create_engine_arguments(
         arguments |= ARGUMENTS | {"tokenizer": str(find_tokenizer(config))}
     if adapter_rank:
         arguments |= {"enable_lora": True, "max_lora_rank": adapter_capacity(adapter_rank, model)}
-    return EngineArgs(**arguments | (CPU if device == "cpu" else {}) | config.vllm)
+    arguments |= (CPU if device == "cpu" else {}) | config.vllm
+    arguments["additional_config"] = {**(arguments.get("additional_config") or {}), FORBIDDEN: [*forbidden]}
+    return EngineArgs(**arguments)
 
 
 @building  # vLLM sets the default dtype and the default device of the process meanwhile

@@ -127,7 +127,9 @@ class VLLMModule(RolloutModule):
         config, context = self.config, self.context
         skeleton = pretrained.build_skeleton(config.model_copy(update={"lora": None}), packed=False)
         return VLLMEngine(
-            create_engine_arguments(config, context.model, context.device, context.adapter_rank),
+            create_engine_arguments(
+                config, context.model, context.device, context.adapter_rank, self.list_forbidden(architecture)
+            ),
             {name: tensor.shape for name, tensor in get_weights(skeleton).items()},
             pretrained.StoredNames(skeleton, pretrained.get_directory(config)),
             model=context.model,
