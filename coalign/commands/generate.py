@@ -61,7 +61,10 @@ def generate(
         model, Context(seed=config.seed, device=device, images=images)
     )
     module.setup()
-    loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
+    limits = module.list_limits(model, "policy")
+    loader = build_loader(
+        config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed, limits=limits
+    )
     count = config.prompts or loader.rows
     size = max(1, AHEAD * config.native.max_sequences // config.samples)
     has_judge = bool(config.reward or config.reward_model)

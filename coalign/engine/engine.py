@@ -176,6 +176,7 @@ class Engine:
     target) pairs: after each step the target gets the source's weights. ``source`` is a key of coalign.data.kinds, and
     says what the rows of the data become. ``evaluates`` names the models that ``eval_flow`` calls. ``defaults`` has the
     shape of the YAML, whose values replace it. ``unread`` names sections that the flows do not use: they are refused.
+    ``min_rows``: the fewest rows of data that a step, or a batch of the evaluation, can be.
     """
 
     models: ClassVar[Mapping[str, type]] = {}
@@ -191,6 +192,7 @@ class Engine:
     evaluates: ClassVar[tuple[str, ...]] = ("policy", "reward")
     defaults: ClassVar[dict[str, Any]] = {}
     unread: ClassVar[tuple[str, ...]] = ()
+    min_rows: ClassVar[int] = 1
 
     def __init__(self, plan: Plan, cluster: Cluster, data: RunData | None = None) -> None:
         """Start the models of ``plan`` on ``cluster``, and prepare the loop over ``data``.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data.limits import RowLimit
 from coalign.data.loader import Loader, build_loader
 from coalign.engine.engine import RunData
 from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_name
 from coalign.hub import find_directory
 from coalign.launch.plan import Plan
+from coalign.launch.row_limits import find_row_limits, list_limits
 from coalign.launch.validate import check_context, check_it_learns, check_reward_sources, check_rope
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ def load_data(plan: Plan) -> RunData:
     check_rope(plan.models.values(), plan.config, plan.recipe.source)
     config, source = plan.config, plan.recipe.source
     tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
-    train, runtime = load_split(config, source, tokenizer, "train"), config.runtime
+    limits, fewest, runtime = find_row_limits(plan, plan.models.values()), plan.recipe.min_rows, config.runtime
+    train = load_split(config, source, tokenizer, "train", limits, min_rows=fewest)
     if runtime.steps is None and runtime.tokens and config.data.stream:
         steps = runtime.tokens  # a stream that ends by tokens has no other end; each step trains on one at least
     else:
@@ -39,8 +42,12 @@ def load_data(plan: Plan) -> RunData:
             batch_size=config.ptx.rows_per_step,
             seed=config.seed,
             allow_changed="data" in runtime.allow_changed,
+            limits=[limit for model in plan.learning for limit in list_limits(model)],
         )
-    held_out = load_split(config, source, tokenizer, "eval") if config.data.eval else None
+    held_out = load_split(config, source, tokenizer, "eval", limits, min_rows=fewest) if config.data.eval else None
+    for name, rows in (held_out.count_by_source() if held_out else {}).items():
+        if rows < fewest:
+            raise ValueError(f"data.eval: {rows} usable row is of '{name}', and `{config.algorithm}` needs {fewest}")
     check_reward_sources(plan.rewards, train, held_out)
     for model in plan.learning:
         check_it_learns(model.name, model.config, steps)
@@ -67,9 +74,15 @@ def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> Pre
 
 
 def load_split(
-    config: RunConfig, kind: str, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "eval"]
+    config: RunConfig,
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Literal["train", "eval"],
+    limits: Sequence[RowLimit] = (),
+    *,
+    min_rows: int = 1,
 ) -> Loader:
-    """The training or evaluation data of a run. A batch of either gives as many sequences."""
+    """The training or evaluation data of a run. A batch of either gives as many sequences, and ``min_rows`` rows."""
     runtime, rows = config.runtime, config.runtime.prompts_per_step
     if split == "eval":
         rows = max(1, rows * runtime.samples_per_prompt // runtime.eval_samples)
@@ -80,6 +93,8 @@ def load_split(
         split=split,
         batch_size=rows,
         batch_tokens=runtime.tokens_per_step,
+        min_rows=min_rows,
+        limits=limits,
         seed=config.seed,
         allow_changed="data" in runtime.allow_changed,
     )
