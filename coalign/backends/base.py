@@ -256,8 +256,8 @@ class Module:
         )
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, name: str) -> list[RowLimit]:
-        """What ``models.<name>`` takes at once of the rows that it reads; of a policy, of prompts. No weights are read."""
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+        """What the model at ``where`` takes at once of rows; a policy, of prompts. No weights are read."""
         return []
 
     @classmethod
@@ -361,12 +361,12 @@ class TrainableModule(Module):
         return ("weights",) if self.config.frozen else ()
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, name: str) -> list[RowLimit]:
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
         limits = []
         if config.max_tokens_per_micro is not None:
-            limits.append(RowLimit(config.max_tokens_per_micro, f"models.{name}.max_tokens_per_micro"))
+            limits.append(RowLimit(config.max_tokens_per_micro, f"{where}.max_tokens_per_micro"))
         if config.vision is not None and config.max_patches_per_micro is not None:
-            key = f"models.{name}.max_patches_per_micro"
+            key = f"{where}.max_patches_per_micro"
             limits.append(RowLimit(config.max_patches_per_micro, key, "patches"))
         return limits
 

@@ -61,7 +61,7 @@ def generate(
         model, Context(seed=config.seed, device=device, images=images)
     )
     module.setup()
-    limits = module.list_limits(model, "policy")
+    limits = module.list_limits(model, "model")
     loader = build_loader(
         config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed, limits=limits
     )
@@ -147,6 +147,7 @@ def _score(records: list[JsonRecord], judge: ResponseJudge, config: GenerateConf
             tokens=r["tokens"],
             tools=reader.tools(r),
             truncated=r["status"] == Status.TRUNCATED.label,
+            place="{_source} row {_row}".format_map(r).__str__,
         )
         for r in records
     ]

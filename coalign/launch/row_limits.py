@@ -22,7 +22,7 @@ def find_row_limits(plan: Plan, models: Iterable[PlannedModel]) -> list[RowLimit
     readers = {m.name: limit for m in plan.models.values() if (limit := find_token_limit(m, plan.compared)) is not None}
     key = "models.{}.max_tokens_per_micro, for prompt and response"
     return [
-        *(limit for policy in policies for limit in policy.module.list_limits(policy.config, policy.name)),
+        *(limit for policy in policies for limit in policy.module.list_limits(policy.config, f"models.{policy.name}")),
         *(RowLimit(limit - 1, key.format(name)) for name, limit in readers.items()),
     ]
 
@@ -37,7 +37,7 @@ def list_limits(model: PlannedModel) -> Iterator[RowLimit]:
     config = model.config
     if not config.load or config.chat_template or config.judge:
         return
-    for limit in model.module.list_limits(config, model.name):
+    for limit in model.module.list_limits(config, f"models.{model.name}"):
         yield limit
         if limit.scope == "sequence" and model.objective is not None and model.objective.per == "group":
             yield replace(limit, scope="row")

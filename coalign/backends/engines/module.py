@@ -47,10 +47,10 @@ class RolloutModule(Module):
     continuous: ContinuousGeneration | None = None  # from the first ``roll`` on
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, name: str) -> list[RowLimit]:
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
         """What a prompt may have: it needs room for a token of the response."""
         context = pretrained.read_context_length(pretrained.read_config(config))
-        return [] if context is None else [RowLimit(context - 1, f"max_position_embeddings of models.{name}, less one")]
+        return [] if context is None else [RowLimit(context - 1, f"max_position_embeddings of {where}, less one")]
 
     def build(self, architecture: PreTrainedConfig) -> InferenceEngine:
         """Build the backend's engine. Raises ValueError if it cannot run the architecture."""

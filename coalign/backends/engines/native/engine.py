@@ -600,10 +600,10 @@ class NativeModule(MetaModelModule):
         return NativeModel(architecture, dtype=dtype, device=device, **settings)
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, name: str) -> list[RowLimit]:
-        limits, kv_tokens = super().list_limits(config, name), config.native.kv_tokens
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+        limits, kv_tokens = super().list_limits(config, where), config.native.kv_tokens
         if kv_tokens is not None and all(limit.amount >= kv_tokens for limit in limits):
-            keys = f"models.{name}: native.kv_tokens less sampling.max_new_tokens"
+            keys = f"{where}: native.kv_tokens less sampling.max_new_tokens"
             limits.append(RowLimit(kv_tokens - config.sampling.max_new_tokens, keys))
         return limits
 

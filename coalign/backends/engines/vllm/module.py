@@ -84,9 +84,9 @@ class VLLMModule(RolloutModule):
             )
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, name: str) -> list[RowLimit]:
-        limits, longest = super().list_limits(config, name), config.vllm.get("max_model_len")
-        key = f"models.{name}.vllm.max_model_len, less one"
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+        limits, longest = super().list_limits(config, where), config.vllm.get("max_model_len")
+        key = f"{where}.vllm.max_model_len, less one"
         return limits if longest is None else [*limits, RowLimit(longest - 1, key)]
 
     @classmethod
