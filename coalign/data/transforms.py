@@ -22,8 +22,8 @@ def mismatch(batch: Batch, *, longest: int | None = None) -> Batch:
     groups = batch["group"].tolist()
     if len(set(groups)) < 2:
         raise ValueError(
-            "the step holds a single row, so there is no other prompt's response to measure the reference point on; "
-            "the data need two usable rows"
+            "the step holds a single row, so there is no other prompt's response to measure the reference point on: "
+            "raise runtime.prompts_per_step or runtime.tokens_per_step"
         )
     n, prompts, offsets = len(batch), batch["prompt_length"].tolist(), batch.offsets.tolist()
     tokens, masks, lengths = [], [], []
