@@ -23,7 +23,7 @@ from coalign.data.shuffle import DataPhase
 from coalign.data.sources import open_rows
 from coalign.data.templates import decode
 from coalign.engine.reward import list_reward_models
-from coalign.engine.vocabulary import TOKENIZER_FILES, find_tokenizer_name
+from coalign.engine.vocabulary import find_tokenizer_name
 from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
 from coalign.launch.data_load import load_tokenizer
@@ -32,6 +32,7 @@ from coalign.launch.reward_check import try_rewards
 from coalign.launch.row_limits import find_row_limits
 from coalign.roles import Rollout, Trainable
 from coalign.types import SOURCE_KEY
+from coalign.weight_files import has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +78,7 @@ def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool =
     if not is_hub_name(name) and not os.path.exists(name):
         yield f"data: not read, because its tokenizer, that of {name}, is not there yet"
         return
-    if simulated and not any((find_directory(name) / file).is_file() for file in TOKENIZER_FILES):
+    if simulated and not has_tokenizer(find_directory(name)):
         yield f"data: not read, because {name} has no tokenizer; a run is refused until it has one"
         return
     with located_at("models"):

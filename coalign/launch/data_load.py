@@ -59,12 +59,12 @@ def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> Pre
 
     ``rewards``: the models of the reward; those with a chat template read text, by a tokenizer of their own.
     """
-    from transformers import AutoTokenizer  # slow to import, and `coalign check` does without
+    from coalign.backends.pretrained import open_tokenizer  # imports transformers
 
     name, trust = find_tokenizer_name(config)
     if not (directory := find_directory(name)).is_dir():
         raise ValueError(f"models: `load: {name}` is not a directory (a Hugging Face model directory is expected)")
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+    tokenizer = open_tokenizer(directory, trust_remote_code=trust)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     reads_text = {name for name, model in rewards.items() if model.chat_template}
     for name, model in config.models.items():

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coalign.files import list_weight_files, read_model_config
+from coalign.weight_files import read_header
 from coalign.weights.convert import legacy
 from coalign.weights.convert.files import HashedFile
 from coalign.weights.families.family import HuggingFaceTensor
@@ -105,6 +106,7 @@ class HuggingFaceReader:
                     legacy.load_pickle(file, mmap=True) if file.suffix == ".bin" else safe_open(file, "pt").__enter__()
                 )
             except SafetensorError as problem:
+                read_header(file)  # which says what else it is
                 raise ValueError(f"{file} cannot be read, is it cut off? ({problem})") from problem
         return self._open[file]
 
