@@ -80,9 +80,9 @@ def zipped(folder):
 
 
 DAMAGES = {
-    "a pointer": (content(lambda _: LFS), r"model\.safetensors is a pointer of Git LFS.*`git lfs pull` in "),
+    "a pointer": (content(lambda _: LFS), r"safetensors is a pointer of Git LFS.*`git lfs pull` in "),
     "a pointer as a shard": (lambda folder: divide(folder, second=LFS), r"model-00002.* is a pointer of Git LFS"),
-    "a pointer as config.json": (lambda f: (f / "config.json").write_bytes(LFS), r"config\.json is a pointer of Git LFS"),
+    "a pointer as config.json": (lambda f: (f / "config.json").write_bytes(LFS), r"config\.json is a pointer of Git"),
     "a pointer as index": (lambda f: (divide(f), (f / INDEX).write_bytes(LFS)), r"index\.json is a pointer of Git LFS"),
     "a pointer as a pickle": (lambda folder: pickle(folder, cut=0), r"pytorch_model\.bin is a pointer of Git LFS"),
     "nothing": (content(lambda _: b""), r"model\.safetensors is empty"),
@@ -100,11 +100,11 @@ DAMAGES = {
     "a web page": (content(lambda _: b"\n<!DOCTYPE html><html>404</html>"), r"is a web page; download the file itself"),
     "GGUF": (content(lambda _: b"GGUF\x03" + bytes(500)), r"is a GGUF file: give it the ending \.gguf"),
     "torch.save": (zipped, r"is a file of torch\.save; called pytorch_model\.bin it is loaded"),
-    "half a pickle": (lambda folder: pickle(folder, cut=5000), r"pytorch_model\.bin is no file of torch\.save, or one t"),
-    "no weights": (lambda folder: (folder / NAME).unlink(), r"has no weights \(model\.safetensors\); the download seems"),
-    "no index": (lambda folder: divide(folder, missing=INDEX), r"no weights .*model\.safetensors\.index\.json is missing"),
+    "half a pickle": (lambda folder: pickle(folder, cut=5000), r"pytorch_model\.bin is no file of torch\.save, or"),
+    "no weights": (lambda folder: (folder / NAME).unlink(), r"has no weights \(model\.safetensors\); the download"),
+    "no index": (lambda folder: divide(folder, missing=INDEX), r"no weights .*safetensors\.index\.json is missing"),
     "no shard": (lambda folder: divide(folder, missing=SHARDS[0]), r"names files that do not exist: \['model-00001"),
-    "adapters": (lambda f: (f / NAME).rename(f / "adapter_model.safetensors"), r"no weights .*holds adapters: load the m"),
+    "adapters": (lambda f: (f / NAME).rename(f / "adapter_model.safetensors"), r"no weights .*holds adapters: load"),
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from coalign.config.errors import located_at, parse_key
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.limits import RowLimit
+from coalign.data.examples import RowLimit
 from coalign.devices import move_tensors, seed_generator
 from coalign.memory import PARTS, Arena, release_free_heap
 from coalign.roles import Context

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import hash_file_samples, hash_files, hash_settings, open_cached
-from coalign.data.examples import Example, RowEncoder, build_batch
+from coalign.data.examples import Example, RowEncoder, RowLimit, build_batch
 from coalign.data.images.files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.images.rows import RowImages
 from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
-from coalign.data.limits import RowLimit
 from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, StreamedOrder, check_same_settings
 from coalign.data.shuffle import DataPhase, draw_uniform
 from coalign.data.sources import open_rows

@@ -15,9 +15,8 @@ from coalign.config import ConfigError
 from coalign.config.errors import ConfigProblem, Key, located_at, suggest
 from coalign.config.schema import SourceConfig
 from coalign.config.schema.rollout import RolloutConfig
-from coalign.data.examples import MARKS, Example, RowEncoder
+from coalign.data.examples import MARKS, Example, RowEncoder, RowLimit
 from coalign.data.indexed import find_prefix
-from coalign.data.limits import RowLimit
 from coalign.data.loader import build_encoder
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import open_rows
@@ -26,10 +25,9 @@ from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import find_tokenizer_name
 from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
-from coalign.launch.data_load import load_tokenizer
+from coalign.launch.data_load import find_row_limits, load_tokenizer
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.launch.reward_check import try_rewards
-from coalign.launch.row_limits import find_row_limits
 from coalign.roles import Rollout, Trainable
 from coalign.types import SOURCE_KEY
 from coalign.weight_files import has_tokenizer

@@ -84,7 +84,7 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise ValueError(
             f"{directory}/config.json: architectures {config.architectures} is not a class of transformers"
         )
-    if not read_stored(directory):
+    if not list_weight_files(directory) or not read_stored(directory):
         raise ValueError(f"{directory} has no weights in safetensors files (model.safetensors or {INDEX})")
     return config
 

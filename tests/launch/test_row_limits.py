@@ -141,7 +141,7 @@ def test_steps_of_kto_have_two_rows_whatever_their_tokens(home, tmp_path):
     config = configured(home, "kto", {}, rows=9) | {"output": str(tmp_path / "run")}  # of 12 tokens or so
     config["data"]["eval"] = config["data"]["train"]  # in batches of 4, with one row over
     assert run(config, "runtime.tokens_per_step=5", "runtime.eval_at_start=true") == 0
-    (home / "one.jsonl").write_text((home / "rows.jsonl").read_text().splitlines()[0])
+    (home / "one.jsonl").write_text((home / "rows.jsonl").read_text().split("\n")[0])
     config["data"]["eval"] = str(home / "one.jsonl")
     with pytest.raises(ValueError, match=r"data\.eval: 1 usable row is of 'one', and `kto` needs 2"):
         run(config | {"output": str(tmp_path / "other")})

@@ -52,7 +52,7 @@ SIZES = {
     "vocab_size": (384, r"the weights do not fit: model\.embed_tokens\.weight is \[320, 32\] there and \[384, 32\]"),
     "num_hidden_layers": (
         3,
-        r"lacks \['model\.layers\.1\.input_layernorm\.weight'.* and 16 more for a model with head",
+        r"lacks \['model\.layers\.1\.input_layernorm\.weight'.* and 16 more for a model",
     ),
     "tie_word_embeddings": (False, r"lacks \['lm_head\.weight'\] for a model with head 'lm'"),
 }

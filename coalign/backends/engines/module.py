@@ -20,8 +20,8 @@ from coalign.backends.engines.sampler_probe import begin_probe, check_difference
 from coalign.backends.pretrained import get_directory
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.data.examples import RowLimit
 from coalign.data.images.processor import ImageProcessor
-from coalign.data.limits import RowLimit
 from coalign.memory import move_module
 from coalign.types import Response, Stats
 from coalign.weights.sync.transport import guard_installation

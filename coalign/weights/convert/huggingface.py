@@ -106,8 +106,7 @@ class HuggingFaceReader:
                     legacy.load_pickle(file, mmap=True) if file.suffix == ".bin" else safe_open(file, "pt").__enter__()
                 )
             except SafetensorError as problem:
-                read_header(file)  # which says what else it is
-                raise ValueError(f"{file} cannot be read, is it cut off? ({problem})") from problem
+                raise ValueError(f"{file} cannot be read, is it cut off? ({_explain(file, problem)})") from problem
         return self._open[file]
 
     def is_scaled(self, name: str) -> bool:
@@ -132,6 +131,15 @@ class HuggingFaceReader:
         file = self._where[name]
         opened = self._open_file(file)
         return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)
+
+
+def _explain(file: Path, problem: SafetensorError) -> Exception:
+    """What is wrong with a file, better than safetensors says it where that is known."""
+    try:
+        read_header(file)
+    except ValueError as reason:
+        return reason
+    return problem
 
 
 class HuggingFaceWeights:

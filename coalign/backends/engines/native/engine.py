@@ -41,7 +41,7 @@ from coalign.backends.engines.sampling import may_wait, read_choices, sample, un
 from coalign.backends.layout import join_neighbours
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
 from coalign.cpu.library import load_kernels
-from coalign.data.limits import RowLimit
+from coalign.data.examples import RowLimit
 from coalign.devices import has_graphs
 from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
 

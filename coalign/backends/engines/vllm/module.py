@@ -15,7 +15,7 @@ from coalign.backends.engines.module import RolloutModule
 from coalign.backends.lora import get_weights
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
-from coalign.data.limits import RowLimit
+from coalign.data.examples import RowLimit
 
 if TYPE_CHECKING:
     from coalign.backends.engines.vllm.engine import VLLMEngine
