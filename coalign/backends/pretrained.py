@@ -54,7 +54,7 @@ from coalign.devices import seed_generator
 from coalign.files import list_weight_files, read_json_object
 from coalign.hub import find_directory
 from coalign.roles import Context
-from coalign.weight_files import check_model_files, check_tokenizer_files, has_tokenizer, read_stored
+from coalign.weights.model_files import check_model_files, check_tokenizer_files, has_tokenizer, read_stored
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from coalign.launch.plan import Plan, PlannedModel
 from coalign.launch.reward_check import try_rewards
 from coalign.roles import Rollout, Trainable
 from coalign.types import SOURCE_KEY
-from coalign.weight_files import has_tokenizer
+from coalign.weights.model_files import has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ from coalign.files import read_model_config
 from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
 from coalign.run_files.checkpoints import find_step
-from coalign.weight_files import check_adapter_files, has_weights
+from coalign.weights.model_files import check_adapter_files, has_weights
 
 if TYPE_CHECKING:
     from coalign.backends.base import Objective

@@ -25,7 +25,7 @@ from coalign.planner.layouts.partition import (
     find_partition,
 )
 from coalign.planner.model_size import LayerSize, ModelSize, TowerSize
-from coalign.weight_files import read_stored
+from coalign.weights.model_files import read_stored
 
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes a number of a moving average (ema)

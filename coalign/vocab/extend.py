@@ -31,7 +31,6 @@ from coalign.vocab.tokenizer import (
     load_tokenizer,
     read_tokens,
 )
-from coalign.weight_files import read_stored
 
 INDEX = "model.safetensors.index.json"
 
@@ -84,7 +83,7 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise ValueError(
             f"{directory}/config.json: architectures {config.architectures} is not a class of transformers"
         )
-    if not list_weight_files(directory) or not read_stored(directory):
+    if not list_weight_files(directory):
         raise ValueError(f"{directory} has no weights in safetensors files (model.safetensors or {INDEX})")
     return config
 

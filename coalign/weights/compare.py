@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from coalign.weight_files import read_header
+from coalign.weights.model_files import read_header
 from coalign.weights.sync.checksums import checksum, tensor_bytes
 
 

@@ -13,8 +13,8 @@ from coalign.cluster.future import WorkerError
 from coalign.launch.check import check
 from coalign.report.display import Display
 from tests.runs import run, settings
-from tests.test_weight_files import LFS, NAME, content
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
+from tests.weights.test_model_files import LFS, NAME, content
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coalign.files import list_weight_files, read_model_config
-from coalign.weight_files import read_header
 from coalign.weights.convert import legacy
 from coalign.weights.convert.files import HashedFile
 from coalign.weights.families.family import HuggingFaceTensor
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox
+from coalign.weights.model_files import read_header
 from coalign.weights.sync.checksums import tensor_bytes
 
 SCALES = "_scale_inv"  # suffix of the scales' name

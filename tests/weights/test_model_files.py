@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coalign.weight_files import check_model_files, check_tokenizer_files, read_header, read_stored
+from coalign.weights.model_files import check_model_files, check_tokenizer_files, read_header, read_stored
 from tests.tiny import tiny_model_dir
 
 LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 1234567890\n".encode()
