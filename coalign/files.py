@@ -306,10 +306,25 @@ def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     try:
         content = json.loads(read_bounded(path, most))
     except (ValueError, RecursionError) as error:
+        refuse_foreign(path)
         raise ValueError(f"{path} is not valid JSON: {describe_problem(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object with keys")
     return content
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise ValueError for a file that is empty, a pointer of Git LFS or a web page: what stands for another file."""
+    with open_regular(path) as file:
+        start = file.read(512)
+    if not start:
+        raise ValueError(f"{path} is empty; fetch it again")
+    if start.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise ValueError(
+            f"{path} is a pointer of Git LFS, not the file itself: `git lfs pull` in {path.parent} gets it"
+        )
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise ValueError(f"{path} is a web page; download the file itself (on the hub: /resolve/ in its address)")
 
 
 def describe_problem(error: BaseException) -> str:

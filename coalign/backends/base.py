@@ -38,6 +38,7 @@ from coalign.config.errors import located_at, parse_key
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
+from coalign.data.examples import RowLimit
 from coalign.devices import move_tensors, seed_generator
 from coalign.memory import PARTS, Arena, release_free_heap
 from coalign.roles import Context
@@ -255,6 +256,11 @@ class Module:
         )
 
     @classmethod
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+        """What the model at ``where`` takes at once of rows; a policy, of prompts. No weights are read."""
+        return []
+
+    @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         """Remarks of `coalign check` on how this machine will compute the model. No weights are read."""
         return ()
@@ -357,6 +363,16 @@ class TrainableModule(Module):
     @property
     def constant(self) -> Sequence[str]:
         return ("weights",) if self.config.frozen else ()
+
+    @classmethod
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+        limits = []
+        if config.max_tokens_per_micro is not None:
+            limits.append(RowLimit(config.max_tokens_per_micro, f"{where}.max_tokens_per_micro"))
+        if config.vision is not None and config.max_patches_per_micro is not None:
+            key = f"{where}.max_patches_per_micro"
+            limits.append(RowLimit(config.max_patches_per_micro, key, "patches"))
+        return limits
 
     # ---- what a backend supplies
 

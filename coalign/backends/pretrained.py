@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
+from coalign.backends.unfit_weights import refuse_unfit
 from coalign.backends.vision import list_placeholder_ids
 from coalign.backends.vision_language import (
     LEGACY_TEMPLATE,
@@ -53,9 +54,10 @@ from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.templates import read_template, store_arguments
 from coalign.devices import seed_generator
-from coalign.files import list_weight_files
+from coalign.files import list_weight_files, read_json_object
 from coalign.hub import find_directory
 from coalign.roles import Context
+from coalign.weights.model_files import check_model_files, check_tokenizer_files, read_stored
 
 log = logging.getLogger(__name__)
 
@@ -136,28 +138,18 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     if config.init == "random":
         with seed_generator("cpu", seed):
             model = build_model(auto.from_config, refusal, hf, **options)
-        missing: set[str] = set()
     else:
+        check_model_files(get_directory(config))
         # Weights of another shape are refused below, by their names.
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = build_model(
             auto.from_pretrained, refusal, get_directory(config), config=hf, **loading, **options, **quantization
         )
-        if other := [
-            f"{n} is {list(there)} there and {list(here)} in the model"
-            for n, there, here in sorted(info["mismatched_keys"])
-        ]:
-            raise ValueError(f"{config.load}: the weights do not fit: {'; '.join(other)}")
-        missing = set(info["missing_keys"])
+        refuse_unfit(config, model, info)
         if quantization:
             _keep_quantized(model)
     if config.head != "lm" and config.head_init == "zero":
         nn.init.zeros_(model.get_parameter("score.weight"))
-        missing.discard("score.weight")
-    if missing:
-        new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
-        hint = f"; {new}" if "score.weight" in missing else ""
-        raise ValueError(f"{config.load} lacks {sorted(missing)} for a model with head '{config.head}'{hint}")
     _reduce_to_text(model, config, name)
     dropped = has_towers(model.config) and config.vision is None
     if dropped and not config.frozen and not list_weight_files(get_directory(config)):
@@ -171,6 +163,26 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
         some, all_ = model.num_parameters(only_trainable=True), model.num_parameters()
         log.info("models.%s trains %s of %s parameters (%.2f %%)", name, f"{some:,}", f"{all_:,}", 100 * some / all_)
     return model
+
+
+@building
+def check_weights(config: ModelConfig) -> None:
+    """Raise what `load` raises for files that are no weights, or not those of the architecture. No values are read.
+
+    Of pickles, quantised weights and what transformers cannot build the tensors are not compared.
+    """
+    if config.init == "random":
+        return
+    check_model_files(get_directory(config))
+    hf, stored = read_config(config), read_stored(get_directory(config))
+    if not stored or getattr(hf, "quantization_config", None):
+        return
+    with torch.device("meta"):
+        skeleton = _find_class(hf, config).from_config(hf, trust_remote_code=config.trust_remote_code)
+        state = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
+    options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = type(skeleton).from_pretrained(None, config=hf, state_dict=state, **options)
+    refuse_unfit(config, model, info)
 
 
 @building
@@ -195,8 +207,19 @@ def has_adapters(config: ModelConfig) -> bool:
 
 
 def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer."""
-    return AutoTokenizer.from_pretrained(find_tokenizer(config), trust_remote_code=config.trust_remote_code)
+    """The model's tokenizer. Raises what `open_tokenizer` raises."""
+    return open_tokenizer(find_tokenizer(config), trust_remote_code=config.trust_remote_code)
+
+
+def open_tokenizer(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a directory. ValueError where there is none, and for files that are something else."""
+    check_tokenizer_files(directory)
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except ValueError:
+        for file in directory.glob("*token*.json"):
+            read_json_object(file)  # names a damaged one
+        raise
 
 
 def find_tokenizer(config: ModelConfig) -> Path:
@@ -221,8 +244,7 @@ def read_placeholders(config: ModelConfig, images: ImagesConfig | None = None) -
 
 def read_run_tokenizer(context: Context) -> PreTrainedTokenizerBase:
     """The tokenizer of the run, whose ids the batches hold."""
-    directory = find_directory(str(context.tokenizer))
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=context.trust_tokenizer)
+    return open_tokenizer(find_directory(str(context.tokenizer)), trust_remote_code=context.trust_tokenizer)
 
 
 def list_forbidden_ids(config: ModelConfig, context: Context, vocabulary: int) -> list[int]:
@@ -291,8 +313,10 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
 def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> None:
     """Write the model's tokenizer, with the chat template of the run and its arguments as defaults.
 
-    A run without templates (`none`) leaves the tokenizer's own.
+    A run without templates (`none`) leaves the tokenizer's own. A model that has none gets none: a trainer reads tokens.
     """
+    if not has_tokenizer(find_tokenizer(config)):
+        return
     tokenizer, name = read_tokenizer(config), context.chat_template
     if name != "none" and (name != "auto" or tokenizer.chat_template):
         jinja = tokenizer.get_chat_template() if name == "auto" else read_template(name)

@@ -63,7 +63,10 @@ def generate(
         model, Context(seed=config.seed, device=device, images=images, tokens_only=True)
     )
     module.setup()
-    loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
+    limits = module.list_limits(model, "model")
+    loader = build_loader(
+        config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed, limits=limits
+    )
     count = config.prompts or loader.rows
     size = max(1, AHEAD * config.native.max_sequences // config.samples)
     has_judge = bool(config.reward or config.reward_model)
@@ -156,6 +159,7 @@ def _score(records: list[JsonRecord], judge: ResponseJudge, config: GenerateConf
             tokens=r["tokens"],
             tools=reader.tools(r),
             truncated=r["status"] == Status.TRUNCATED.label,
+            place="{_source} row {_row}".format_map(r).__str__,
         )
         for r in records
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class ResponseToScore:
 
     Neighbours of one ``group`` answer the same prompt. ``tokens`` counts those of the response (0: unknown). ``text``
     is the whole conversation if it was rendered already; a reward model then reads it without its template. One that
-    was ``truncated`` has no end of turn.
+    was ``truncated`` has no end of turn. ``place`` names its row in a file.
     """
 
     prompt: list[Message]
@@ -42,6 +42,12 @@ class ResponseToScore:
     tools: list[dict[str, Any]] | None = None
     text: str | None = None
     truncated: bool = False
+    place: Callable[[], str] | None = None
+
+    def describe(self, problem: object) -> str:
+        """Say what the problem of this response is, and where the response comes from."""
+        place = f" ({self.place()})" if self.place else ""
+        return f"group {self.group}, index {self.index}{problem}{place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +104,14 @@ def choose_device(name: str) -> str:
     return name
 
 
-def open_judge(config: JudgeConfig, images: ImagesConfig | None = None) -> ResponseJudge:
+def open_judge(config: JudgeConfig, images: ImagesConfig | None = None, on_long: str = "drop") -> ResponseJudge:
     """Return the judge that the configuration names, ready to score. It must name one.
 
-    ``images``: how a reward model reads them; None: it reads text alone.
+    ``images``: how a reward model reads them; None: it reads text alone. ``on_long``: as in `data`, for conversations
+    that are longer than what a reward model reads.
     """
     choose_device(config.device)
-    return RewardFunctionJudge(config) if config.reward else RewardModelJudge(config, images)
+    return RewardFunctionJudge(config) if config.reward else RewardModelJudge(config, images, on_long)
 
 
 class RewardFunctionJudge(ResponseJudge):
@@ -144,8 +151,9 @@ class RewardFunctionJudge(ResponseJudge):
                 parts[term.name] = outcome["reward"]
             elif term.weight and not why:
                 why = str(outcome)
-                where = f"group {answer.group}, index {answer.index}"
-                self._count_failure(outcome.reason, f"reward function '{term.name}' on {where}: {outcome}")
+                self._count_failure(
+                    outcome.reason, f"reward function '{term.name}' on {answer.describe(f': {outcome}')}"
+                )
         if why:
             return Verdict(None, parts, why)
         values = torch.tensor([[parts.get(term.name, 0.0)] for term in self._terms], dtype=torch.float64)
@@ -156,11 +164,12 @@ class RewardFunctionJudge(ResponseJudge):
 class RewardModelJudge(ResponseJudge):
     """A reward model: its head's value at the end of the conversation (`reward_score_at`), in its own template."""
 
-    def __init__(self, config: JudgeConfig, images: ImagesConfig | None = None) -> None:
+    def __init__(self, config: JudgeConfig, images: ImagesConfig | None = None, on_long: str = "drop") -> None:
         """Raises ValueError if the directory has no reward head, or its tokenizer no template."""
         super().__init__()
         name = config.reward_model or ""
         chosen = choose_template(name, config.reward_template)
+        self._on_long = on_long
         model = ModelConfig(
             load=find_model(name),
             head="reward",
@@ -179,15 +188,17 @@ class RewardModelJudge(ResponseJudge):
         self._reader = ConversationReader(model, images, chosen.reasoning)
 
     def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:
-        """A conversation with more tokens than the model takes gets no score."""
+        """A conversation with more tokens than the model takes gets no score, or loses its beginning, or is refused."""
         read = [self._read(answer) for answer in answers]
         verdicts, fits = [Verdict(None)] * len(answers), []
         for i, (own, answer) in enumerate(zip(read, answers, strict=True)):
-            if len(own.tokens) <= self._reader.longest:
+            if len(own.tokens) <= self._reader.longest or self._on_long == "truncate_left":
                 fits.append(i)
                 continue
             why = f"has {len(own.tokens)} tokens; the reward model takes {self._reader.longest}"
-            self._count_failure("long", f"group {answer.group}, index {answer.index} {why}")
+            if self._on_long == "error":
+                raise ValueError(answer.describe(f" {why}"))
+            self._count_failure("long", answer.describe(f" {why}"))
             verdicts[i] = Verdict(None, why=why)
         if fits:
             batch = self._reader.pack([read[i] for i in fits], [answers[i].group for i in fits])

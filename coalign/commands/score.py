@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def score(config: ScoreConfig, output: Path, display: Display, *, overwrite: boo
     chunks = list(_split_rows(rows))
     bar = display.progress("scoring", len(rows))
     with (
-        closing(open_judge(config, config.data.images)) as judge,
+        closing(open_judge(config, config.data.images, config.data.on_long)) as judge,
         ResumableOutput(output, fingerprint_settings(config), list_inputs(config), overwrite=overwrite) as partial,
         bar as advance,
     ):
@@ -81,10 +82,13 @@ class RowToScore:
             raise ValueError(f"{self.rows.where(self.number)}: {error}") from error
         index, tokens = (row[key] if isinstance(row.get(key), int) else 0 for key in ("index", "tokens"))
         tools, truncated = self.reader.tools(row), row.get("status") == Status.TRUNCATED.label
+        place = partial(self.rows.where, self.number)
         return RowWithResponses(
             row,
             {
-                name: ResponseToScore(prompt, response, row, self.group, index, tokens, tools, truncated=truncated)
+                name: ResponseToScore(
+                    prompt, response, row, self.group, index, tokens, tools, truncated=truncated, place=place
+                )
                 for name, (prompt, response) in texts.items()
             },
         )

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -25,6 +25,40 @@ KEEPS_SPECIAL_TOKENS = "_keep_special_tokens"
 # Keys added to each row: the name of its source, and its number there; to those of a source that may write special
 # tokens (and to no other, whatever they bring themselves) also the third.
 MARKS = ("_source", "_row", KEEPS_SPECIAL_TOKENS)
+
+
+@dataclass(frozen=True, order=True)
+class RowLimit:
+    """The most that a model takes at once of a row; ``key`` names the setting that says so.
+
+    ``scope``: tokens of one sequence, tokens of all sequences of a row (which a loss compares), or patches of its
+    images.
+    """
+
+    amount: int
+    key: str
+    scope: Literal["sequence", "row", "patches"] = "sequence"
+
+    @property
+    def origin(self) -> str:
+        """The key in brackets, for a message; empty for a limit of `data`, whose keys the reader of a row knows."""
+        return "" if self.key.startswith("data.") else f" ({self.key})"
+
+    def describe_excess(self, amount: int, images: str = "") -> str:
+        """Say that a sequence of ``amount`` tokens is too long; ``images``: how many of them stand for images."""
+        if not self.origin:
+            return f"{amount} tokens{images}; at most {self.amount} are allowed"
+        return f"a sequence of it has {amount} tokens{images}, and {self.amount} are what is read at once{self.origin}"
+
+    @staticmethod
+    def choose(setting: int | None, key: str, limits: Sequence[RowLimit]) -> dict[str, RowLimit]:
+        """Choose the least of each scope; ``setting`` is that of `data`, under ``key``."""
+        named = [*limits, *([] if setting is None else [RowLimit(setting, key)])]
+        return {scope: min(limit for limit in named if limit.scope == scope) for scope in {one.scope for one in named}}
+
+    def __str__(self) -> str:
+        words = {"sequence": "tokens", "row": "tokens in all responses together", "patches": "patches of images"}
+        return f"{self.amount} {words[self.scope]}{self.origin}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +110,8 @@ class RowEncoder(ABC):
 
     The policies ``bad_rows`` (a missing key, images), ``on_empty``, ``on_identical`` and ``on_long`` decide whether
     such a row is dropped and counted (see ``report``), or refused with a ValueError that names its place and its fault.
-    Rows with other faults are always refused.
+    Rows with other faults are always refused. ``limits`` are what the models of a run take of a row, beside the limit
+    that `data` sets.
     """
 
     keys: ClassVar[str]  # what a row needs, in words
@@ -85,13 +120,22 @@ class RowEncoder(ABC):
     reads_images: ClassVar[bool] = True  # whether rows may hold images
     counted: ClassVar[Mapping[str, str]] = {}  # further counts of used rows: {name in `count`: words for the report}
 
-    def __init__(self, name: str, config: DataConfig, source: SourceConfig, template: Template) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: DataConfig,
+        source: SourceConfig,
+        template: Template,
+        limits: Sequence[RowLimit] = (),
+    ) -> None:
         self.name = name
         self.source = source.called
         self.config = config
         placeholders = template.placeholders
         self.reader = RowReader(config, source, None if placeholders is None else RowImages(placeholders.files))
-        self.max_tokens: int | None = getattr(config, self.longest)
+        self.limits = RowLimit.choose(getattr(config, self.longest), f"data.{self.longest}", limits)
+        self.max_tokens = self.limits["sequence"].amount if "sequence" in self.limits else None
+        self.first_long = ""  # where the first row is that no model of the run could read, and why
         self.template = template
         self.counts: Counter[str] = Counter()
         self.policy = {
@@ -112,7 +156,7 @@ class RowEncoder(ABC):
     def read(self, row: dict[str, Any], number: int) -> list[Example]:
         """Encode row ``number`` within ``max_tokens`` and mark its origin. BadRow if the row is unusable."""
         try:
-            return self.mark_origin(self.fit(self.encode(self.reader.add_names(row))), number)
+            return self.mark_origin(self._fit_all(self.encode(self.reader.add_names(row))), number)
         except BadRow as error:  # its images may be others than when all rows were read
             raise BadRow(f"{self.name} row {number}: {error}", error.reason) from error
 
@@ -126,11 +170,13 @@ class RowEncoder(ABC):
         markers = self.template.guard.found
         try:
             whole = self.encode(self.reader.add_names(entry.row()))
-            examples = self.fit(whole)
+            examples = self._fit_all(whole)
         except BadRow as error:
             if self.policy.get(error.reason, "error") == "error":
                 raise ValueError(f"{entry.where()}: {error}{self._describe_mixture(error)}") from error
             self.counts[error.reason] += 1
+            if error.origin and not self.first_long:
+                self.first_long = f"{entry.where()}: {error}"
             return None
         self.counts["used"] += 1
         self.counts["markers"] += self.template.guard.found > markers
@@ -140,11 +186,10 @@ class RowEncoder(ABC):
         self.counts[f"{SOURCE_KEY}={examples[0].row[SOURCE_KEY]}"] += 1
         return examples
 
-    @property
-    def sources(self) -> set[str]:
-        """The sources of the rows used so far; before the first one that of the file."""
+    def count_by_source(self) -> dict[str, int]:
+        """Count the rows used so far, by the name of their source."""
         prefix = f"{SOURCE_KEY}="
-        return {key.removeprefix(prefix) for key in self.counts if key.startswith(prefix)} or {self.source}
+        return {key.removeprefix(prefix): n for key, n in self.counts.items() if key.startswith(prefix)}
 
     def _describe_mixture(self, error: BadRow) -> str:
         if error.reason != "missing" or not self.counts["used"]:
@@ -157,7 +202,20 @@ class RowEncoder(ABC):
     @property
     def limit(self) -> str:
         """The maximum length of a row, in words."""
-        return f"{self.max_tokens} tokens"
+        return " or ".join(str(self.limits[scope]) for scope in ("sequence", "row", "patches") if scope in self.limits)
+
+    def describe_emptiness(self, report: str) -> str:
+        """Why no row is usable: what became of all of them, the key to change, and the first row that is too long."""
+        if not self.counts["long"]:
+            return f"({report})"
+        setting = getattr(self.config, self.longest)
+        if not self.first_long:
+            return f"({report}); data.{self.longest} is the bound"
+        return f"({report}); data.{self.longest} is {setting or 'not set'}; the first: {self.first_long}"
+
+    def describe_left_out(self) -> str:
+        """The first row that a model of the run cannot read; empty if there is none."""
+        return f"rows that are too long for a model are left out; the first: {self.first_long}" * bool(self.first_long)
 
     def count(self, examples: list[Example]) -> Mapping[str, int]:
         """Count what ``counted`` names in the examples of a used row."""
@@ -165,7 +223,7 @@ class RowEncoder(ABC):
 
     def warning(self) -> str:
         """A warning for the user after all rows have been read; empty if there is none."""
-        return ""
+        return self.describe_left_out()
 
     def report(self) -> str:
         """Summarise the fate of the rows: "7470 used, 2 empty, 1 over 1024 tokens"."""
@@ -181,6 +239,14 @@ class RowEncoder(ABC):
         }
         parts = [f"{self.counts[reason]} {text}" for reason, text in words.items() if self.counts[reason]]
         return ", ".join([f"{self.counts['used']} used", *parts])
+
+    def _fit_all(self, examples: list[Example]) -> list[Example]:
+        """Bring a row within all limits. BadRow (long) if that is not allowed."""
+        fitted = self.fit(examples)
+        patches = {span.image: span.patches for example in fitted for span in example.images or ()}
+        if (most := self.limits.get("patches")) and (count := sum(patches.values())) > most.amount:
+            raise BadRow(f"images of {count} patches, and {most} are what is read at once", "long", most.origin)
+        return fitted
 
     def fit(self, examples: list[Example]) -> list[Example]:
         """Bring examples within ``max_tokens``. BadRow if that is not allowed, or if nothing trained would be left."""
@@ -201,8 +267,8 @@ class RowEncoder(ABC):
         if self.max_tokens is None or length <= self.max_tokens:
             return example
         if self.policy["long"] != "truncate_left":
-            what = describe_placeholders(example.images or ())
-            raise BadRow(f"{length} tokens{what}; at most {self.max_tokens} are allowed", "long")
+            limit, images = self.limits["sequence"], describe_placeholders(example.images or ())
+            raise BadRow(limit.describe_excess(length, images), "long", limit.origin)
         return example.cut_left(length - self.max_tokens, get_bos(self.template.tokenizer))
 
 

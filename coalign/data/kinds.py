@@ -7,7 +7,7 @@ prompts (to generate from), conversations (SFT), documents (pre-training), prefe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -23,16 +23,19 @@ class ResponseEncoder(RowEncoder):
 
     All sequences of a row begin with the same prompt; the column ``prompt_length`` is the number of tokens that they
     share. The loss mask covers the assistant's turns after it. ``data.max_prompt_tokens`` limits the prompt,
-    ``data.max_tokens`` prompt and response together. ``on_long: truncate_left`` cuts the prompt, by the same number of
-    tokens in all sequences of a row, and never a response.
+    ``data.max_tokens`` prompt and response together, models both and the sum of all responses that a loss compares.
+    ``on_long: truncate_left`` cuts the prompt, by the same number of tokens in all sequences of a row, and never a
+    response.
     """
 
     longest = "max_tokens"
 
     @property
     def limit(self) -> str:
-        prompt = f"{self.config.max_prompt_tokens} tokens of prompt"
-        return prompt if self.max_tokens is None else f"{prompt} or {self.max_tokens} in all"
+        words = [f"{self.config.max_prompt_tokens} tokens of prompt"]
+        if limit := self.limits.get("sequence"):
+            words.append(f"{limit.amount} in all{limit.origin}")
+        return " or ".join([*words, *(str(self.limits[scope]) for scope in ("row", "patches") if scope in self.limits)])
 
     def build_sequences(
         self, row: dict[str, Any], prompt: list[Message], responses: list[list[Message]], columns: list[dict[str, Any]]
@@ -70,15 +73,25 @@ class ResponseEncoder(RowEncoder):
     def fit(self, examples: list[Example]) -> list[Example]:
         prompt = examples[0].columns["prompt_length"]
         response = max(len(example.tokens) for example in examples) - prompt
-        limit = self.config.max_prompt_tokens
-        if self.max_tokens is not None:
-            limit = min(limit, self.max_tokens - response)
+        limit, origin = min(self._limit_prompt(prompt, response, examples))
         if prompt > limit:
             bos = get_bos(self.template.tokenizer)
             if self.policy["long"] != "truncate_left" or limit < 1 + (examples[0].tokens[0] == bos):
-                raise BadRow(f"{prompt} tokens of prompt, {response} of response; over {self.limit}", "long")
+                lengths = ", ".join(str(len(example.tokens)) for example in examples)
+                sums = f" (sequences of {lengths})" if len(examples) > 1 and origin else ""
+                problem = f"{prompt} tokens of prompt, {response} of response{sums}; over {self.limit}"
+                raise BadRow(problem, "long", origin)
             examples = [example.cut_left(prompt - limit, bos) for example in examples]
         return [exclude_first_token(example) for example in examples]
+
+    def _limit_prompt(self, prompt: int, response: int, examples: list[Example]) -> Iterator[tuple[int, str]]:
+        """Yield the most tokens of the prompt that each limit allows, and the model's setting that says so."""
+        yield self.config.max_prompt_tokens, ""
+        if limit := self.limits.get("sequence"):
+            yield limit.amount - response, limit.origin
+        if limit := self.limits.get("row"):
+            excess = sum(len(example.tokens) for example in examples) - limit.amount
+            yield prompt - -(-excess // len(examples)), limit.origin
 
 
 def trim_after_last_trained(tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
@@ -300,7 +313,8 @@ class LabelledEncoder(ResponseEncoder):
 
     def warning(self) -> str:
         absent = [label for label in self.counted if not self.counts[label]]
-        return f"none of the {self.counts['used']} usable rows is {' or '.join(absent)}" if absent else ""
+        one_sided = f"none of the {self.counts['used']} usable rows is {' or '.join(absent)}" if absent else ""
+        return "; ".join(filter(None, [one_sided, self.describe_left_out()]))
 
     def _label(self, row: dict[str, Any]) -> float:
         value = read_number(self.reader.value(row, self.config.label_key))

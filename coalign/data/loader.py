@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import hash_file_samples, hash_files, hash_settings, open_cached
-from coalign.data.examples import Example, RowEncoder, build_batch
+from coalign.data.examples import Example, RowEncoder, RowLimit, build_batch
 from coalign.data.images.files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
@@ -42,7 +42,7 @@ class Loader:
     ``weights`` are the relative probabilities of the sources at each draw; a source with weight 0 is never drawn. A
     batch has ``batch_size`` rows or, with ``batch_tokens``, that many tokens on average: rows are drawn until they hold
     them, and the excess of the last row counts for the next batch. So N tokens make N / batch_tokens batches, whatever
-    the lengths of the rows. A batch has at least one row.
+    the lengths of the rows. A batch has at least ``min_rows`` rows.
 
     The column ``group`` is the number of the draw (from 0, unique in the run). ``len(loader)`` is the number of batches
     per epoch, in which as many rows are drawn as the sources have in total.
@@ -56,6 +56,7 @@ class Loader:
         seed: int,
         batch_size: int,
         batch_tokens: int | None = None,
+        min_rows: int = 1,
         allow_changed: bool = False,
         encoders: Sequence[RowEncoder] = (),
     ) -> None:
@@ -64,7 +65,7 @@ class Loader:
         ``allow_changed``: a checkpoint may be of other data. ``encoders``: of the sources, for their counts.
         """
         self.orders, self._encoders = list(orders), encoders
-        self.batch_size, self.batch_tokens = batch_size, batch_tokens
+        self.batch_size, self.batch_tokens, self.min_rows = batch_size, batch_tokens, min_rows
         self.drawn = 0
         self._seed, self._allow_changed = seed, allow_changed
         *_, total = shares = list(accumulate(weights))
@@ -113,15 +114,23 @@ class Loader:
     @property
     def sources(self) -> list[str]:
         """The names of the rows' sources; of a stream those that have been read."""
-        return sorted(set().union(*(encoder.sources for encoder in self._encoders)))
+        return sorted(set().union(*(encoder.count_by_source() or {encoder.source} for encoder in self._encoders)))
+
+    def count_by_source(self) -> dict[str, int]:
+        """Count the usable rows that have been read, by the name of their source."""
+        counts: Counter[str] = Counter()
+        for encoder in self._encoders:
+            counts.update(encoder.count_by_source())
+        return counts
 
     def all(self, limit: int | None = None) -> Iterator[tuple[str, Batch]]:
         """Yield all usable rows (at most ``limit`` of a source) in file order: (source, up to ``batch_size`` rows).
 
-        The cursor does not move; ``group`` counts from 0.
+        A rest of fewer than ``min_rows`` joins the rows before it. The cursor does not move; ``group`` counts from 0.
         """
         parts: dict[str, list[tuple[int, list[Example]]]] = {}
         seen: Counter[str] = Counter()
+        held = self.min_rows if self.min_rows > 1 else 0
         for group, examples in enumerate(chain.from_iterable(order.once() for order in self.orders)):
             source = examples[0].row[SOURCE_KEY]
             if limit is not None and seen[source] == limit:
@@ -129,9 +138,10 @@ class Loader:
             seen[source] += 1
             part = parts.setdefault(source, [])
             part.append((group, examples))
-            if len(part) == self.batch_size:
-                yield source, _build_numbered_batch(parts.pop(source))
-        yield from ((source, _build_numbered_batch(part)) for source, part in parts.items())
+            if len(part) == self.batch_size + held:
+                yield source, _build_numbered_batch(part[: self.batch_size])
+                del part[: self.batch_size]
+        yield from ((source, _build_numbered_batch(part)) for source, part in parts.items() if part)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor (a few numbers) and a fingerprint of the data, as JSON values."""
@@ -153,7 +163,7 @@ class Loader:
         if self.batch_tokens is None:
             return [self._draw() for _ in range(self.batch_size)]
         drawn, tokens = [], self._excess
-        while not drawn or tokens < self.batch_tokens:
+        while len(drawn) < self.min_rows or tokens < self.batch_tokens:
             drawn.append(self._draw())
             tokens += sum(len(example.tokens) for example in drawn[-1])
         self._excess = tokens - self.batch_tokens
@@ -179,9 +189,13 @@ def build_loader(
     batch_size: int,
     seed: int,
     batch_tokens: int | None = None,
+    min_rows: int = 1,
     allow_changed: bool = False,
+    limits: Sequence[RowLimit] = (),
 ) -> Loader:
     """Build the loader of ``config.train`` or ``config.eval``; ``kind`` is a key of KINDS.
+
+    ``limits``: what the models that read the rows take of one; `data.on_long` says what becomes of longer ones.
 
     FileNotFoundError or ValueError, with the place, if files, rows, tokenizer or template are faulty.
     """
@@ -190,7 +204,7 @@ def build_loader(
         raise ValueError(f"data.{split} names no file")
     if split == "eval":
         config = config.model_copy(update={"stream": False, "phase": None, "phases": {}, "shuffle": False})
-    encoders = [build_encoder(kind, config, source, tokenizer) for source in sources]
+    encoders = [build_encoder(kind, config, source, tokenizer, limits) for source in sources]
     orders = [
         _build_order(encoder, config, source, (seed, SHUFFLE, i))
         for i, (encoder, source) in enumerate(zip(encoders, sources, strict=True))
@@ -207,13 +221,18 @@ def build_loader(
         seed=seed,
         batch_size=batch_size,
         batch_tokens=batch_tokens,
+        min_rows=min_rows,
         allow_changed=allow_changed,
         encoders=encoders,
     )
 
 
 def build_encoder(
-    kind: str, config: DataConfig, source: SourceConfig, tokenizer: PreTrainedTokenizerBase
+    kind: str,
+    config: DataConfig,
+    source: SourceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Sequence[RowLimit] = (),
 ) -> RowEncoder:
     """Build the encoder of a source's rows; ``kind`` is a key of KINDS.
 
@@ -229,7 +248,7 @@ def build_encoder(
     )
     template.guard.check_setting(config.prompt_format, "data.prompt_format")
     template.guard.check_setting(config.system or "", "data.system")
-    return KINDS[kind](describe_source(source.path), config, source, template)
+    return KINDS[kind](describe_source(source.path), config, source, template, limits)
 
 
 def _build_placeholders(
@@ -271,7 +290,9 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
         return StreamedOrder(encoder, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
     if config.cache is None:
         return ShuffledOrder(ScannedSource(encoder, rows, phase), shuffled)
-    identity = hash_settings(encoder, config, source, phase, hash_files(rows))
+    # A stream's identity is without them: what is longer is dropped as it is drawn, and a run may go on with others.
+    limits = [(limit.amount, scope) for scope, limit in sorted(encoder.limits.items())]
+    identity = hash_settings(encoder, config, source, phase, [hash_files(rows), limits])
     return ShuffledOrder(open_cached(Path(config.cache), encoder, rows, phase, identity), shuffled)
 
 

@@ -63,8 +63,7 @@ class FileSource(ABC):
         self.name, self.tokens, self._hash = encoder.name, tokens, hash
         self._encoder, self._rows, self._phase = encoder, rows, phase
         if not len(self):
-            limit = f"; data.{encoder.longest} is the bound" if encoder.counts["long"] else ""
-            raise ValueError(f"{self.name} has no usable rows ({self.report()}){limit}")
+            raise ValueError(f"{self.name} has no usable rows {encoder.describe_emptiness(self.report())}")
         if warning := encoder.warning():
             log.warning("%s: %s", self.name, warning)
 
@@ -191,9 +190,12 @@ class StreamedOrder:
             if self._key is not None:
                 position = permute(position, len(self._window), *self._key, self._epoch, self._number)
             self._taken += 1
+            known = self._encoder.first_long
             if (examples := self._encoder.use(self._window[position])) is not None:
                 self._used += 1
                 return examples
+            if self._encoder.first_long != known:
+                log.warning("%s: %s", self.name, self._encoder.describe_left_out())
 
     def once(self) -> Iterator[list[Example]]:
         rows = (self._encoder.use(entry) for entry, _ in self._read(START))
@@ -259,7 +261,7 @@ class StreamedOrder:
             self._fill()
         if not self._window:
             if not self._used:
-                raise ValueError(f"{self.name} has no usable rows ({self.report()})")
+                raise ValueError(f"{self.name} has no usable rows {self._encoder.describe_emptiness(self.report())}")
             self._used = 0
             self._go_to(self._epoch + 1, 0, START)
 

@@ -41,11 +41,14 @@ FileEntry = tuple[Callable[[], Row], Callable[[], str], int]  # the row, its pla
 
 
 class BadRow(ValueError):
-    """An unusable row. ``reason`` names the policy that applies: missing, empty, identical, long; none for invalid."""
+    """An unusable row. ``reason`` names the policy that applies: missing, empty, identical, long; none for invalid.
 
-    def __init__(self, message: str, reason: str = "invalid") -> None:
+    ``origin`` names the model's setting for which it is too long; empty where that is one of `data`.
+    """
+
+    def __init__(self, message: str, reason: str = "invalid", origin: str = "") -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.origin = reason, origin
 
 
 def _check_object(row: Any) -> Row:

@@ -12,24 +12,26 @@ from coalign.data.batch import Batch
 from coalign.types import Metric, Total
 
 
-def mismatch(batch: Batch) -> Batch:
+def mismatch(batch: Batch, *, longest: int | None = None) -> Batch:
     """Join each row's prompt with the response of the next row (cyclically) of another group (2402.01306, §4.1).
 
-    The rotation uses all responses, and no prompt gets its own. Columns: tokens, loss_mask, group, prompt_length.
-    ValueError if all rows belong to one group.
+    The rotation uses all responses, and no prompt gets its own. Of a response that would make a sequence of more than
+    ``longest`` tokens, the end is left out. Columns: tokens, loss_mask, group, prompt_length. ValueError if all rows
+    belong to one group.
     """
     groups = batch["group"].tolist()
     if len(set(groups)) < 2:
         raise ValueError(
             "the step holds a single row, so there is no other prompt's response to measure the reference point on: "
-            "raise runtime.prompts_per_step"
+            "raise runtime.prompts_per_step or runtime.tokens_per_step"
         )
     n, prompts, offsets = len(batch), batch["prompt_length"].tolist(), batch.offsets.tolist()
     tokens, masks, lengths = [], [], []
     for row in range(n):
         other = next((row + step) % n for step in range(1, n) if groups[(row + step) % n] != groups[row])
         prompt = slice(offsets[row], offsets[row] + prompts[row])
-        response = slice(offsets[other] + prompts[other], offsets[other + 1])
+        start, stop = offsets[other] + prompts[other], offsets[other + 1]
+        response = slice(start, stop if longest is None else min(stop, start + longest - prompts[row]))
         tokens += [batch["tokens"][prompt], batch["tokens"][response]]
         masks += [torch.zeros(prompts[row], dtype=torch.bool), batch["loss_mask"][response]]
         lengths.append(prompts[row] + response.stop - response.start)

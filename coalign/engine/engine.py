@@ -178,6 +178,7 @@ class Engine:
     ``source`` is a key of coalign.data.kinds, and says what the rows of the data become. ``evaluates`` names the models
     that ``eval_flow`` calls. ``defaults`` has the shape of the YAML, whose values replace it. ``unread`` names sections
     that the flows do not use, which templates of configurations leave out; `coalign check` finds out by itself.
+    ``min_rows``: the fewest rows of data that a step, or a batch of the evaluation, can be.
     """
 
     models: ClassVar[Mapping[str, type]] = {}
@@ -193,6 +194,7 @@ class Engine:
     evaluates: ClassVar[tuple[str, ...]] = ("policy", "reward")
     defaults: ClassVar[dict[str, Any]] = {}
     unread: ClassVar[tuple[str, ...]] = ()
+    min_rows: ClassVar[int] = 1
 
     def __init__(self, plan: Plan, cluster: Cluster, data: RunData | None = None) -> None:
         """Start the models of ``plan`` on ``cluster``, and prepare the loop over ``data``.

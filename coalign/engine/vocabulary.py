@@ -9,8 +9,7 @@ from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.files import read_json_object
 from coalign.hub import find_directory
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+from coalign.weights.model_files import TOKENIZER_FILES
 
 
 def find_tokenizer_name(config: RunConfig) -> tuple[str, bool]:

@@ -40,7 +40,7 @@ from coalign.launch.memory_table import (
 from coalign.launch.plan import Plan, PlannedModel, prepare
 from coalign.launch.planned_run import describe_run
 from coalign.launch.refusal import offer_layout
-from coalign.launch.validate import check_context, check_directories, check_folders, check_rope
+from coalign.launch.validate import check_context, check_directories, check_folders, check_rope, check_weights
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.layouts.partition import ModelRole
 from coalign.report.display import Display
@@ -73,6 +73,7 @@ def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = Non
         check_rope(present, config, plan.recipe.source)
         for model in present:
             _check_backend(model, config, simulated=cluster is not None)
+        check_weights(present, simulated=cluster is not None)
         notes = [
             f"{model.name}: {note}"
             for model in present

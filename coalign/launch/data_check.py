@@ -15,26 +15,27 @@ from coalign.config import ConfigError
 from coalign.config.errors import ConfigProblem, Key, located_at, suggest
 from coalign.config.schema import SourceConfig
 from coalign.config.schema.rollout import RolloutConfig
-from coalign.data.examples import MARKS, Example, RowEncoder
+from coalign.data.examples import MARKS, Example, RowEncoder, RowLimit
 from coalign.data.indexed.tokens import find_prefix
 from coalign.data.loader import build_encoder
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import open_rows
 from coalign.data.templates import decode
 from coalign.engine.reward import list_reward_models
-from coalign.engine.vocabulary import TOKENIZER_FILES, find_tokenizer_name
+from coalign.engine.vocabulary import find_tokenizer_name
 from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
-from coalign.launch.data_load import load_tokenizer
+from coalign.launch.data_load import find_row_limits, load_tokenizer
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.launch.reward_check import try_rewards
 from coalign.roles import Rollout, Trainable
 from coalign.types import SOURCE_KEY
+from coalign.weights.model_files import has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS, TOKENS = 500, 100_000  # of a source that are read: half a second of one core
+ROWS, TOKENS = 5_000, 500_000  # of a source that are read: two seconds of one core
 SINGLE_TURN = RolloutConfig().fn  # other environments may write prompts of their own
 SHOWN = 100  # characters of the first row
 
@@ -75,12 +76,13 @@ def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool =
     if not is_hub_name(name) and not os.path.exists(name):
         yield f"data: not read, because its tokenizer, that of {name}, is not there yet"
         return
-    if simulated and not any((find_directory(name) / file).is_file() for file in TOKENIZER_FILES):
+    if simulated and not has_tokenizer(find_directory(name)):
         yield f"data: not read, because {name} has no tokenizer; a run is refused until it has one"
         return
     with located_at("models"):
         tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
     samples: list[RowSample] = []
+    limits = find_row_limits(plan, present)
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
             key: Key = ("data", split, index)
@@ -88,11 +90,11 @@ def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool =
                 yield f"data.{split}: {source.path}: its rows are not read here; `coalign inspect-data` shows them"
                 continue
             with located_at(*key):
-                sample = _read(key, source, plan, tokenizer)
+                sample = _read(key, source, plan, tokenizer, limits)
             _check_prompts(sample, plan, tokenizer)
-            _check_lengths(sample, plan, present)
             _check_answers(sample, plan)
             yield from _describe(sample, tokenizer)
+            yield from _compare_room(sample, present)
             samples.append(sample)
     if samples:
         yield from _compare_numbers([sample for sample in samples if sample.key[1] == "train"], plan)
@@ -101,10 +103,12 @@ def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool =
         yield from try_rewards(plan.rewards, rows, tokenizer)
 
 
-def _read(key: Key, source: SourceConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> RowSample:
+def _read(
+    key: Key, source: SourceConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, limits: Sequence[RowLimit]
+) -> RowSample:
     """Encode the first rows. ValueError or OSError for what the run would refuse."""
     config, is_train = plan.config.data, key[1] == "train"
-    encoder = build_encoder(plan.recipe.source, config, source, tokenizer)
+    encoder = build_encoder(plan.recipe.source, config, source, tokenizer, limits)
     sample, tokens = RowSample(key, source.path, encoder), 0
     phase = DataPhase(config.phases, config.phase) if config.phase and is_train else None
     for entry, _ in open_rows(source.path, source.max_samples, stream=True).read():
@@ -120,8 +124,7 @@ def _read(key: Key, source: SourceConfig, plan: Plan, tokenizer: PreTrainedToken
         row = encoder.reader.add_names(entry.row())
         sample.raw.add(json.dumps(row.get(encoder.reader.prompt_key), default=str))
     if sample.whole and not sample.used:
-        limit = f"; data.{encoder.longest} is the bound" if encoder.counts["long"] else ""
-        raise ValueError(f"{source.path} has no usable rows ({encoder.report()}){limit}")
+        raise ValueError(f"{source.path} has no usable rows {encoder.describe_emptiness(encoder.report())}")
     return sample
 
 
@@ -145,24 +148,18 @@ def _check_prompts(sample: RowSample, plan: Plan, tokenizer: PreTrainedTokenizer
     raise ConfigError([ConfigProblem(key, message)])
 
 
-def _check_lengths(sample: RowSample, plan: Plan, present: Sequence[PlannedModel]) -> None:
-    """Refuse prompts that leave a policy no room to answer, and sequences that a trainer cannot read."""
-    is_prompt = plan.recipe.source == "prompts"
-    what, where = ("prompt", "data.max_prompt_tokens") if is_prompt else ("sequence", "data.max_tokens")
+def _compare_room(sample: RowSample, present: Sequence[PlannedModel]) -> Iterator[str]:
+    """Yield a warning for prompts that leave a policy less room than the longest response needs."""
     for model in present:
-        own = model.config
-        if model.role is not (Rollout if is_prompt else Trainable) or not own.load:
+        if model.role is not Rollout or not model.config.load:
             continue
-        limits = [(read_context_length(read_config(own)), "reads at once (max_position_embeddings in config.json)")]
-        if not is_prompt:
-            limits.append((own.max_tokens_per_micro, "takes at once (max_tokens_per_micro)"))
-        for limit, why in limits:
-            if limit is not None and sample.longest + is_prompt > limit:
-                message = (
-                    f"a {what} of {sample.name} has {sample.longest} tokens, and {limit} are what models.{model.name} "
-                    f"{why}; set {where} to less, and longer rows are dropped"
-                )
-                raise ConfigError([ConfigProblem(sample.key, message)])
+        limits = read_context_length(read_config(model.config)), model.context.sample_tokens
+        room, response = min(limit for limit in (*limits, 2**31) if limit), model.config.sampling.max_new_tokens
+        if short := sum(len(prompt) + response > room for prompt in sample.prompts):
+            yield (
+                f"warning: after {short} of these prompts a response ends before its {response} tokens "
+                f"(models.{model.name}.sampling.max_new_tokens): {room} are all that is read at once"
+            )
 
 
 def _check_answers(sample: RowSample, plan: Plan) -> None:
@@ -205,6 +202,8 @@ def _describe(sample: RowSample, tokenizer: PreTrainedTokenizerBase) -> Iterator
     read = sample.encoder.counts["rows"]
     rows = f"{read} rows" if sample.whole else f"of the first {read} rows"
     yield f"data.{sample.key[1]}: {sample.name}: {rows}, {sample.encoder.report()}"
+    if sample.encoder.first_long:
+        yield f"  warning: {sample.encoder.describe_left_out()}"
     if not sample.used:
         return
     lengths = [len(prompt) for prompt in sample.prompts]

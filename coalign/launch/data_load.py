@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data.examples import RowLimit
 from coalign.data.loader import Loader, build_loader
 from coalign.engine.engine import RunData
 from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_name
 from coalign.hub import find_directory
-from coalign.launch.plan import Plan
-from coalign.launch.validate import check_context, check_it_learns, check_reward_sources, check_rope
+from coalign.launch.plan import Plan, PlannedModel
+from coalign.launch.validate import (
+    check_context,
+    check_it_learns,
+    check_reward_sources,
+    check_rope,
+    find_token_limit,
+)
+from coalign.roles import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +33,8 @@ def load_data(plan: Plan) -> RunData:
     check_rope(plan.models.values(), plan.config, plan.recipe.source)
     config, source = plan.config, plan.recipe.source
     tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
-    train, runtime = load_split(config, source, tokenizer, "train"), config.runtime
+    limits, fewest, runtime = find_row_limits(plan, plan.models.values()), plan.recipe.min_rows, config.runtime
+    train = load_split(config, source, tokenizer, "train", limits, min_rows=fewest)
     if runtime.steps is None and runtime.tokens and config.data.stream:
         steps = runtime.tokens  # a stream that ends by tokens has no other end; each step trains on one at least
     else:
@@ -39,8 +49,12 @@ def load_data(plan: Plan) -> RunData:
             batch_size=config.ptx.rows_per_step,
             seed=config.seed,
             allow_changed="data" in runtime.allow_changed,
+            limits=[limit for model in plan.learning for limit in list_limits(model)],
         )
-    held_out = load_split(config, source, tokenizer, "eval") if config.data.eval else None
+    held_out = load_split(config, source, tokenizer, "eval", limits, min_rows=fewest) if config.data.eval else None
+    for name, rows in (held_out.count_by_source() if held_out else {}).items():
+        if rows < fewest:
+            raise ValueError(f"data.eval: {rows} usable row is of '{name}', and `{config.algorithm}` needs {fewest}")
     check_reward_sources(plan.rewards, train, held_out)
     for model in plan.learning:
         check_it_learns(model.name, model.config, steps)
@@ -52,12 +66,12 @@ def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> Pre
 
     ``rewards``: the models of the reward; those with a chat template read text, by a tokenizer of their own.
     """
-    from transformers import AutoTokenizer  # slow to import, and `coalign check` does without
+    from coalign.backends.pretrained import open_tokenizer  # imports transformers
 
     name, trust = find_tokenizer_name(config)
     if not (directory := find_directory(name)).is_dir():
         raise ValueError(f"models: `load: {name}` is not a directory (a Hugging Face model directory is expected)")
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+    tokenizer = open_tokenizer(directory, trust_remote_code=trust)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     reads_text = {name for name, model in rewards.items() if model.chat_template}
     for name, model in config.models.items():
@@ -67,9 +81,15 @@ def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> Pre
 
 
 def load_split(
-    config: RunConfig, kind: str, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "eval"]
+    config: RunConfig,
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Literal["train", "eval"],
+    limits: Sequence[RowLimit] = (),
+    *,
+    min_rows: int = 1,
 ) -> Loader:
-    """The training or evaluation data of a run. A batch of either gives as many sequences."""
+    """The training or evaluation data of a run. A batch of either gives as many sequences, and ``min_rows`` rows."""
     runtime, rows = config.runtime, config.runtime.prompts_per_step
     if split == "eval":
         rows = max(1, rows * runtime.samples_per_prompt // runtime.eval_samples)
@@ -80,6 +100,45 @@ def load_split(
         split=split,
         batch_size=rows,
         batch_tokens=runtime.tokens_per_step,
+        min_rows=min_rows,
+        limits=limits,
         seed=config.seed,
         allow_changed="data" in runtime.allow_changed,
     )
+
+
+# ---- how long a row may be
+
+
+def find_row_limits(plan: Plan, models: Iterable[PlannedModel]) -> list[RowLimit]:
+    """Find what ``models``, whose directories are there, take of a row of the plan's data.
+
+    Policies read prompts, and need room for a token of the response; trainers and scorers read whole rows of data.
+    """
+    if plan.recipe.source != "prompts":
+        return [limit for model in models if model.role is not Rollout for limit in list_limits(model)]
+    policies = [m for m in models if m.role is Rollout and m.config.load]
+    readers = {m.name: limit for m in plan.models.values() if (limit := find_token_limit(m, plan.compared)) is not None}
+    key = "models.{}.max_tokens_per_micro, for prompt and response"
+    return [
+        *(limit for policy in policies for limit in policy.module.list_limits(policy.config, f"models.{policy.name}")),
+        *(RowLimit(limit - 1, key.format(name)) for name, limit in readers.items()),
+    ]
+
+
+def list_limits(model: PlannedModel) -> Iterator[RowLimit]:
+    """Yield what a model takes of rows of data: of a sequence, and of those that its loss compares in one micro-batch.
+
+    A model that reads text cuts it, so it has no limit.
+    """
+    from coalign.backends.pretrained import read_config, read_context_length  # imports transformers
+
+    config = model.config
+    if not config.load or config.chat_template or config.judge:
+        return
+    for limit in model.module.list_limits(config, f"models.{model.name}"):
+        yield limit
+        if limit.scope == "sequence" and model.objective is not None and model.objective.per == "group":
+            yield replace(limit, scope="row")
+    if (context := read_context_length(read_config(config))) is not None:
+        yield RowLimit(context, f"max_position_embeddings of models.{model.name}")

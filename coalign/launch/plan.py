@@ -92,6 +92,11 @@ class Plan:
         return {name: model.config for name, model in self.models.items() if model.base_of is None}
 
     @property
+    def compared(self) -> int:
+        """The responses to a prompt that a loss over groups reads together."""
+        return count_compared(self.pairs, self.config)
+
+    @property
     def learning(self) -> list[PlannedModel]:
         """The models that learn, the main one (whose weights are the run's product) first."""
         return [model for model in self.models.values() if model.role is Trainable]
@@ -109,6 +114,11 @@ class Plan:
         }
         syncs = [pair for pair in self.syncs if models.keys() >= {*pair}]
         return replace(self, models=models, syncs=syncs, rewards=self.rewards if parts else ())
+
+
+def count_compared(pairs: partial[Any] | None, config: RunConfig) -> int:
+    """Count the responses to a prompt that a loss over groups reads together; ``pairs`` may choose some of them."""
+    return getattr(pairs and pairs.func, "compares", config.runtime.samples_per_prompt)
 
 
 def find_recipe(algorithm: str) -> type[Engine]:
@@ -175,9 +185,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         functions = {name: _bind(getattr(config, name), name) for name in names}
         configs = let_models_see(_configs_of_models(planned_roles, rewards, config), config)
         validate.check_images(config, recipe, configs)
-        compared = getattr(
-            functions["pairs"] and functions["pairs"].func, "compares", config.runtime.samples_per_prompt
-        )
+        compared = count_compared(functions["pairs"], config)
         syncs = [pair for pair in recipe.sync if configs.keys() >= {*pair}]
         models = _plan_models(planned_roles, configs, config, loss, environment, compared, syncs)
         validate.check_loads(models.values())

@@ -26,6 +26,7 @@ from coalign.files import read_model_config
 from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
 from coalign.run_files.checkpoints import find_step
+from coalign.weights.model_files import check_adapter_files, has_weights
 
 if TYPE_CHECKING:
     from coalign.backends.base import Objective
@@ -49,6 +50,31 @@ def check_directories(models: Iterable[PlannedModel]) -> None:
         if model.config.load:
             with located_at("models", model.name, "load"):
                 read_model_config(find_directory(model.config.load))
+
+
+def check_weights(models: Iterable[PlannedModel], *, simulated: bool = False) -> None:
+    """Refuse weights that no model of this architecture and head has. Their headers are read, and no values.
+
+    Those that are not fetched yet are not compared, nor those of a run on another cluster (``simulated``) that are not
+    here.
+    """
+    from coalign.backends import pretrained  # imports transformers
+
+    seen = set()
+    for model in models:
+        config = model.config
+        if not config.load or config.init == "random" or ":" in config.module:
+            continue
+        is_local = Path(config.load).is_dir() and not simulated
+        with located_at("models", model.name, "load"):
+            if is_local or has_weights(find_directory(config.load)):
+                subject = (config.load, config.head, config.head_init, config.frozen, config.vision is None)
+                if subject not in seen:
+                    pretrained.check_weights(config)
+                seen.add(subject)
+        if config.lora and config.lora.load and (is_local or Path(config.lora.load).is_dir()):
+            with located_at("models", model.name, "lora", "load"):
+                check_adapter_files(find_directory(config.lora.load))
 
 
 def check_folders(config: RunConfig) -> None:

@@ -7,7 +7,6 @@ follow Korthikanti et al. (2205.05198) for attention that does not store its sco
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from coalign.planner.layouts.partition import (
     find_partition,
 )
 from coalign.planner.model_size import LayerSize, ModelSize, TowerSize
+from coalign.weights.model_files import read_stored
 
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes a number of a moving average (ema)
@@ -326,16 +326,8 @@ def _leave_device(model: ModelConfig, estimate: MemoryEstimate) -> MemoryEstimat
 
 
 def read_shapes(directory: Path) -> Shapes:
-    """Read tensor shapes from the headers of a directory's safetensors files. Raises OSError if there are none."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{directory} holds no *.safetensors files")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with open(file, "rb") as data:
-            header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
+    """Read tensor shapes from the headers of a directory's safetensors files; none if it has no such files."""
+    return {name: tensor.shape for name, tensor in (read_stored(directory) or {}).items()}
 
 
 def read_shapes_of(model: ModelConfig, size: ModelSize) -> Shapes | None:
@@ -346,7 +338,7 @@ def read_shapes_of(model: ModelConfig, size: ModelSize) -> Shapes | None:
     if model.load is None or model.init != "load" or size.towers:
         return None
     directory = find_directory(model.load)
-    return read_shapes(directory) if any(directory.glob("*.safetensors")) else None
+    return read_shapes(directory) or None
 
 
 def count_optimizer_bytes(shapes: Shapes, name: str, width: int) -> int:

@@ -53,11 +53,12 @@ class KTO(Offline):
     """Kahneman-Tversky optimisation (2402.01306): single responses, each desirable or not.
 
     Labelled responses in, a policy out. The reference point z0 is the mean divergence of the policy from the reference,
-    measured on responses paired with other prompts of the same step. It takes a forward pass of both models with the
-    current weights.
+    measured on responses paired with other prompts of the same step, whose end is left out where both together are too
+    long for a model. It takes a forward pass of both models with the current weights.
     """
 
     source = "labelled"
+    min_rows = 2
     defaults = {
         "runtime": {"prompts_per_step": 32},
         "loss": {"fn": "kto", "beta": 0.1},
@@ -69,15 +70,15 @@ class KTO(Offline):
 
     @classmethod
     def check(cls, config, loss):
-        if config.runtime.prompts_per_step < 2:
-            raise ValueError(
-                "runtime.prompts_per_step is 1: the reference point of `kto` is measured on responses to other prompts "
-                "of the step; use 2 or more (32 is usual)"
-            )
+        runtime, why = config.runtime, "the reference point of `kto` is measured on responses to other prompts of the"
+        if runtime.prompts_per_step < cls.min_rows:
+            raise ValueError(f"runtime.prompts_per_step is 1: {why} step; use 2 or more (32 is usual)")
+        if runtime.eval_prompts is not None and runtime.eval_prompts < cls.min_rows:
+            raise ValueError(f"runtime.eval_prompts is 1: {why} batch; use 2 or more, or leave it out")
 
     def prepare(self, batch):
         assert self.reference, "the losses of this recipe read its log-probs"
-        others = self.transform(mismatch, batch)
+        others = self.transform(mismatch, batch, longest=self.plan.models["trainer"].context.sample_tokens)
         scorers = self.trainer.forward_step(others, into="old_logprobs"), self.reference.forward_step(others)
         return self.transform(with_reference_point, batch, self.join(others, *scorers))
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from coalign.weights.model_files import read_header
 from coalign.weights.sync.checksums import checksum, tensor_bytes
 
 
@@ -84,8 +85,7 @@ def open_saved_weights(path: Path) -> WeightSet:
         )
     files: dict[str, Path] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), file)
+        files |= dict.fromkeys(read_header(file), file)
 
     def fetch(name: str) -> Tensor:
         with safe_open(files[name], "pt") as tensors:

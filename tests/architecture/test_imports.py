@@ -70,7 +70,7 @@ ALLOWED = {
     "board": {"config", "files", "http_server", "report", "run_files"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "devices", "files", "hub", "memory", "run_files", "threads"},
-    "planner": {"config", "files", "hub", "cluster"},
+    "planner": {"config", "files", "hub", "cluster", "weights"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster", "run_files"},
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
     "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "planner", "report", "diagnosis", "run_files"},

@@ -113,6 +113,18 @@ def reward_model(path):
     return path
 
 
+def test_a_prompt_that_is_too_long_follows_the_policy_and_is_named_by_its_line(home, tmp_path, caplog):
+    lines = [{"prompt": "" if i == 1 else f"{i}+1="} for i in range(4)] + [{"prompt": "1" * 2048}, {"prompt": "9+1="}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"train": [{"path": str(tmp_path / "p.jsonl")}], "chat_template": "none", "max_prompt_tokens": 10**6}
+    with pytest.raises(ValueError, match=r"p\.jsonl:5: .*2048 tokens, and 2047 are .*max_position_embeddings of model"):
+        generate(settings(home, data=DataConfig(**options, on_long="error")), tmp_path / "a.jsonl", quiet())
+    counts = generate(settings(home, data=DataConfig(**options)), tmp_path / "b.jsonl", quiet())
+    assert counts["responses"] == 4 * SAMPLES and "p.jsonl:5: " in caplog.text
+    cut = DataConfig(**options, on_long="truncate_left")
+    assert generate(settings(home, data=cut), tmp_path / "c.jsonl", quiet())["responses"] == 5 * SAMPLES
+
+
 class Killed(BaseException):
     pass
 

@@ -139,7 +139,16 @@ def test_beyond_the_reward_models_context(judge, tmp_path):
     score(settings(path, reward_model=str(judge)), tmp_path / "out.jsonl", Display(err=err))
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert rows[0]["score"] is None and rows[1]["score"] is not None
-    assert "1 long; first: group 0, index 0 has 2" in err.export_text()
+    said = err.export_text()
+    assert "1 long; first: group 0, index 0 has 2" in said and "l.jsonl:1)" in said
+    for policy in ("truncate_left", "error"):
+        data = DataConfig(train=[SourceConfig(path=str(path))], on_long=policy)
+        config = settings(path, reward_model=str(judge), data=data)
+        if policy == "error":
+            with pytest.raises(ValueError, match=r"group 0, index 0 has 2\d+ tokens; .*l\.jsonl:1"):
+                score(config, tmp_path / policy, Display(err=err))
+        else:
+            assert score(config, tmp_path / policy, Display(err=err))["scored"] == 2
 
 
 def test_on_the_command_line(judge, tmp_path):

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from coalign.config.schema import DataConfig, ImagesConfig
 from coalign.data.batch import Batch, pack_rows_with_images
+from coalign.data.examples import RowLimit
 from coalign.data.images.files import ImageFiles
 from coalign.data.images.pixels import PixelCache
 from coalign.data.images.placeholders import list_images, place_images
@@ -41,12 +42,12 @@ def load(tmp_path, model, monkeypatch):
     monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "cache"))
     picture(tmp_path / "a.png"), picture(tmp_path / "b.png", (40, 20), 1)
 
-    def build(*rows: dict[str, Any], kind: str = "prompts", **config: Any) -> Loader:
+    def build(*rows: dict[str, Any], kind: str = "prompts", limits: Any = (), **config: Any) -> Loader:
         path = tmp_path / "rows.jsonl"
         path.write_text("\n".join(json.dumps(row) for row in rows))
         data = DataConfig(**{"train": [{"path": str(path)}], "images": ImagesConfig(), "shuffle": False, **config})
         tokenizer = AutoTokenizer.from_pretrained(model)
-        return build_loader(data, tokenizer, kind=kind, split="train", batch_size=len(rows), seed=0)
+        return build_loader(data, tokenizer, kind=kind, split="train", batch_size=len(rows), seed=0, limits=limits)
 
     return build
 
@@ -81,6 +82,14 @@ FORMS = {
 def test_the_images_of_a_row_stand_where_it_says(form, load):
     row, expected = FORMS[form]
     assert names(load(row).next()) == expected
+
+
+def test_a_row_with_more_patches_than_a_model_takes_at_once(load):
+    rows = {"prompt": "<image>", "images": ["a.png"]}, {"prompt": "<image><image>", "images": ["b.png", "a.png"]}
+    limits = [RowLimit(4 * (6 + 10) - 1, "models.trainer.max_patches_per_micro", "patches")]
+    assert load(*rows, limits=limits).report().startswith("rows.jsonl: 2 rows: 1 used, 1 over ")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: images of 64 patches, and 63 .*trainer\.max_patches_per_m"):
+        load(*rows, limits=limits, on_long="error")
 
 
 def test_files_urls_and_bytes_are_the_same_image(load, tmp_path):

@@ -18,7 +18,9 @@ from coalign.backends.engines.episodes import EpisodeRunner
 from coalign.backends.engines.request import begin_generation, count_missing_groups, extend_samples, plan_requests
 from coalign.backends.engines.sampler_probe import begin_probe, check_difference, compute_logprobs, sample_probe
 from coalign.backends.pretrained import get_directory
+from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.data.examples import RowLimit
 from coalign.data.images.processor import ImageProcessor
 from coalign.memory import move_module
 from coalign.types import Response, Stats
@@ -43,6 +45,12 @@ class RolloutModule(Module):
     engine: InferenceEngine
     runner: EpisodeRunner | None = None
     continuous: ContinuousGeneration | None = None  # from the first ``roll`` on
+
+    @classmethod
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+        """What a prompt may have: it needs room for a token of the response."""
+        context = pretrained.read_context_length(pretrained.read_config(config))
+        return [] if context is None else [RowLimit(context - 1, f"max_position_embeddings of {where}, less one")]
 
     def build(self, architecture: PreTrainedConfig) -> InferenceEngine:
         """Build the backend's engine. Raises ValueError if it cannot run the architecture."""

@@ -7,7 +7,7 @@ without a response, so there is one way to generate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -73,6 +73,8 @@ class Request:
     """New tokens after which a sample is TRUNCATED; None: the sampling's max_new_tokens, less those begun."""
     pause: int | None = None
     """New tokens after which a sample is returned as PARTIAL; None: it goes on to its end."""
+    origin: str = ""
+    """The prompt's row in its file, in brackets, for messages."""
     stop: tuple[str, ...] | None = None
     """Strings that end a response; None: the sampling's."""
     first_turn: int | None = None
@@ -119,7 +121,7 @@ class SubmittedRequest:
         ``context``: tokens of the longest sequence. Raises ValueError for a prompt that is empty, holds an unknown
         token, or leaves no token to generate.
         """
-        length, name = len(request.prompt), f"the prompt of group {request.group}"
+        length, name = len(request.prompt), f"the prompt of group {request.group}{request.origin}"
         if not length:
             raise ValueError(f"{name} has no tokens")
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
@@ -284,14 +286,17 @@ def plan_requests(
     """
     tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
     prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
+    origins = [_describe_origin(row) for row in samples.get("rows") or [{}] * len(samples)]
     own = samples.get("max_new_tokens")
     limits = [max_new_tokens] * len(samples) if own is None else own.clamp(max=max_new_tokens).tolist()
     if longest is not None:
         limits = [min(limit, longest - length) for limit, length in zip(limits, prompt_lengths, strict=True)]
         if longest <= max(prompt_lengths, default=0):
+            row = prompt_lengths.index(max(prompt_lengths))
             raise ValueError(
-                f"a prompt has {max(prompt_lengths)} tokens, and a model that reads samples takes {longest} at once "
-                "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens)"
+                f"the prompt of group {groups[row]}{origins[row]} has {prompt_lengths[row]} tokens, and a model that "
+                f"reads samples takes {longest} at once (max_tokens_per_micro): raise that, or bound prompts "
+                "(data.max_prompt_tokens)"
             )
     images = samples.get("images") or [()] * len(samples)
     rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
@@ -299,7 +304,8 @@ def plan_requests(
     for row in rows:
         prompt = tokens[offsets[row] : offsets[row + 1]]
         begun = len(prompt) - prompt_lengths[row]
-        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause, images=images[row])
+        more = {"origin": origins[row], "images": images[row]}
+        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause, **more)
         last = requests[-1] if requests and not begun else None
         if (
             last is not None
@@ -310,6 +316,10 @@ def plan_requests(
         else:
             requests.append(request)
     return rows, requests
+
+
+def _describe_origin(row: Mapping[str, Any]) -> str:
+    return f" ({row['_source']} row {row['_row']})" if "_source" in row else ""
 
 
 def extend_samples(

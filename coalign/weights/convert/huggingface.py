@@ -21,6 +21,7 @@ from coalign.weights.convert import legacy
 from coalign.weights.convert.files import HashedFile
 from coalign.weights.families.family import HuggingFaceTensor
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox
+from coalign.weights.model_files import read_header
 from coalign.weights.sync.checksums import tensor_bytes
 
 SCALES = "_scale_inv"  # suffix of the scales' name
@@ -105,7 +106,7 @@ class HuggingFaceReader:
                     legacy.load_pickle(file, mmap=True) if file.suffix == ".bin" else safe_open(file, "pt").__enter__()
                 )
             except SafetensorError as problem:
-                raise ValueError(f"{file} cannot be read, is it cut off? ({problem})") from problem
+                raise ValueError(f"{file} cannot be read, is it cut off? ({_explain(file, problem)})") from problem
         return self._open[file]
 
     def is_scaled(self, name: str) -> bool:
@@ -130,6 +131,15 @@ class HuggingFaceReader:
         file = self._where[name]
         opened = self._open_file(file)
         return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)
+
+
+def _explain(file: Path, problem: SafetensorError) -> Exception:
+    """What is wrong with a file, better than safetensors says it where that is known."""
+    try:
+        read_header(file)
+    except ValueError as reason:
+        return reason
+    return problem
 
 
 class HuggingFaceWeights:

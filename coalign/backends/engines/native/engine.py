@@ -41,6 +41,7 @@ from coalign.backends.engines.sampling import may_wait, read_choices, sample, un
 from coalign.backends.layout import join_neighbours
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
 from coalign.cpu.library import load_kernels
+from coalign.data.examples import RowLimit
 from coalign.devices import has_graphs
 from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
 
@@ -597,6 +598,14 @@ class NativeModule(MetaModelModule):
         settings: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "record_experts": record_experts}
         settings["images"] = pretrained.read_processor(config, images)
         return NativeModel(architecture, dtype=dtype, device=device, **settings)
+
+    @classmethod
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+        limits, kv_tokens = super().list_limits(config, where), config.native.kv_tokens
+        if kv_tokens is not None and all(limit.amount >= kv_tokens for limit in limits):
+            keys = f"{where}: native.kv_tokens less sampling.max_new_tokens"
+            limits.append(RowLimit(kv_tokens - config.sampling.max_new_tokens, keys))
+        return limits
 
     @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:

@@ -15,6 +15,7 @@ from coalign.backends.engines.module import RolloutModule
 from coalign.backends.lora import get_weights
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
+from coalign.data.examples import RowLimit
 
 if TYPE_CHECKING:
     from coalign.backends.engines.vllm.engine import VLLMEngine
@@ -81,6 +82,12 @@ class VLLMModule(RolloutModule):
                 f"models.{name}.pipeline_parallel is {config.pipeline_parallel}: on CPU vLLM's pipelines fail in their "
                 "first step; use tensor_parallel"
             )
+
+    @classmethod
+    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+        limits, longest = super().list_limits(config, where), config.vllm.get("max_model_len")
+        key = f"{where}.vllm.max_model_len, less one"
+        return limits if longest is None else [*limits, RowLimit(longest - 1, key)]
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
