@@ -57,7 +57,7 @@ from coalign.devices import seed_generator
 from coalign.files import list_weight_files, read_json_object
 from coalign.hub import find_directory
 from coalign.roles import Context
-from coalign.weights.model_files import check_model_files, check_tokenizer_files, read_stored
+from coalign.weights.model_files import check_model_files, check_tokenizer_files, has_tokenizer, read_stored
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ def check_rope_length(kind: str, limit: int, longest: int) -> None:
 def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> None:
     """Write the model's tokenizer, with the chat template of the run and its arguments as defaults.
 
-    A run without templates (`none`) leaves the tokenizer's own. A model that has none gets none: a trainer reads tokens.
+    A run without templates (`none`) leaves the tokenizer's own. A trainer reads tokens, so it need not have one.
     """
     if not has_tokenizer(find_tokenizer(config)):
         return
