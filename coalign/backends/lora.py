@@ -448,7 +448,8 @@ def read_settings(directory: str | Path) -> LoraConfig:
             raise ValueError(f"'{directory}' is not an adapter's directory (no {file} there)")
     settings = peft.PeftConfig.from_pretrained(str(directory))
     if settings.peft_type != peft.PeftType.LORA:
-        raise ValueError(f"'{directory}' holds an adapter of type {settings.peft_type.value}; expected LORA")
+        said = getattr(settings.peft_type, "value", None)
+        raise ValueError(f"{directory}/{SETTINGS} says peft_type {said}; expected LORA")
     known = {field.name for field in fields(settings)}
     for field, value in read_json_object(Path(directory) / SETTINGS).items():
         if field not in known and value and (value is True or not isinstance(value, int | float)):

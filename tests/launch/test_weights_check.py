@@ -96,7 +96,7 @@ def test_weights_that_are_drawn_need_no_files(configured, tmp_path):
 
 def test_adapters_that_are_a_pointer(configured, tmp_path):
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    (tmp_path / "adapter/adapter_config.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "adapter/adapter_model.safetensors").write_bytes(LFS)
     config = configured("sft", lora={"load": str(tmp_path / "adapter")})
     assert "models.trainer.lora.load: " in (said := refusal(config)) and "is a pointer of Git LFS" in said

@@ -269,7 +269,7 @@ def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
         "prompt_length": torch.tensor([e.prompt_length for e in episodes], dtype=torch.int32),
         "status": torch.tensor([int(e.status) for e in episodes], dtype=torch.uint8),
         "messages": [e.messages for e in episodes],
-        "rows": [e.row if e.tools is None else e.row | {"tools": e.tools} for e in episodes],
+        "rows": [e.row if e.tools is None else {**e.row, "tools": e.tools} for e in episodes],
     }
     lengths = torch.tensor([len(e.log.tokens) for e in episodes], dtype=torch.int64)
     return Batch(lengths, token, {**begun.sequence, **sequence})
