@@ -14,11 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, but not in __all__
 
+CGROUP = Path("/sys/fs/cgroup")
 Device = torch.device | str
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -35,6 +37,29 @@ def count_devices(kind: str) -> int:
     """Count the devices of a kind (`cuda`, `npu`, …) that torch can use on this machine."""
     count = getattr(getattr(torch, kind, None), "device_count", None)
     return count() if count is not None and kind != "cpu" else 0
+
+
+def measure_memory(kind: str) -> int:
+    """Measure the bytes of memory of a device of this kind (the smallest one here); of `cpu` what the host, or the
+    container of this process, has."""
+    if kind != "cpu":
+        return min(torch.accelerator.get_memory_info(index)[1] for index in range(count_devices(kind)))
+    return min([psutil.virtual_memory().total, *_list_container_limits()])
+
+
+def _list_container_limits() -> Iterator[int]:
+    """Yield the limits of memory of the control groups around this process, of both versions of the interface."""
+    groups = [CGROUP, CGROUP / "memory"]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, controllers, name = line.split(":", 2)
+            root = CGROUP if number == "0" else CGROUP / "memory"
+            if number == "0" or "memory" in controllers.split(","):
+                path = root / name.lstrip("/")
+                groups += [path, *(parent for parent in path.parents if parent.is_relative_to(root))]
+    for file in (group / name for group in groups for name in ("memory.max", "memory.limit_in_bytes")):
+        with suppress(OSError, ValueError):  # `max`: no limit
+            yield int(file.read_text())
 
 
 def use_device(device: Device) -> AbstractContextManager[object]:

@@ -261,6 +261,12 @@ class Module:
         return []
 
     @classmethod
+    def limit_micro(cls, config: ModelConfig, device: str, *, longest: int, widest: int) -> int | None:
+        """The most tokens of a micro-batch on a ``device`` of this type. ``longest``: tokens of the longest unit that
+        cannot be cut; ``widest``: the most outputs of a matrix of the layers, per token."""
+        return config.max_tokens_per_micro
+
+    @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         """Remarks of `coalign check` on how this machine will compute the model. No weights are read."""
         return ()

@@ -29,12 +29,15 @@ from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_table import (
+    MemoryDemand,
     build_device_table,
     build_memory_table,
+    describe_excess,
     describe_loads,
     estimate_models,
     find_overload,
     find_role,
+    list_demands,
     list_loads,
 )
 from coalign.launch.plan import Plan, PlannedModel, prepare
@@ -80,7 +83,8 @@ def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = Non
             if model.config.load
             for note in model.module.notes(model.config)
         ]
-        display.show("\n".join([*check_data(plan, present, simulated=cluster is not None), ""]))
+        data = check_data(plan, present, simulated=cluster is not None)
+        display.show("\n".join([*data.lines, ""]))
     if rewards := describe_reward(plan.rewards, plan.configs):
         display.show(rewards + "\n")
     with locate_problems(config):
@@ -100,6 +104,7 @@ def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = Non
                 raise ConfigError(problems) from error
             display.show(describe_groups(placement, plan.started, roles))
     display.show("")
+    demands: list[MemoryDemand] = []
     if planned:
         for load in dict.fromkeys(model.config.load for model in planned):
             names = ", ".join(model.name for model in planned if model.config.load == load)
@@ -108,11 +113,13 @@ def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = Non
                 "backend and memory are not checked"
             )
     else:
-        estimates = estimate_models(plan, cluster)
+        estimates = estimate_models(plan, cluster, lengths=data.lengths)
         display.show(build_memory_table(estimates))
         loads = list_loads(plan, estimates)
         if cluster is None:
             notes = [*describe_loads(loads, plan_slots(plan.started, config.runtime.colocation), config), *notes]
+            demands = list_demands(plan, estimates, loads)
+            notes = [*map(str, demands), *notes]
         else:
             display.show("")
             display.show(build_device_table(loads, cluster))
@@ -121,7 +128,10 @@ def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = Non
             notes = ["", *notes]
     for line in notes:
         display.show(line)
-    display.show("\nno problem found")
+    if excess := [demand for demand in demands if demand.bytes > demand.usable]:
+        display.show(f"\nwarning: {describe_excess(excess)}")
+    else:
+        display.show("\nno problem found")
 
 
 def _is_planned(load: str | None) -> bool:

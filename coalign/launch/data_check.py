@@ -26,6 +26,7 @@ from coalign.engine.vocabulary import find_tokenizer_name
 from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
 from coalign.launch.data_load import find_row_limits, load_tokenizer
+from coalign.launch.memory_table import RowLengths
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.launch.reward_check import try_rewards
 from coalign.roles import Rollout, Trainable
@@ -61,14 +62,40 @@ class RowSample:
         """Tokens of the longest sequence."""
         return max((len(example.tokens) for examples in self.used for example in examples), default=0)
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the row with the most, in all of its sequences."""
+        return max((sum(len(example.tokens) for example in examples) for examples in self.used), default=0)
 
-def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool = False) -> Iterator[str]:
-    """Yield lines that describe the data, and warnings. ``present``: the models whose directories are there.
+
+@dataclass
+class DataFindings:
+    """Lines that describe the data, and warnings. ``lengths``: of the training rows, if all sources were read."""
+
+    lines: list[str] = field(default_factory=list)
+    lengths: RowLengths | None = None
+
+
+def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool = False) -> DataFindings:
+    """Read the first rows of the data. ``present``: the models whose directories are there.
 
     ``simulated``: the run is placed on a cluster that is not there, for which config.json is enough of a model.
 
     Raises ConfigError, with the key and the place of the row, for what would end the run or teach it nothing.
     """
+    findings, samples = DataFindings(), list[RowSample]()
+    findings.lines += _check_sources(plan, present, samples, simulated=simulated)
+    train = [sample for sample in samples if sample.key[1] == "train"]
+    if train and len(train) == len(plan.config.data.train):
+        longest, largest = (max(getattr(sample, name) for sample in train) for name in ("longest", "largest"))
+        findings.lengths = RowLengths(longest, largest)
+    return findings
+
+
+def _check_sources(
+    plan: Plan, present: Sequence[PlannedModel], samples: list[RowSample], *, simulated: bool
+) -> Iterator[str]:
+    """Yield lines that describe the data; add what was read to ``samples``."""
     config = plan.config
     if not config.data.train:
         raise ConfigError([ConfigProblem(("data", "train"), "missing: a file of rows, or a dataset of the hub")])
@@ -81,7 +108,6 @@ def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool =
         return
     with located_at("models"):
         tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
-    samples: list[RowSample] = []
     limits = find_row_limits(plan, present)
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):

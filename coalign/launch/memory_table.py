@@ -3,21 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.table import Table
 
-from coalign.cluster.base import plan_slots
+from coalign.cluster.base import choose_cluster, plan_slots
+from coalign.cluster.placement.nodes import find_accelerator
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.config.schema.rollout import RolloutConfig
+from coalign.devices import count_devices, measure_memory
 from coalign.hub import find_directory
-from coalign.launch.plan import Plan
+from coalign.launch.plan import Plan, PlannedModel
 from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
 from coalign.planner.layouts.devices import DeviceLoad, Estimates, list_device_loads
-from coalign.planner.layouts.partition import ModelRole
-from coalign.planner.memory import USABLE, MemoryEstimate, Shapes, estimate_memory, read_shapes_of
+from coalign.planner.layouts.partition import ModelRole, find_partition
+from coalign.planner.memory import (
+    HOST_PROCESS_BYTES,
+    LAYER,
+    USABLE,
+    MemoryEstimate,
+    Shapes,
+    estimate_memory,
+    read_shapes_of,
+)
 from coalign.planner.model_size import ModelSize
 from coalign.roles import Rollout, Trainable
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Tokens of the longest sequence, and of the row with the most in all of its sequences."""
+
+    sequence: int
+    row: int
+
+
+@dataclass(frozen=True)
+class MemoryDemand:
+    """Bytes of a memory of this machine that a run takes by the estimate, and how many there are."""
+
+    memory: str
+    bytes: int
+    there: int
+
+    @property
+    def usable(self) -> float:
+        return USABLE * self.there
+
+    def __str__(self) -> str:
+        return f"{self.memory}: {format_bytes(self.bytes)} at most, of {format_bytes(self.there)} on this machine"
 
 
 def find_role(role: type) -> ModelRole:
@@ -41,19 +77,108 @@ def estimate_models(
     plan: Plan,
     cluster: ClusterSpec | None = None,
     find: Callable[[ModelConfig, ModelSize], Shapes | None] = find_shapes,
+    lengths: RowLengths | None = None,
 ) -> dict[str, list[MemoryEstimate]]:
     """Estimate the memory of each model that has weights, on a device of each of its pipeline stages.
 
-    ``find`` returns the shapes of a model's tensors, as exactly as is asked for.
+    ``find`` returns the shapes of a model's tensors, as exactly as is asked for. ``lengths``: of the rows; without
+    them a micro-batch counts as full, and a prompt as long as it may be.
     """
     found = {}
     for model in plan.models.values():
         if (own := model.config).load is not None:
             size = read_directory(find_directory(own.load))
+            shapes = find(own, size)
             memory = cluster.memory_bytes if cluster and own.devices else None
-            role = find_role(model.role)
-            found[model.name] = estimate_memory(own, role, plan.config, size, find(own, size), memory)
+            config = plan.config
+            if lengths is not None:
+                own = own.model_copy(update={"max_tokens_per_micro": _count_micro(plan, model, lengths, shapes)})
+                prompt = {"max_prompt_tokens": min(lengths.sequence, config.data.max_prompt_tokens)}
+                config = config.model_copy(update={"data": config.data.model_copy(update=prompt)})
+            found[model.name] = estimate_memory(own, find_role(model.role), config, size, shapes, memory)
     return found
+
+
+def _count_micro(plan: Plan, model: PlannedModel, lengths: RowLengths, shapes: Shapes | None) -> int | None:
+    """Count the most tokens that a micro-batch of a model can have; None: nothing bounds it."""
+    config, (longest, step) = model.config, _count_step(plan, lengths, model.config.share_prefix)
+    per = "token" if model.objective is None else model.objective.per
+    if per == "batch":  # which no limit cuts
+        return step
+    if per == "group":
+        longest = lengths.row if plan.recipe.source != "prompts" else longest * plan.compared
+    shards = find_partition(config, find_role(model.role)).data
+    if step is not None and (parts := shards * (config.updates_per_batch if model.role is Trainable else 1)) > 1:
+        step = min(step, step // parts + longest)  # parts differ by less than what cannot be cut
+    device = find_accelerator(plan.config.runtime.accelerator).device if config.devices else "cpu"
+    widest = max((shape[0] for name, shape in (shapes or {}).items() if LAYER.search(name)), default=1)
+    limit = model.module.limit_micro(config, device, longest=longest, widest=widest)
+    return min((most for most in (step, limit) if most is not None), default=None)
+
+
+def _count_step(plan: Plan, lengths: RowLengths, shares: bool) -> tuple[int, int | None]:
+    """Count the most tokens of a sequence, and of all that a step computes; None if nobody knows.
+
+    ``shares``: samples of a prompt share its tokens.
+    """
+    config, runtime = plan.config, plan.config.runtime
+    if plan.recipe.source != "prompts":
+        rows = runtime.prompts_per_step * lengths.row
+        return lengths.sequence, rows if runtime.tokens_per_step is None else runtime.tokens_per_step + lengths.row
+    policies = [model for model in plan.models.values() if model.role is Rollout]
+    limit = min((policy.context.sample_tokens or 2**31 for policy in policies), default=2**31)
+    if config.rollout.fn != RolloutConfig().fn:  # an episode has as many turns as fit
+        return limit, None
+    response = max((policy.config.sampling.max_new_tokens for policy in policies), default=0)
+    longest = min(lengths.sequence + response, limit)
+    others = min(response, longest) if shares else longest
+    step = runtime.prompts_per_step * (longest + (runtime.samples_per_prompt - 1) * others)
+    return longest, None if config.replay else step  # earlier batches are trained on, too
+
+
+def list_demands(plan: Plan, estimates: Estimates, loads: Sequence[DeviceLoad]) -> list[MemoryDemand]:
+    """List what the run takes of this machine's memories; of a cluster that it joins nobody knows them."""
+    config = plan.config
+    if config.runtime.ray_address:
+        return []
+    demands = []
+    kind = find_accelerator(config.runtime.accelerator).device
+    if (used := [load for load in loads if load.models and plan.started[load.turn].devices]) and count_devices(kind):
+        demands.append(MemoryDemand(f"memory of a device ({kind})", used[0].peak, measure_memory(kind)))
+    return [*demands, MemoryDemand("host memory", _count_host(plan, estimates), measure_memory("cpu"))]
+
+
+def _count_host(plan: Plan, estimates: Estimates) -> int:
+    """Count the bytes of host memory: models of the CPU, what others leave there, and processes.
+
+    In one process models compute in turn; each process of Ray keeps the memory that it has had.
+    """
+    kept, working, processes = 0, [0], 1
+    for name, model in plan.started.items():
+        for stage in estimates.get(name, ()):
+            ranks = model.processes // len(estimates[name])
+            processes += ranks
+            kept += ranks * stage.host
+            if not model.devices:
+                passing = stage.activations + stage.buffers
+                kept += ranks * (stage.total - passing)
+                working.append(ranks * passing)
+    if choose_cluster(plan.config) == "local":
+        return kept + max(working) + HOST_PROCESS_BYTES
+    return kept + sum(working) + processes * HOST_PROCESS_BYTES
+
+
+def describe_excess(demands: Sequence[MemoryDemand]) -> str:
+    """Say that a run does not fit this machine, and what makes it smaller."""
+    what = " and ".join(
+        f"{demand.memory}: {format_bytes(demand.bytes)}, and {format_bytes(demand.usable)} can be used"
+        for demand in demands
+    )
+    return (
+        f"by this estimate the run does not fit this machine ({what}); smaller is what has a lower "
+        "models.*.max_tokens_per_micro, runtime.prompts_per_step or sampling.max_new_tokens, models.trainer.lora, or "
+        "activation_checkpointing"
+    )
 
 
 def build_memory_table(estimates: Estimates) -> Table:

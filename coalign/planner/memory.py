@@ -30,7 +30,8 @@ from coalign.weights.model_files import read_stored
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes a number of a moving average (ema)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a 32-bit one per 256 scales
-LOGITS = 2**26  # that the head holds at once on an accelerator (coalign/algorithms/logprobs.py)
+LOGITS, CPU_LOGITS = 2**26, 2**22  # that the head holds at once (coalign/algorithms/logprobs.py)
+HOST_PROCESS_BYTES = 600 * 2**20  # of a process in host memory beside tensors: Python, torch, transformers
 PROCESS_BYTES = 2**30  # of a process on its device beside tensors: CUDA's context, NCCL's buffers, kernels
 ENGINE_BYTES = 2 * 2**30  # of vLLM beside weights and cache: captured graphs, activations of a prefill
 VLLM_SHARE = 0.92  # gpu_memory_utilization of vLLM, where the configuration does not say
@@ -113,7 +114,7 @@ def estimate_memory(
             estimates.append(replace(estimate, cache=cache, buffers=buffers))
             continue
         activations = _estimate_activations(model, role, size, stage, partition, partition.pipeline - index)
-        buffers = _estimate_buffers(model, role, stage, partition)
+        buffers = _estimate_buffers(model, role, size, stage, partition)
         estimates.append(replace(estimate, activations=activations, buffers=buffers))
     if config.data.images is not None and size.towers:
         estimates[0] = _add_towers(estimates[0], model, role, size, partition)
@@ -247,12 +248,16 @@ def _estimate_activations(
     return int(tokens * kept * computed)
 
 
-def _estimate_buffers(model: ModelConfig, role: ModelRole, stage: StageSize, partition: ModelPartition) -> int:
+def _estimate_buffers(
+    model: ModelConfig, role: ModelRole, size: ModelSize, stage: StageSize, partition: ModelPartition
+) -> int:
     """Return the bytes of layers that are gathered to compute, and of the head's logits."""
     computed, trains = BYTES[model.compute_dtype or model.dtype], role == "trainer" and not model.frozen
     logits = 0.0
     if stage.has_head and model.head == "lm":
-        logits = LOGITS * 4 * (3 if trains else 1)  # their softmax and gradient
+        most = LOGITS if model.devices else CPU_LOGITS
+        held = min(most, (model.max_tokens_per_micro or most) * size.vocabulary)
+        logits = held * 4 * (3 if trains else 1)  # their softmax and gradient
     gathered = 0.0
     if partition.gathers:
         largest = max((_gather(layer, partition) for layer in stage.layers), default=0.0)

@@ -259,12 +259,17 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
 
-    def token_budget(self, longest: int) -> int | None:
-        budget = self.config.max_tokens_per_micro
-        if self.device.type != "cpu":
+    @classmethod
+    def limit_micro(cls, config: ModelConfig, device: str, *, longest: int, widest: int) -> int | None:
+        budget = config.max_tokens_per_micro
+        if device != "cpu":
             return budget
-        fits = max(CPU_BLOCK // (4 * widest_output(self.model.model)), longest)
+        fits = max(CPU_BLOCK // (4 * widest), longest)
         return fits if budget is None else min(budget, fits)
+
+    def token_budget(self, longest: int) -> int | None:
+        widest = widest_output(self.model.model)
+        return self.limit_micro(self.config, self.device.type, longest=longest, widest=widest)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         if self.context.world_size == 1:
