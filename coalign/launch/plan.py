@@ -115,9 +115,9 @@ class Plan:
         return replace(self, models=models, syncs=syncs, rewards=self.rewards if parts else ())
 
 
-def count_compared(pairs: partial[Any] | None, config: RunConfig) -> int:
+def count_compared(pairs: Callable[..., Any] | None, config: RunConfig) -> int:
     """Count the responses to a prompt that a loss over groups reads together; ``pairs`` may choose some of them."""
-    return getattr(pairs and pairs.func, "compares", config.runtime.samples_per_prompt)
+    return getattr(getattr(pairs, "func", None), "compares", config.runtime.samples_per_prompt)
 
 
 def find_recipe(algorithm: str) -> type[Engine]:
