@@ -8,8 +8,9 @@ from typing import Any
 
 from coalign.config import load_section
 from coalign.config.schema import DataConfig
-from coalign.config.yaml_reader import parse
+from coalign.config.yaml_reader import MAX_BYTES, parse
 from coalign.data.templates import TRAINING_TEMPLATES, is_jinja
+from coalign.files import read_bounded
 
 CONFIG = "config.yaml"
 
@@ -44,7 +45,8 @@ def choose_template(model: str, chat_template: str | None, arguments: Mapping[st
 def _read_template_settings(model: Path) -> DataConfig:
     """Read what the run says of templates that a model belongs to; the defaults for a model of no run."""
     folder = _find_run(model.absolute())
-    data = parse((folder / CONFIG).read_text(encoding="utf-8"), str(folder / CONFIG))[0] if folder else None
+    file = folder / CONFIG if folder else None
+    data = parse(read_bounded(file, MAX_BYTES).decode(), str(file))[0] if file else None
     written = data.get("data") if isinstance(data, dict) and "algorithm" in data else None
     keys = ("chat_template", "chat_template_kwargs", "reasoning")
     return load_section(DataConfig, {key: written[key] for key in keys if key in written} if written else {})
