@@ -449,7 +449,7 @@ def read_settings(directory: str | Path) -> LoraConfig:
     settings = peft.PeftConfig.from_pretrained(str(directory))
     if settings.peft_type != peft.PeftType.LORA:
         said = getattr(settings.peft_type, "value", None)
-        raise ValueError(f"{directory}/{SETTINGS} says peft_type {said}; expected LORA")
+        raise ValueError(f"'{directory}' holds an adapter of type {said}; expected LORA")
     known = {field.name for field in fields(settings)}
     for field, value in read_json_object(Path(directory) / SETTINGS).items():
         if field not in known and value and (value is True or not isinstance(value, int | float)):

@@ -160,7 +160,7 @@ def test_bad_settings_are_named(teacher, student, tmp_path):
 
 
 def test_a_student_comes_closer_to_a_teacher_of_another_tokenizer(teacher, tmp_path):
-    config = settings(tmp_path, "on_policy_distillation", steps=8, eval_every=8)
+    config = settings(tmp_path, "on_policy_distillation", steps=16, eval_every=16)
     config.pop("reward")
     config["models"]["teacher"] = {"load": str(teacher), "chat_template": "auto"}
     config["models"]["trainer"]["optimizer"] = {"lr": 1e-2}

@@ -91,7 +91,7 @@ def test_a_reward_that_was_edited_is_listed(tmp_path, caplog, monkeypatch):
 
 def test_a_model_that_was_replaced_is_refused_until_it_is_allowed(begun, tmp_path, caplog):
     weights = Path(begun["models"]["trainer"]["load"]) / "model.safetensors"
-    shutil.copy(other_model(tmp_path / "other", seed=9) / "model.safetensors", weights)  # of the same size
+    shutil.copy(other_model(tmp_path / "other", seed=9, layers=1) / "model.safetensors", weights)
     with pytest.raises(
         ValueError, match=r"other contents of models\.trainer\.load \(.*/model\).*`runtime\.allow_changed"
     ):
