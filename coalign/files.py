@@ -19,7 +19,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MAX_JSON_BYTES = 256 * 2**20  # of a file that is parsed in one go
+MAX_JSON_BYTES = 256 * 2**20  # the largest file that is parsed in one go
 _FILE_TYPES = {stat.S_IFDIR: "directory", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
 
 

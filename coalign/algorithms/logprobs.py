@@ -232,7 +232,7 @@ class _Head:
 
     inner: float
     outer: float | None
-    rows: int  # of a tile
+    rows: int  # in a tile
     vocabulary: int | None  # rows of the weight that have logits
 
     def products(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, Tensor]]:

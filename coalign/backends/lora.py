@@ -54,7 +54,7 @@ PLAIN_VALUES = {
 }
 # Fields of adapters that compute more, or elsewhere, than a sum of weights.
 UNMERGEABLE = ("alora_invocation_tokens", "arrow_config", "layer_replication", "monteclora_config")
-# of each factor in a file: the axis of a linear layer's weight that its second axis has to match
+# For each factor in a file the axis of a linear layer's weight that its second axis has to match
 FACTORS = {"lora_A": (1, 1), "lora_B": (0, 0), "lora_embedding_A": (0, 1), "lora_embedding_B": (1, 0)}
 WHOLE = ("", BASE, ".original_module", f".token_adapter{BASE}")  # between an embedding's name and `.weight`, in a file
 GatherTensor = Callable[[Tensor], Tensor]

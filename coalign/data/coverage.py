@@ -15,7 +15,7 @@ from typing import Any
 from coalign.data.messages import KEYS, REASONING_KEYS, Message, is_learned, split_reasoning
 from coalign.data.sources import BadRow
 
-MAX_FORMS = 4096  # of conversations, whose verdicts are kept
+MAX_FORMS = 4096  # verdicts that are kept
 _UNHEARD = "qzroleqz"  # no template's role
 # Content as of a tool's result, which templates tell from a question.
 _ENCLOSED = re.compile(r"\s*<([\w|]+)>.*</\1>\s*", re.DOTALL)

@@ -36,7 +36,7 @@ from coalign.weights.model_files import has_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS, TOKENS = 5_000, 500_000  # of a source that are read: two seconds of one core
+ROWS, TOKENS = 5_000, 500_000  # read of each source: two seconds of one core
 SINGLE_TURN = RolloutConfig().fn  # other environments may write prompts of their own
 SHOWN = 100  # characters of the first row
 

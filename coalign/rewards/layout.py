@@ -35,11 +35,11 @@ _COMMANDS = {
     "boxed": "", "fbox": "", "emptyset": "∅", "varnothing": "∅", "ldots": r"\dots", "cdots": r"\dots",
     "dotsc": r"\dots", "lg": r"\log_{10}", "pmod": r"\mod", "bmod": r"\mod", "lnot": r"\neg", "vert": "|",
 }  # fmt: skip
-_JOINTS = re.compile(r"^((?:and|or|,)\s)?([^|]*?)(\s(?:and|or)|,)?$")  # of a list, in `12 \text{ boys and } 15`
+_JOINTS = re.compile(r"^((?:and|or|,)\s)?([^|]*?)(\s(?:and|or)|,)?$")  # what joins a list: `12 \text{ boys and } 15`
 _CONNECTIVES = ("land", "lor", "wedge", "vee")
 _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|operatorname|rm|bf)\s*\{([^{}]*)\}")
 _FRAC = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))")
-_ENDS = r"[^\[\](){},;]+[,;][^\[\](){},;]+"  # of an interval
+_ENDS = r"[^\[\](){},;]+[,;][^\[\](){},;]+"  # the ends of an interval
 _OUTWARD = re.compile(rf"\s*(?:[a-z]\s*∈\s*)?[\[\]]{_ENDS}[\[\]](?:\s*∪\s*[\[\]]{_ENDS}[\[\]])*\s*")
 _NEARLY = re.compile(
     r"^(?:~|(?:\\text\{)?(?:about|approximately|approx\.?|around|roughly|nearly|almost)\b\s*\}?)\s*(?=\S)"

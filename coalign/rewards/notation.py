@@ -23,7 +23,7 @@ from coalign.rewards.quantity import (
     read_words,
 )
 
-_ITEMS = 64  # of a list; longer ones equal nothing but themselves
+_ITEMS = 64  # longer lists equal nothing but themselves
 
 
 @dataclass(frozen=True)

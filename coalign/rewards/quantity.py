@@ -185,7 +185,7 @@ _UNITS = {
     }.items()
     for name in names.split()
 }  # fmt: skip
-_SYMBOLS = {  # of the units that take prefixes
+_SYMBOLS = {  # units that take prefixes
     "metre": "m", "meter": "m", "gram": "g", "litre": "l", "liter": "l", "newton": "N", "joule": "J", "watt": "W",
     "volt": "V", "ampere": "A", "amp": "A", "ohm": "Ω", "hertz": "Hz", "pascal": "Pa", "kelvin": "K", "mole": "mol",
     "byte": "B", "bit": "bit", "calorie": "cal", "second": "s",

@@ -21,7 +21,7 @@ BITS = {"BOOL": 8, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BF16": 16} |
     f"{letter}{bits}": bits for letter in "FIU" for bits in (8, 16, 32, 64)
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
-TOKENIZER_ENDINGS = (".model", ".tiktoken")  # of vocabularies with other names
+TOKENIZER_ENDINGS = (".model", ".tiktoken")  # vocabularies with other names
 TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

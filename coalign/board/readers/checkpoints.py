@@ -25,7 +25,7 @@ from coalign.run_files.checkpoints import (
 )
 from coalign.run_files.records import read_end
 
-_LOG_BYTES = 16 * 2**20  # of the end of log.txt
+_LOG_BYTES = 16 * 2**20  # read from the end of log.txt
 _COPIED = re.compile(rb" step (\d{1,15}) is copied to ")  # a line of coalign.engine.hooks.checkpoint_remote in log.txt
 
 

@@ -19,7 +19,7 @@ from coalign.run_files.records import is_number, read_end
 LOOP = "loop"  # the lane of the engine's phases (coalign.engine.hooks.timeline)
 MOVE = "move"  # a part of a model goes to a device, or leaves it: not computing
 NARROWEST = 2000  # bars narrower than this part of a step are drawn together with their neighbours
-_LOG_BYTES = 16 * 2**20  # of the end of log.txt
+_LOG_BYTES = 16 * 2**20  # read from the end of log.txt
 # A kind of event -> what its line in log.txt has.
 _EVENTS = {
     "lost": " is lost (",

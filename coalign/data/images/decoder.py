@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SECONDS = 20  # of processor time for one file; large ones take about two
+SECONDS = 20  # processor time for one file; large ones take about two
 _WAIT = 6  # times as long on a busy machine
 _AT_ONCE = min(4, os.cpu_count() or 1)
 _PROGRAM = Path(__file__).with_name("decoder_program.py")

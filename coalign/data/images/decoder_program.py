@@ -23,7 +23,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 # Rasters that Pillow decodes by itself. For EPS it starts Ghostscript, which runs the program in the file.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "JPEG2000", "AVIF", "PPM", "ICO", "QOI")
-_BASE_BYTES, _PIXEL_BYTES = 512 * 2**20, 48  # of memory: for the process, and for each pixel of the largest picture
+_BASE_BYTES, _PIXEL_BYTES = 512 * 2**20, 48  # memory for the process, and for each pixel of the largest picture
 
 
 class UnusablePicture(Exception):
