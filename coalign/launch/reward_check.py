@@ -20,8 +20,6 @@ from coalign.types import Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TRIED = ("the first row's answer", "an empty response")
-
 
 def try_rewards(
     rewards: Sequence[RewardConfig], rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
@@ -38,19 +36,22 @@ def try_rewards(
             if config.fn is None:
                 continue
             function = replace(build_reward_function(config, f"reward.{index}"), retries=0, patience=0.0)
-            tried = next((pair for row in rows if function.is_for((pair := _answer(row, tokenizer))[0])), None)
-            if function.is_service or tried is None:
+            answered = (_answer(row, tokenizer) for row in rows)
+            samples = next((samples for samples in answered if function.is_for(samples[-1])), None)
+            if function.is_service or samples is None:
                 continue
             caller.start([function])
-            (outcomes,) = caller.score([function], tried)
-            yield f"reward {function.name}: {_describe(index, function.name, outcomes)}"
+            (outcomes,) = caller.score([function], samples)
+            responses = ("the first row's answer", "an empty response")[-len(samples) :]
+            yield f"reward {function.name}: {_describe(index, function.name, responses, outcomes)}"
 
 
 def _answer(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Build the samples of a row: its own answer, and a response without a word."""
+    """Build the samples of a row: its own answer, if it has one, and a response without a word."""
     answer = row.get("answer")
     said = answer[0] if isinstance(answer, list) and answer else answer
-    return [_build_sample(row, i, text, tokenizer) for i, text in enumerate(("" if said is None else str(said), ""))]
+    texts = [*([] if said is None else [str(said)]), ""]
+    return [_build_sample(row, i, text, tokenizer) for i, text in enumerate(texts)]
 
 
 def _build_sample(row: dict[str, Any], index: int, text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -70,9 +71,9 @@ def _build_sample(row: dict[str, Any], index: int, text: str, tokenizer: PreTrai
     )
 
 
-def _describe(index: int, name: str, outcomes: Sequence[RewardOutcome]) -> str:
+def _describe(index: int, name: str, responses: Sequence[str], outcomes: Sequence[RewardOutcome]) -> str:
     said = []
-    for outcome, tried in zip(outcomes, _TRIED, strict=True):
+    for tried, outcome in zip(responses, outcomes, strict=True):
         if not isinstance(outcome, RewardFailure):
             said.append(f"{outcome['reward']:g} for {tried}")
         elif outcome.reason not in BUGS:

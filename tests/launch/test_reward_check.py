@@ -29,6 +29,16 @@ def test_it_shows_what_each_function_returns(tmp_path):
     assert "reward digits: " in screen
 
 
+def test_rows_without_an_answer_have_an_empty_response_alone(tmp_path):
+    config = settings(tmp_path, "grpo") | {"reward": [{"fn": "tests.functions:length"}]}
+    for split in ("train", "eval"):
+        config["data"][split] = str(tmp_path / "prompts.jsonl")
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(8)))
+    screen = io.StringIO()
+    check(load_config(config), Display(out=Console(file=screen, width=400)))
+    assert "reward length: 0 for an empty response\n" in screen.getvalue()
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
