@@ -168,7 +168,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
 def check_weights(config: ModelConfig) -> None:
     """Raise what `load` raises for files that are no weights, or not those of the architecture. No values are read.
 
-    ValueError also for layers beyond the architecture, which `load` leaves out with a warning. Of pickles, quantised weights and what transformers cannot build the tensors are not compared.
+    ValueError also for layers beyond the architecture, which `load` leaves out with a warning. Of pickles and quantised
+    weights the tensors are not compared.
     """
     if config.init == "random":
         return
