@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
-from coalign.backends.unfit_weights import refuse_unfit
+from coalign.backends.unfit_weights import describe_layers_beyond, refuse_unfit
 from coalign.backends.vision import list_placeholder_ids
 from coalign.backends.vision_language import (
     LEGACY_TEMPLATE,
@@ -146,6 +146,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
             auto.from_pretrained, refusal, get_directory(config), config=hf, **loading, **options, **quantization
         )
         refuse_unfit(config, model, info)
+        if beyond := describe_layers_beyond(config, model, info):
+            log.warning("%s; they are left out", beyond)
         if quantization:
             _keep_quantized(model)
     if config.head != "lm" and config.head_init == "zero":
@@ -169,7 +171,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
 def check_weights(config: ModelConfig) -> None:
     """Raise what `load` raises for files that are no weights, or not those of the architecture. No values are read.
 
-    Of pickles, quantised weights and what transformers cannot build the tensors are not compared.
+    ValueError also for layers beyond the architecture, which `load` leaves out with a warning. Of pickles and quantised
+    weights the tensors are not compared.
     """
     if config.init == "random":
         return
@@ -183,6 +186,8 @@ def check_weights(config: ModelConfig) -> None:
     options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = type(skeleton).from_pretrained(None, config=hf, state_dict=state, **options)
     refuse_unfit(config, model, info)
+    if beyond := describe_layers_beyond(config, model, info):
+        raise ValueError(beyond)
 
 
 @building

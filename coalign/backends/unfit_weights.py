@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -36,14 +36,19 @@ def refuse_unfit(config: ModelConfig, model: PreTrainedModel, info: Mapping[str,
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         names = f"{sorted(missing)[:SHOWN]}{more}"
         raise ValueError(f"{config.load} lacks {names} for a model with head '{config.head}'{hint}")
-    if beyond := _find_layers_beyond(model, unexpected):
-        raise ValueError(f"{config.load} has weights of more layers than its config.json says, among them {beyond}")
 
 
-def _find_layers_beyond(model: PreTrainedModel, unexpected: Iterable[str]) -> str | None:
-    """A weight whose name is that of a layer of the model but for a higher number; layers for prediction of several
-    tokens at once, which follow the others and are not computed here, do not count."""
+def describe_layers_beyond(config: ModelConfig, model: PreTrainedModel, info: Mapping[str, Any]) -> str:
+    """Say that the files have layers beyond those of config.json, which are not loaded; empty if they have none.
+
+    Layers for prediction of several tokens at once, which follow the others and are not computed here, do not count.
+    """
     if getattr(model.config.get_text_config(), "num_nextn_predict_layers", 0):
-        return None
+        return ""
     known = {LAYER.sub(".0.", name) for name in model.state_dict()}
-    return next((name for name in sorted(unexpected) if LAYER.sub(".0.", name) in known and LAYER.search(name)), None)
+    beyond = [
+        name for name in sorted(info["unexpected_keys"]) if LAYER.search(name) and LAYER.sub(".0.", name) in known
+    ]
+    if not beyond:
+        return ""
+    return f"{config.load} has weights of more layers than its config.json says, among them {beyond[0]}"

@@ -66,13 +66,12 @@ def test_a_configuration_of_another_model(configured, tmp_path, key):
     assert re.search(message, refusal(config))
 
 
-def test_weights_of_more_layers_than_the_configuration_says(configured, tmp_path):
+def test_weights_of_more_layers_than_the_configuration_says(configured, tmp_path, caplog):
     config = configured("sft", tiny_model_dir(tmp_path / "two", layers=2))
     edit(tmp_path / "model", num_hidden_layers=1)
     said = refusal(config)
     assert "weights of more layers than its config.json says" in said and "model.layers.1." in said
-    with pytest.raises(WorkerError, match="weights of more layers"):
-        run(config)
+    assert run(config, "runtime.steps=1") == 0 and "weights of more layers" in caplog.text  # as config.json asks
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])

@@ -294,9 +294,9 @@ def plan_requests(
         if longest <= max(prompt_lengths, default=0):
             row = prompt_lengths.index(max(prompt_lengths))
             raise ValueError(
-                f"the prompt of group {groups[row]}{origins[row]} has {prompt_lengths[row]} tokens, and a model that "
-                f"reads samples takes {longest} at once (max_tokens_per_micro): raise that, or bound prompts "
-                "(data.max_prompt_tokens)"
+                f"a prompt has {prompt_lengths[row]} tokens, and a model that reads samples takes {longest} at once "
+                "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens); it is that of group "
+                f"{groups[row]}{origins[row]}"
             )
     images = samples.get("images") or [()] * len(samples)
     rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
