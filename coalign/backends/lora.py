@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from coalign.backends.vision_language import find_body, has_towers
 from coalign.config.schema import LoraConfig as LoraSettings
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, matches_layer
 from coalign.devices import seed_generator
 from coalign.files import read_json_object
 from coalign.hub import find_directory
@@ -94,7 +93,7 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
 def find_target_experts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The full names of the parameters with stacked experts that ``patterns`` match."""
     names = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(matches_layer(name, pattern) for pattern in patterns)]
 
 
 def adapts_experts(model: nn.Module) -> bool:
@@ -138,7 +137,7 @@ def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str
         inner = [name for module, name in names.items() if name in inner and id(module) in inside]
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        hits = inner if pattern == "all-linear" else [name for name in linears if fnmatchcase(name, pattern)]
+        hits = inner if pattern == "all-linear" else [name for name in linears if matches_layer(name, pattern)]
         if head in hits:
             raise ValueError(
                 f"{key}: '{pattern}' matches the head '{head}', which takes no adapter: Coalign reads its weight "
@@ -146,7 +145,7 @@ def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str
             )
         if not hits and find_target_experts(model, [pattern]):
             continue
-        if not hits and fnmatchcase(embeddings, pattern):
+        if not hits and matches_layer(embeddings, pattern):
             raise ValueError(f"{key}: '{pattern}' matches the embeddings; adapters go into linear layers")
         if not hits:
             some = f"the linear layers of {type(model).__name__} ({_examples(inner, pattern)})"

@@ -75,12 +75,18 @@ def parse_key(text: str) -> Key:
 def suggest(name: str, names: Iterable[str], limit: int = 12) -> str:
     """Correct an unknown ``name``, as the end of a sentence: the nearest of ``names``, or else all of them."""
     names = list(names)
-    by_lower = {n.lower(): n for n in names}
-    if match := difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6):
-        return f"; did you mean '{by_lower[match[0]]}'?"
+    if nearest := find_nearest(name, names):
+        return f"; did you mean '{nearest}'?"
     if not names:
         return ""
     return "; there are: " + ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+
+
+def find_nearest(name: str, names: Iterable[str], similarity: float = 0.6) -> str | None:
+    """Find the one of ``names`` that is spelled most like ``name``, or None; case does not count."""
+    by_lower = {n.lower(): n for n in names}
+    match = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=similarity)
+    return by_lower[match[0]] if match else None
 
 
 _EXPECTED = {
@@ -109,9 +115,9 @@ def describe_error(error: Any) -> str:
         return cause.message if isinstance(cause, Conflict) else str(cause)
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", context["expected"])
-        match = difflib.get_close_matches(str(value).lower(), options, n=1, cutoff=0.6)
-        nearest = f"; did you mean '{match[0]}'?" if match else ""
-        return f"is {format_value(value)}; expected {' | '.join(options)}{nearest}"
+        nearest = find_nearest(str(value), options)
+        correction = f"; did you mean '{nearest}'?" if nearest else ""
+        return f"is {format_value(value)}; expected {' | '.join(options)}{correction}"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
         return f"is {format_value(value)}; expected a number {words} {context[name]:g}"
@@ -121,7 +127,8 @@ def describe_error(error: Any) -> str:
     if kind in _EXPECTED:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         quoted = f" (in quotes: '{value}')" if kind == "string_type" and is_number else ""
-        return f"is {format_value(value)}; expected {_EXPECTED[kind]}{quoted}"
+        empty = "; `{}` takes all defaults" if kind == "model_type" and value is True else ""
+        return f"is {format_value(value)}; expected {_EXPECTED[kind]}{quoted}{empty}"
     return f"is {format_value(value)}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 

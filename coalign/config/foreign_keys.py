@@ -538,6 +538,12 @@ def describe_renaming(key: Key) -> str | None:
     return None if new is None else f"is called {new} now"
 
 
+def is_path_of_verl(key: Key, value: Any) -> bool:
+    """Whether ``key``, or one of those below it, is exactly a key that verl has; such a path is no slip of the pen."""
+    path = ".".join(map(str, key))
+    return any("." in name and VERL.describe(name) is not None for name in _list_paths(path, value))
+
+
 def translate_key(key: Key, value: Any) -> str | None:
     """Say what a key of TRL or verl, or those below it, are called here, as the end of a sentence; None for others."""
     path = ".".join(map(str, key))

@@ -23,11 +23,32 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_snake
 from pydantic.errors import PydanticUserError
 
-from coalign.config.errors import ConfigError, ConfigProblem, describe_error, parse_key, suggest
+from coalign.config.errors import ConfigError, ConfigProblem, describe_error, find_nearest, parse_key, suggest
+from coalign.config.foreign_keys import translate_key
 
 THIS_PROCESS = "<this process>"  # in place of the module in names of objects that no import finds
 _FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(?! *File ")(.+))?', re.MULTILINE)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+# What other frameworks, or people, call the functions here.
+_SYNONYMS = {
+    "dpo": ("sigmoid", "robust", "dpo_loss"),
+    "policy_gradient": ("ppo", "grpo", "dapo", "dr_grpo", "bnpo", "clip", "clipped", "ppo_clip", "vanilla", "pg"),
+    "sft": ("cross_entropy", "ce", "nll", "lm"),
+    "bradley_terry": ("bt", "reward", "ranking"),
+    "distillation": ("gkd", "kd", "jsd"),
+    "group": ("grpo", "group_norm", "group_relative"),
+    "reinforce_pp": ("reinforce_plus_plus", "reinforce++"),
+    "reinforce_pp_baseline": ("reinforce_plus_plus_baseline",),
+    "FixedKL": ("fixed", "constant"),
+    "AdaptiveKL": ("adaptive",),
+    "math": ("accuracy", "accuracy_reward", "math_verify", "gsm8k", "boxed"),
+    "exact_match": ("exact", "em", "equals"),
+    "f1": ("token_f1", "squad"),
+    "tags": ("format", "format_reward", "think_format_reward"),
+    "code": ("code_execution", "sandbox", "unit_tests"),
+    "Remote": ("http", "remote_rm", "url"),
+    "reward_model": ("rm", "reward", "reward_modeling"),
+}
 _objects: dict[str, Any] = {}  # those objects, by the rest of their names
 
 
@@ -76,7 +97,7 @@ def resolve(name: str, home: str) -> Any:
     names = _public(module)
     if match := _match_case(name, names) or _match_case(name.replace("_", ""), names):
         return getattr(module, match)
-    raise ValueError(f"'{name}' is not in {home}{suggest(name, names)} (a function of your own: `my.module:name`)")
+    raise ValueError(f"'{name}' is not in {home}{_correct(name, names)} (a function of your own: `my.module:name`)")
 
 
 def resolve_class(name: str, home: str) -> type:
@@ -90,7 +111,15 @@ def resolve_class(name: str, home: str) -> type:
     classes = list_classes(home)
     if short := _match_case(name, list(classes)):
         return _import_dotted(classes[short])
-    raise ValueError(f"'{name}' is not in {home}{suggest(name, classes)} (a class of your own: `my.module:Class`)")
+    raise ValueError(f"'{name}' is not in {home}{_correct(name, classes)} (a class of your own: `my.module:Class`)")
+
+
+def _correct(name: str, names: Iterable[str]) -> str:
+    """Correct a name that is not among ``names``, as the end of a sentence: by what others call it, or by spelling."""
+    names = list(names)
+    plain = re.sub(r"_(loss|reward|advantage)$", "", name.lower())
+    meant = (known for known in names if known == plain or {plain, name.lower()} & set(_SYNONYMS.get(known, ())))
+    return f"; did you mean '{shorten_name(known)}'?" if (known := next(meant, None)) else suggest(name, names)
 
 
 def list_classes(home: str) -> Mapping[str, str]:
@@ -128,8 +157,7 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     bound, problems = {}, []
     for name, value in arguments.items():
         if name not in named and not takes_any:
-            unknown = f" of {fn.__name__}{suggest(name, named)}" if named else f"; {fn.__name__} takes none"
-            problems.append(ConfigProblem(_path(where, name), f"unknown argument{unknown}"))
+            problems.append(ConfigProblem(_path(where, name), _correct_argument(name, value, fn, named)))
             continue
         try:
             bound[name] = _check_value(value, types.get(name, Any))
@@ -143,6 +171,17 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     if problems:
         raise ConfigError(problems)
     return bound
+
+
+def _correct_argument(name: str, value: Any, fn: Callable[..., Any], named: Iterable[str]) -> str:
+    names = list(named)
+    if not find_nearest(name, names) and (translated := translate_key((name,), value)):
+        return translated
+    return (
+        f"unknown argument of {fn.__name__}{suggest(name, names)}"
+        if names
+        else f"unknown argument; {fn.__name__} takes none"
+    )
 
 
 def list_columns(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
@@ -162,7 +201,7 @@ def _import_dotted(name: str) -> Any:
         return _objects[attribute]
     if _refuses_code and (path.partition(".")[0] != "coalign" or "." in attribute):
         raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is imported")
-    if not all(part.isidentifier() for part in path.split(".")):
+    if path.endswith(".py") or not all(part.isidentifier() for part in path.split(".")):
         name = f"{Path(path).name.removesuffix('.py')}:{attribute}"
         raise ValueError(f"'{path}' is no name of a module; write it as `import` has it, such as `{name}`")
     try:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from coalign.config.errors import Key
-from coalign.config.schema import ContinuationSetting, InputPath, NoEffect, RunConfig, Section
+from coalign.config.schema import ContinuationSetting, InputPath, NoEffect, OutputPath, RunConfig, Section
 
 
 @cache
@@ -56,6 +56,12 @@ def find_input(key: Key, root: type[Section] = RunConfig) -> InputPath | None:
     if get_origin(unwrap_type(kind)) is list:
         kind = get_args(unwrap_type(kind))[0]
     return next((mark for mark in _marks(kind) if isinstance(mark, InputPath)), None)
+
+
+@cache
+def is_path(key: Key, root: type[Section] = RunConfig) -> bool:
+    """Whether ``key`` is a path, which a run reads or writes."""
+    return any(isinstance(mark, InputPath | OutputPath) for mark in _marks(find_type(key, root)))
 
 
 def list_marked(section: type[Section], mark: type) -> set[str]:

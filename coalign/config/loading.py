@@ -34,8 +34,8 @@ from coalign.config.errors import (
     parse_key,
     suggest,
 )
-from coalign.config.foreign_keys import describe_renaming, translate_key
-from coalign.config.introspect import find_input, find_type, is_nullable, list_keys
+from coalign.config.foreign_keys import describe_renaming, is_path_of_verl, translate_key
+from coalign.config.introspect import find_input, find_type, is_nullable, is_path
 from coalign.config.layers import (
     ConfigLayer,
     apply_override,
@@ -49,6 +49,7 @@ from coalign.config.layers import (
     suggest_file,
     walk,
 )
+from coalign.config.nearest_key import find_elsewhere, suggest_key
 from coalign.config.schema import KEYS_OF_WEIGHTS, InputPath, RunConfig, Section
 from coalign.config.secrets import remember_secret
 from coalign.config.yaml_reader import parse_scalar
@@ -134,6 +135,7 @@ def load_run(layer: ConfigLayer, context: LoadContext, defaults: Defaults) -> Ru
 def validate_layer(layer: ConfigLayer, context: LoadContext) -> Any:
     """Build an instance of the layer's schema. ConfigError with all problems."""
     data = _without_nulls(_resolve_text(layer, context.names), (), layer.schema)
+    _expand_homes(data, layer.schema)
     layer.problems += _find_inputs(data, layer.schema, context)
     failed = [problem.key for problem in layer.problems]
     try:
@@ -375,16 +377,28 @@ def _problem(error: Any, data: Any, schema: type[Section]) -> ConfigProblem:
     """Convert a pydantic error."""
     key, message = _as_written(error["loc"], data), describe_error(error)
     cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, Conflict):
+    if key == ("kl", "fn") and error["type"] == "missing":
+        message += "; `kl: {fn: FixedKL, coef: 0.1}` is a penalty in the reward, and loss.kl_coef a term of the loss"
+    elif isinstance(cause, Conflict):
         key += cause.key
     elif error["type"] == "extra_forbidden":
-        said = describe_renaming(key) or (translate_key(key, error["input"]) if schema is RunConfig else None)
-        message = said or f"unknown key{suggest(str(key[-1]), list_keys(key[:-1], schema))}"
+        message = _correct(key, error["input"], schema)
     elif key == ("algorithm",) and error["type"] == "missing":
         message += "; name a recipe, such as `algorithm: grpo` (`coalign recipes` lists them)"
     elif key == ("algorithm",) and isinstance(error["input"], dict):
         message = translate_key(key, error["input"]) or message
     return ConfigProblem(key, message)
+
+
+def _correct(key: Key, value: Any, schema: type[Section]) -> str:
+    """Say what an unknown key is called, here or in this version."""
+    if renamed := describe_renaming(key):
+        return renamed
+    near = find_elsewhere(key, value, schema)
+    if near and not (schema is RunConfig and is_path_of_verl(key, value)):
+        return f"unknown key{near}"
+    translated = translate_key(key, value) if schema is RunConfig else None
+    return translated or f"unknown key{suggest_key(key, value, schema)}"
 
 
 def _as_written(key: Key, data: Any) -> Key:
@@ -399,6 +413,13 @@ def _as_written(key: Key, data: Any) -> Key:
         elif isinstance(data, list):
             data = data[part] if isinstance(part, int) and part < len(data) else None
     return tuple(written)
+
+
+def _expand_homes(data: dict[str, Any], schema: type[Section]) -> None:
+    """Put the home directory in the place of `~`, as a shell does, at the beginning of paths."""
+    for key, text in list(walk(data)):
+        if isinstance(text, str) and text.startswith("~") and is_path(key, schema):
+            _put(data, key, os.path.expanduser(text))
 
 
 def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadContext) -> Iterator[ConfigProblem]:
@@ -437,5 +458,8 @@ def _place_value(problems: Iterable[ConfigProblem], places: KeyLocations) -> lis
     """Add places to problems and drop duplicates: a value taken by `like` is wrong only where it was written."""
     unique: dict[tuple[Any, ...], ConfigProblem] = {}
     for problem in map(places.on, problems):
-        unique.setdefault((problem.place, problem.key[-1:], problem.message), problem)
+        path, message = problem.key, problem.message
+        if path[:1] == ("models",) and len(path) > 2:  # a correction names the model, too
+            message = message.replace(f"'models.{path[1]}.", "'models.NAME.")
+        unique.setdefault((problem.place, path[-1:], message), problem)
     return sorted(unique.values(), key=lambda p: (p.place.source, p.place.line or 0) if p.place else ("", 0))

@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
-from coalign.config.schema import LoraConfig, ModelConfig, RunConfig, VisionConfig
+from coalign.config.schema import LoraConfig, ModelConfig, RunConfig, VisionConfig, matches_layer
 from coalign.hub import find_directory
 from coalign.planner.layouts.partition import (
     ModelPartition,
@@ -375,7 +374,7 @@ def derive_adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[i
     adapters: dict[str, tuple[int, ...]] = {}
     for name, (out, inputs) in _matrices_of_layers(shapes).items():
         layer = name.removesuffix(".weight")
-        if any(pattern == "all-linear" or fnmatchcase(layer, pattern) for pattern in lora.target):
+        if any(pattern == "all-linear" or matches_layer(layer, pattern) for pattern in lora.target):
             adapters |= {f"{layer}.lora_A": (lora.rank, inputs), f"{layer}.lora_B": (out, lora.rank)}
             adapters |= {f"{layer}.magnitude": (out,)} if lora.dora else {}
     return adapters

@@ -50,6 +50,7 @@ def scores(trainer, **how):
     [
         (["all-linear"], 14),
         (["*.q_proj"], 2),
+        (["q_proj", "v_proj"], 4),
         (["*.q_proj", "*.v_proj", "*.?_proj"], 8),
         (["model.layers.1.*"], 7),
         ("*.mlp.*", 6),
@@ -66,8 +67,8 @@ def test_patterns_are_of_full_names(path, target, layers):
     [
         ("*.q_prj", r"models\.trainer\.lora\.target: '\*\.q_prj' matches none .*model\.layers\.0\.self_attn\.q_proj"),
         (
-            "q_proj",
-            r"'q_proj' matches none of the linear layers of Qwen2ForCausalLM \(model\.layers\.0\.self_attn\.q_proj",
+            "q_prj",
+            r"'q_prj' matches none of the linear layers of Qwen2ForCausalLM \(model\.layers\.0\.self_attn\.q_proj",
         ),
         ("zzz", r"'zzz' matches none .*down_proj, .*v_proj, …"),
         ("*", r"matches the head 'lm_head', which takes no adapter"),

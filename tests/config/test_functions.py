@@ -1,17 +1,19 @@
 """Names and arguments of functions."""
 
 import importlib
+import re
 import sys
 from functools import partial
 from typing import Literal
 
 import pytest
 
-from coalign.config import ConfigError
+from coalign.config import ConfigError, functions
 from coalign.config.functions import (
     bind,
     is_bound_to_process,
     list_columns,
+    list_functions,
     name_object,
     resolve,
     resolve_class,
@@ -79,6 +81,41 @@ def test_classes_by_short_name_and_path():
     )
     with pytest.raises(ValueError, match="'base' is not in pretend; there are: fsdp"):
         resolve_class("base", HOME)
+
+
+@pytest.mark.parametrize(
+    ("name", "home", "meant"),
+    [
+        ("sigmoid", "coalign.algorithms.losses", "dpo"),
+        ("ipo_loss", "coalign.algorithms.losses", "ipo"),
+        ("ppo", "coalign.algorithms.losses", "policy_gradient"),
+        ("reinforce++", "coalign.algorithms.advantages", "reinforce_pp"),
+        ("adaptive", "coalign.algorithms.divergence", "adaptive_kl"),
+        ("accuracy_reward", "coalign.rewards", "math"),
+    ],
+)
+def test_what_others_call_it(name, home, meant):
+    with pytest.raises(ValueError, match=f"'{re.escape(name)}' is not in {home}; did you mean '{meant}'"):
+        resolve(name, home)
+
+
+def test_what_others_call_it_exists():
+    homes = ("losses", "advantages", "divergence")
+    known = [*(n for home in homes for n in list_functions(f"coalign.algorithms.{home}"))]
+    known += [*list_functions("coalign.rewards"), *importlib.import_module("coalign.recipes").CLASSES]
+    assert set(functions._SYNONYMS) <= set(known)
+
+
+def test_an_argument_of_another_framework_is_translated():
+    with pytest.raises(ConfigError, match=r"loss\.epsilon: is TRL's; here it is loss.clip_low and loss.clip_high"):
+        bind(resolve("policy_gradient", "coalign.algorithms.losses"), {"epsilon": 0.2}, "loss")
+
+
+def test_a_file_is_no_module():
+    with pytest.raises(ValueError, match=r"'my/rw.py' is no name of a module; .* such as `rw:fn`"):
+        resolve("my/rw.py:fn", HOME)
+    with pytest.raises(ValueError, match=r"'rw.py' is no name of a module; .* such as `rw:fn`"):
+        resolve("rw.py:fn", HOME)
 
 
 @pytest.mark.parametrize("home", ["coalign.backends", "coalign.recipes"])

@@ -12,6 +12,7 @@ from coalign.config.schema.base import (
     InputPath,
     LossConfig,
     NoEffect,
+    OutputPath,
     RewardConfig,
     Section,
 )
@@ -25,6 +26,7 @@ from coalign.config.schema.model import (
     OptimizerConfig,
     ScoreAt,
     VisionConfig,
+    matches_layer,
 )
 from coalign.config.schema.pipeline import (
     STAGES,
@@ -85,6 +87,7 @@ __all__ = [
     "NativeConfig",
     "NoEffect",
     "OptimizerConfig",
+    "OutputPath",
     "PipelineConfig",
     "ProfileConfig",
     "PtxConfig",
@@ -107,4 +110,5 @@ __all__ = [
     "TrackerConfig",
     "TransformersConfig",
     "VisionConfig",
+    "matches_layer",
 ]

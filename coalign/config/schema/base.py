@@ -37,6 +37,10 @@ class InputPath:
     kind: Literal["file", "directory", "model", "data"]
 
 
+class OutputPath:
+    """Marks a text as a path that a run writes, or finds what an earlier one wrote."""
+
+
 class NoEffect:
     """Marks a setting that does not change results, whatever its value."""
 

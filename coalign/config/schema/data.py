@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from coalign.config.errors import Conflict, suggest
-from coalign.config.schema.base import Continuable, Drawn, InputPath, OneOrMore, ResultNeutral, Section
+from coalign.config.schema.base import Continuable, Drawn, InputPath, OneOrMore, OutputPath, ResultNeutral, Section
 from coalign.hub_data import CODECS, describe_source, is_dataset, is_url
 
 
@@ -81,7 +81,7 @@ class DataConfig(Section):
     be set in steps or tokens."""
     stream_window: Drawn[PositiveInt] = 10_000
     """Rows shuffled together when streaming."""
-    cache: Drawn[ResultNeutral[str | None]] = None
+    cache: Drawn[ResultNeutral[Annotated[str, OutputPath()] | None]] = None
     """A directory that keeps tokenised sources, by a hash of their contents, tokenizer, template and keys."""
     prompt_key: str = "prompt"
     """A string, or a list of {role, content} messages."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from coalign.config.errors import Conflict
 from coalign.config.functions import is_code_refused
@@ -14,6 +15,7 @@ from coalign.config.schema.base import (
     InputPath,
     LossConfig,
     OneOrMore,
+    OutputPath,
     Probability,
     ResultNeutral,
     Section,
@@ -63,8 +65,8 @@ class LoraConfig(Section):
     """The product is scaled by alpha / rank."""
     dropout: Probability = 0.0
     target: OneOrMore[str] = ["all-linear"]
-    """Patterns of linear layers (`*.q_proj`, `model.layers.1?.*`), and of stacked experts (`*.experts.gate_up_proj`,
-    `*.experts.*`); `all-linear`: all linear layers but the head, and no experts."""
+    """Last names of linear layers (`q_proj`), patterns of full names (`model.layers.1?.*`), and of stacked experts
+    (`*.experts.gate_up_proj`, `*.experts.*`); `all-linear`: all linear layers but the head, and no experts."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (2312.03732)."""
     dora: bool = False
@@ -73,6 +75,19 @@ class LoraConfig(Section):
     """QLoRA (2305.14314): keep the frozen weights in 4-bit NF4 (needs bitsandbytes)."""
     load: Annotated[str, InputPath("model")] | None = None
     """A trained adapter (adapter_config.json) to continue: a directory, or a name of the hub."""
+
+    @field_validator("target")
+    @classmethod
+    def _refuse_joined(cls, target: list[str]) -> list[str]:
+        if joined := next((name for name in target if "," in name), None):
+            names = ", ".join(name.strip() for name in joined.split(","))
+            raise ValueError(f"is '{joined}'; several layers are a list: [{names}]")
+        return target
+
+
+def matches_layer(name: str, pattern: str) -> bool:
+    """Whether ``pattern`` (of `LoraConfig.target`) is the last name of the layer ``name``, or matches its full name."""
+    return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 
 
 class EmaConfig(Section):
@@ -266,7 +281,7 @@ class ModelConfig(Section):
     """What of the model learns in a run that reads images. None: all, or with `data.images: null` text alone."""
     ema: EmaConfig | None = None
     """Keep a moving average of the weights, which checkpoints export as well."""
-    cache: str | None = None
+    cache: Annotated[str, OutputPath()] | None = None
     """Frozen models only: a directory that keeps log-probs by content. They are computed before training, then the
     model is unloaded."""
     candidates: NonNegativeInt = 64

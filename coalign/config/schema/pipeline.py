@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import InputPath, OneOrMore, ResultNeutral, RewardConfig, Section, check_rewards
+from coalign.config.schema.base import (
+    InputPath,
+    OneOrMore,
+    OutputPath,
+    ResultNeutral,
+    RewardConfig,
+    Section,
+    check_rewards,
+)
 from coalign.config.schema.data import DataConfig
 from coalign.config.schema.model import ScoreAt
 from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
@@ -150,7 +158,7 @@ class PipelineConfig(Section):
     `${round}` (from 1), `${stages.NAME.output}` (of this round).
     """
 
-    output: str = "runs/pipeline"
+    output: Annotated[str, OutputPath()] = "runs/pipeline"
     """The folder of the pipeline, with `round_K/NN_NAME/` for each stage."""
     model: Annotated[str, InputPath("model")] | None = None
     """The model of the first round."""

@@ -12,6 +12,7 @@ from coalign.config.schema.base import (
     Function,
     LossConfig,
     OneOrMore,
+    OutputPath,
     ResultNeutral,
     RewardConfig,
     Section,
@@ -73,7 +74,7 @@ class RunConfig(Section):
     algorithm: str
     """A recipe (`sft`, `grpo`, `ppo`) or a dotted path to an Engine subclass."""
     seed: NonNegativeInt = 0
-    output: ResultNeutral[str] = "runs/run"
+    output: ResultNeutral[Annotated[str, OutputPath()]] = "runs/run"
     """The run folder."""
     runtime: RuntimeConfig = RuntimeConfig()
     data: DataConfig = DataConfig()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Continuable, OneOrMore, Probability, ResultNeutral, Section
+from coalign.config.schema.base import Continuable, OneOrMore, OutputPath, Probability, ResultNeutral, Section
 from coalign.config.schema.rollout import GuardsConfig
 
 
@@ -50,7 +50,7 @@ class SyncConfig(Section):
     """Seconds without progress before a sync fails; the error names the awaited rank and tensor."""
     bucket_mib: ResultNeutral[PositiveInt] = 64
     """MiB sent at once by `broadcast`, `object_store` and `disk`; a larger tensor is sent on its own."""
-    directory: ResultNeutral[str | None] = None
+    directory: ResultNeutral[Annotated[str, OutputPath()] | None] = None
     """For `disk`: a directory that all hosts can access; None: `sync` in the run folder."""
 
 
@@ -156,7 +156,7 @@ class RuntimeConfig(Section):
     cache, and refuses more."""
     threads: ResultNeutral[PositiveInt | None] = None
     """CPU threads of each process; None: all cores of its machine."""
-    resume: ResultNeutral[str] = "auto"
+    resume: ResultNeutral[Annotated[str, OutputPath()]] = "auto"
     """`auto`: the newest good checkpoint of the run folder or of `save_copies_to`; `never`: start at step 0 and move
     the checkpoints and metrics of an earlier run aside; or a checkpoint, as a directory or as a URL (it is downloaded
     first), such as `s3://bucket/run/step_100`."""
@@ -174,7 +174,7 @@ class RuntimeConfig(Section):
     memory of a machine's part of the training state; on several nodes twice as much, as each holds another's part."""
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
-    save_copies_to: ResultNeutral[str | None] = None
+    save_copies_to: ResultNeutral[Annotated[str, OutputPath()] | None] = None
     """Where a copy of each checkpoint goes while training goes on: `s3://bucket/my_run`, `gs://…`, any URL of fsspec. A
     place for this run alone. Its package (`pip install s3fs`) reads credentials from the environment. None: nowhere."""
     best: Continuable[str | None] = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import InputPath, Section
+from coalign.config.schema.base import InputPath, OutputPath, Section
 
 
 class AshaConfig(Section):
@@ -33,7 +33,7 @@ class SweepConfig(Section):
 
     base: Annotated[str, InputPath("file")]
     """The YAML of the run that trials vary."""
-    output: str = "runs/sweep"
+    output: Annotated[str, OutputPath()] = "runs/sweep"
     """The folder of the sweep, with `trial_NNN_…/` for each trial, a run folder."""
     space: Annotated[dict[str, Any], Field(min_length=1)]
     """Keys of the run (`models.trainer.optimizer.lr`), and for each a list of values, or a distribution: `{uniform:
