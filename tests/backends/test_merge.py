@@ -112,6 +112,11 @@ def logits(model):
         return model.eval()(input_ids=torch.arange(40)[None]).logits
 
 
+def compare(computed, expected):
+    """Compare by the largest logit: it is 320 where embeddings have adapters, and sums of such terms leave small ones."""
+    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.abs().max())))
+
+
 EMBEDDINGS, HEAD = ["q_proj", "embed_tokens"], ["q_proj", "lm_head"]
 TIED = [
     ({}, True),
@@ -147,7 +152,7 @@ def test_tied_embeddings_and_head_compute_as_before(base, tmp_path, settings, ti
     expected = peft_adapter(base, tmp_path / "adapter", **settings)
     merge(base, tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+    compare(logits(merged), expected)
     assert merged.config.tie_word_embeddings is tied
     assert ("lm_head.weight" in weights_of(tmp_path / "merged")) is not tied
     policy = module(str(tmp_path / "merged"), frozen=True)  # nor do Coalign's backends see another model
@@ -160,7 +165,7 @@ def test_what_is_not_tied_computes_as_before(untied, tmp_path, settings):
     expected = peft_adapter(untied, tmp_path / "adapter", **settings)
     merge(untied, tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+    compare(logits(merged), expected)
     assert not merged.config.tie_word_embeddings
 
 
