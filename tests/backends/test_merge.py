@@ -113,7 +113,7 @@ def logits(model):
 
 
 def compare(computed, expected):
-    """Compare by the largest logit: it is 320 where embeddings have adapters, and sums of such terms leave small ones."""
+    """Compare by the largest logit, 320 where embeddings have adapters; sums of such terms leave smaller ones."""
     torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.abs().max())))
 
 
