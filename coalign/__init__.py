@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from coalign.types import Sample as Sample
     from coalign.types import Stat as Stat
 
+from coalign.processes.host import prepare_threads
+
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -37,6 +39,7 @@ __all__ = [*_HOMES, "__version__"]
 # Bars and load reports of libraries would tear Coalign's own display, in this process and in every worker.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+prepare_threads(os.environ)
 
 
 def __getattr__(name: str) -> Any:

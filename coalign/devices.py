@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, but not in __all__
 
-CGROUP = Path("/sys/fs/cgroup")
+from coalign.processes.host import list_memory_limits
+
 Device = torch.device | str
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -44,22 +45,7 @@ def measure_memory(kind: str) -> int:
     container of this process, has."""
     if kind != "cpu":
         return min(torch.accelerator.get_memory_info(index)[1] for index in range(count_devices(kind)))
-    return min([psutil.virtual_memory().total, *_list_container_limits()])
-
-
-def _list_container_limits() -> Iterator[int]:
-    """Yield the limits of memory of the control groups around this process, of both versions of the interface."""
-    groups = [CGROUP, CGROUP / "memory"]
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            number, controllers, name = line.split(":", 2)
-            root = CGROUP if number == "0" else CGROUP / "memory"
-            if number == "0" or "memory" in controllers.split(","):
-                path = root / name.lstrip("/")
-                groups += [path, *(parent for parent in path.parents if parent.is_relative_to(root))]
-    for file in (group / name for group in groups for name in ("memory.max", "memory.limit_in_bytes")):
-        with suppress(OSError, ValueError):  # `max`: no limit
-            yield int(file.read_text())
+    return min([psutil.virtual_memory().total, *list_memory_limits()])
 
 
 def use_device(device: Device) -> AbstractContextManager[object]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from coalign.processes.host import count_processors
 
 app = typer.Typer(help="Tokenised documents in Megatron's format (PREFIX.bin and PREFIX.idx).", no_args_is_help=True)
 Prefix = Annotated[Path, typer.Option("--output", "-o", help="Prefix to write; .bin and .idx are added to it.")]
@@ -49,7 +50,7 @@ def build(
     )
     total = sum(len(open_rows(path)) for path in plan.inputs)
     with display.progress("tokenising", total) as advance:
-        counts = write(plan, output, processes=processes or os.cpu_count() or 1, advance=advance, overwrite=overwrite)
+        counts = write(plan, output, processes=processes or count_processors(), advance=advance, overwrite=overwrite)
     display.table(f"{output}.bin, {output}.idx", dict(counts))
 
 

@@ -7,7 +7,6 @@ also traces calls for a profiler.
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 import resource
 import time
@@ -31,6 +30,7 @@ from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
 from coalign.hub import fetch_model
 from coalign.memory import PARTS, Arena
+from coalign.processes.host import count_processors
 from coalign.roles import Context
 from coalign.types import Metric, Stats
 
@@ -125,7 +125,7 @@ class Worker:
         clock, start = time.time(), time.perf_counter()
         # The number of threads is set per calling thread, and its default differs between threads, processes and Ray
         # actors. It decides the order of summation, so results would differ.
-        torch.set_num_threads(self.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(self.threads or count_processors())
         before = self._reset_peak()
         try:
             # A library that copies by itself, such as torch's checkpoints, waits for the current device alone.

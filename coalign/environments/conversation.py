@@ -11,7 +11,7 @@ from coalign.config.functions import bind, resolve
 from coalign.config.schema import RolloutConfig
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentFunction
-from coalign.function_process import is_coroutine_function, share_pool
+from coalign.processes.function_process import is_coroutine_function, share_pool
 from coalign.threads import CallTimeout, call_in_thread
 
 _DAY = 86400.0  # seconds: the episode's clock cancels what takes too long

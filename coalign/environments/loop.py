@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from coalign.environments.episode import EnvironmentClock, Episode, OutOfTokens
-from coalign.function_process import close_pools, is_coroutine_function
 from coalign.interpreter_watch import InterpreterWatch
+from coalign.processes.function_process import close_pools, is_coroutine_function
 from coalign.threads import EventLoopThread
 from coalign.types import Status
 

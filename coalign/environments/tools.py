@@ -25,7 +25,7 @@ from coalign.environments.conversation import call_function, call_isolated, limi
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolError, ToolRequest
 from coalign.environments.rendering import format_call_id
-from coalign.function_process import ProcessDied
+from coalign.processes.function_process import ProcessDied
 from coalign.services import PATIENCE, ServiceError
 from coalign.threads import CallTimeout
 from coalign.types import Status

@@ -25,7 +25,7 @@ from pydantic import AfterValidator
 
 from coalign.config.functions import bind, find_own_frame, list_columns, resolve
 from coalign.config.schema import Function
-from coalign.function_process import FunctionPool, ProcessDied, build_pool, close_pools, is_coroutine_function
+from coalign.processes.function_process import FunctionPool, ProcessDied, build_pool, close_pools, is_coroutine_function
 from coalign.rewards.thread_pool import ThreadPool, TooManyHung
 from coalign.services import PATIENCE, ServiceError, draw_pause
 from coalign.threads import CallResult, CallTimeout, EventLoopThread

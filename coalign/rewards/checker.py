@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -20,11 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from coalign.processes.host import count_processors
 from coalign.threads import parse_python
 
 SECONDS = 5.0  # of processor time for one check; usual ones take milliseconds
 _WAIT = 4  # times as long on a busy machine
-AT_ONCE = min(8, os.cpu_count() or 1)  # processes of a kind; more would slow each other down
+AT_ONCE = min(8, count_processors())  # processes of a kind; more would slow each other down
 _START_SECONDS = 60.0  # importing sympy on a busy machine
 _SCRIPT = Path(__file__).with_name("checks.py")
 

@@ -15,7 +15,6 @@ import json
 import keyword
 import math
 import operator
-import os
 import re
 import secrets
 import time
@@ -25,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
+from coalign.processes.host import count_processors
 from coalign.rewards.checker import read_literal
 from coalign.rewards.rules import remove_thoughts
 from coalign.rewards.sandbox.sandbox import REQUIREMENTS, Sandbox, SandboxLimits, SandboxResult, require_limits
@@ -97,7 +97,7 @@ async def code(
     }
 
 
-code.at_once = os.cpu_count() or 1  # more would slow each other down
+code.at_once = count_processors()  # more would slow each other down
 
 
 def extract_code(response: str, prompt: str = "") -> str:

@@ -6,7 +6,6 @@ Python cannot stop a thread, so one that hangs is left behind and ends with the 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections import deque
@@ -15,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from coalign.processes.host import count_processors
 from coalign.threads import CallResult, CallTimeout, start_thread, try_call
 
-_THREADS = min(32, (os.cpu_count() or 1) + 4)  # enough to overlap some waiting
+_THREADS = min(32, count_processors() + 4)  # enough to overlap some waiting
 MAX_HUNG = 16  # threads that missed their deadline and still run
 
 

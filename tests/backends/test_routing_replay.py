@@ -90,7 +90,8 @@ def test_given_experts_are_used_as_by_hand(paths, keys):  # noqa: F811
         own.run([batch], lambda micro, outputs: -outputs["logprobs"].mean())
     pairs = zip(own.model.model.named_parameters(), model.parameters(), strict=True)
     for (name, ours), theirs in pairs:
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+        largest = float(theirs.grad.abs().max())  # small gradients are sums of terms that nearly cancel
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * largest, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

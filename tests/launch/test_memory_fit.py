@@ -13,6 +13,7 @@ from coalign.launch.check import check
 from coalign.launch.data_check import check_data
 from coalign.launch.memory_table import RowLengths, estimate_models, list_demands, list_loads
 from coalign.launch.plan import prepare
+from coalign.processes import host
 from coalign.report.display import Display
 from tests.runs import settings
 from tests.tiny import tiny_model_dir
@@ -125,7 +126,7 @@ def test_the_memory_of_an_accelerator(home, monkeypatch):
 
 def test_the_memory_of_a_container(tmp_path, monkeypatch):
     total = devices.measure_memory("cpu")
-    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
     assert total <= devices.measure_memory("cpu")
     (tmp_path / "memory.max").write_text(f"{GIB}\n")

@@ -16,8 +16,8 @@ from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished, read_samples
-from coalign.function_process import build_pool
 from coalign.hub import find_directory
+from coalign.processes.function_process import build_pool
 from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction, RewardOutcome, find_argument
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Total, merge_stats

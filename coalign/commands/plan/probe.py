@@ -26,6 +26,7 @@ from coalign.planner.gpus import GPUS, ClusterSpec, Gpu, find_gpu
 from coalign.planner.hf_config import read_directory
 from coalign.planner.job import ModelWork, Parallelism
 from coalign.planner.training import TokenBatch, TrainingModel
+from coalign.processes.host import count_processors
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def name_machine() -> str:
 
     if torch.accelerator.is_available():
         return torch.get_device_module().get_device_name().replace(" ", "-").replace("/", "-")
-    return f"{platform.node()}-{os.cpu_count()}cpu"
+    return f"{platform.node()}-{count_processors()}cpu"
 
 
 def measure_machine(say: Callable[[str], None] = print) -> tuple[MeasuredMachine, Path]:
@@ -176,7 +177,7 @@ class MachineProbe:
         if self.device.type == "cpu":
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
             base = replace(GPUS["L40S"], name="cpu", memory_gib=memory, fp8_tflops=None, fp4_tflops=None,
-                           link_gpus=os.cpu_count() or 1, dollars_per_hour=0.0)  # fmt: skip
+                           link_gpus=count_processors(), dollars_per_hour=0.0)  # fmt: skip
         else:
             try:
                 base = find_gpu(torch.get_device_module().get_device_name())

@@ -31,6 +31,7 @@ from coalign.commands.serving.engine_loop import (
 from coalign.config.functions import resolve_class
 from coalign.config.schema import CompletionServerConfig, ImagesConfig, ModelConfig
 from coalign.hub import fetch_model
+from coalign.processes.host import count_processors
 from coalign.roles import Context
 from coalign.threads import start_thread
 
@@ -237,7 +238,7 @@ def _plan_engines(model: ModelConfig, config: CompletionServerConfig) -> list[_E
     """Give each engine a device of its own, or an equal share of the cores."""
     number, device = config.replicas, choose_device(config.device)
     if device == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // number)
+        threads = max(1, count_processors() // number)
         return [_Engine(model, device, config.seed, config.images, {}, threads)] * number
     kind, _, index = device.partition(":")
     available = torch.accelerator.device_count()

@@ -20,12 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coalign.processes.host import count_processors
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 SECONDS = 20  # processor time for one file; large ones take about two
 _WAIT = 6  # times as long on a busy machine
-_AT_ONCE = min(4, os.cpu_count() or 1)
+_AT_ONCE = min(4, count_processors())
 _PROGRAM = Path(__file__).with_name("decoder_program.py")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from coalign.commands.doctor.device_facts import AcceleratorFacts, DeviceFacts, read_smi_table, read_xids
 from coalign.commands.doctor.findings import GIB, ClusterFacts, NodeLink, examine
-from coalign.commands.doctor.node_facts import DiskFacts, NodeFacts
+from coalign.commands.doctor.node_facts import DiskFacts, NodeFacts, ProcessorFacts
 
 H100 = DeviceFacts(0, "NVIDIA H100", 80 * GIB, 79 * GIB, ecc_errors=0)
 NODE = NodeFacts(
@@ -84,6 +84,13 @@ def test_a_device_that_is_not_well(changes, level, found):
 @pytest.mark.parametrize(
     ("changes", "check", "level", "found"),
     [
+        ({"processors": ProcessorFacts(64, 64, 2)}, "processors", "warn", "2 of 64 by the container's quota"),
+        (
+            {"processors": ProcessorFacts(64, 8, 8, 13.0)},
+            "processors",
+            "warn",
+            "load 13.0 on 8: other processes compute",
+        ),
         ({"memory_free": GIB // 2}, "memory", "fail", "512 MiB of 512.0 GiB free"),
         ({"memory_free": 2 * GIB}, "memory", "warn", "2.0 GiB of 512.0 GiB free"),
         ({"disks": {"hub cache": DiskFacts("/c", 100 * GIB, GIB // 4)}}, "disk", "fail", "hub cache /c: 256 MiB free"),

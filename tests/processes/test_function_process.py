@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from coalign import function_process
 from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.functions import name_object
 from coalign.config.schema import RewardConfig
-from coalign.function_process import ProcessConnection
-from coalign.function_program import CALL, HEADER, VALUE
+from coalign.processes import function_process
+from coalign.processes.function_process import ProcessConnection
+from coalign.processes.function_program import CALL, HEADER, VALUE
 from coalign.rewards.calls import RewardCaller, RewardFailure
 from tests.rewards.samples import sample
 

@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import itertools
 import logging
-import os
 import pickle
 import signal
 import socket
@@ -34,7 +33,8 @@ import cloudpickle
 from torch import Tensor
 
 from coalign.config.functions import is_bound_to_process
-from coalign.function_program import CALL, CANCEL, CANCELLED, ERROR, FAST, HEADER, READY, SLOW, START
+from coalign.processes.function_program import CALL, CANCEL, CANCELLED, ERROR, FAST, HEADER, READY, SLOW, START
+from coalign.processes.host import count_processors
 from coalign.threads import CallResult, CallTimeout
 from coalign.types import Sample
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).with_name("function_program.py")
 _START_SECONDS = 300.0  # importing a function's module, and torch, on a busy machine
-_PROCESSES = min(16, (os.cpu_count() or 1) + 4)  # of a plain function, which may wait for something
+_PROCESSES = min(16, count_processors() + 4)  # of a plain function, which may wait for something
 _GROW_SECONDS = 0.1  # for which calls wait before another process is started
 _GRACE = 1.0  # seconds in which an event loop answers if nothing blocks it
 _AHEAD_SECONDS, _MOST_AHEAD = 0.01, 64  # of work, and calls, that a process has been sent before it begins them
