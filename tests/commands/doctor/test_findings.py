@@ -89,7 +89,7 @@ def test_a_device_that_is_not_well(changes, level, found):
             {"processors": ProcessorFacts(64, 8, 8, 13.0)},
             "processors",
             "warn",
-            "load 13.0 on 8: other processes compute",
+            "load 13.0 on 8: other processes compute there",
         ),
         ({"memory_free": GIB // 2}, "memory", "fail", "512 MiB of 512.0 GiB free"),
         ({"memory_free": 2 * GIB}, "memory", "warn", "2.0 GiB of 512.0 GiB free"),
