@@ -41,6 +41,19 @@ class TrainResult:
     metrics: list[dict[str, Any]]
     model: Path | None
 
+    def __repr__(self) -> str:
+        from coalign.report.result_view import describe_metrics
+
+        return f"TrainResult({self.folder}: {describe_metrics(self.metrics)}; model {self.model})"
+
+    def _repr_html_(self) -> str:
+        """Show the line and the curve in a notebook."""
+        from html import escape
+
+        from coalign.report.result_view import draw_curve
+
+        return f"<div>{escape(repr(self))}</div>{draw_curve(self.metrics)}"
+
 
 class TrainingStopped(RuntimeError):
     """A run ended before its last step: a signal stopped it, or its guards did.

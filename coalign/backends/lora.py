@@ -6,6 +6,7 @@ the frozen one as ``base_layer``. Other files do not see that: weights are expor
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -459,6 +460,8 @@ def read_settings(directory: str | Path) -> LoraConfig:
 
 
 def _import_peft() -> ModuleType:
+    # peft imports bitsandbytes, which warns of a kernel that it would download, whatever it is imported for.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         import peft
     except ImportError as problem:

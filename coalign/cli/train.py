@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated
@@ -338,9 +337,8 @@ def recipes():
     """List the recipes: what each is, the rows of data that it takes, and its models."""
     from coalign.launch.template import describe_recipes
 
-    width = get_terminal_size().columns
-    for line in describe_recipes():
-        typer.echo(line if len(line) <= width or not sys.stdout.isatty() else line[: width - 1] + "…")
+    for line in describe_recipes(min(100, get_terminal_size().columns)):
+        typer.echo(line)
 
 
 def schema(no_code: NoCode = False):

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich.table import Table
 
+import coalign
 from coalign.cluster.base import plan_slots
 from coalign.cluster.placement.nodes import Node, ProcessPlacement
 from coalign.cluster.placement.slots import Footprint, Slot, list_models_sharing_devices, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.hub import find_directory
+from coalign.launch.data_load import RunData
+from coalign.launch.plan import Plan
+from coalign.processes.host import count_processors
+from coalign.weights.model_files import read_stored
 
 LISTED = 16  # processes whose devices are listed one by one
+
+
+def describe_start(plan: Plan, data: RunData) -> list[str]:
+    """Say in three lines what begins: recipe and folder; what learns, of which size, on what; rows and steps."""
+    config, (main, *_) = plan.config, plan.learning
+    runtime, source = config.runtime, main.config
+    size = f", {format_count(count)} parameters" if (count := _count_parameters(source)) else ""
+    weights = f"{source.load or main.name}{', random weights' if source.init == 'random' else ''}{size}"
+    needed = sum(slot.devices for slot in list_slots(plan_slots(plan.started, runtime.colocation)))
+    device = f"{needed} devices ({runtime.accelerator})" if needed else f"CPU, {count_processors()} threads"
+    rows = f"{data.train.rows:,} rows" if not config.data.stream else "a stream of rows"
+    step = f"{runtime.prompts_per_step} prompts × {runtime.samples_per_prompt} samples"
+    if plan.recipe.source != "prompts":
+        step = f"{runtime.tokens_per_step:,} tokens" if runtime.tokens_per_step else f"{runtime.prompts_per_step} rows"
+    return [
+        f"coalign {coalign.__version__} · {config.algorithm} · {config.output}",
+        f"{main.name}: {weights} · on {device}",
+        f"{rows} · {data.steps:,} steps of {step}",
+    ]
+
+
+def format_count(count: int) -> str:
+    """Return a number of parameters as model cards write it: `135M`, `7.6B`."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def _count_parameters(model: ModelConfig) -> int:
+    """Count the parameters in the files of a model's weights; 0 where its files do not say."""
+    if model.load is None:
+        return 0
+    return sum(math.prod(tensor.shape) for tensor in (read_stored(Path(find_directory(model.load))) or {}).values())
 
 
 def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:

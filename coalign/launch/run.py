@@ -40,11 +40,12 @@ from coalign.launch.check import trace
 from coalign.launch.data_load import load_data
 from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
-from coalign.launch.layout import describe_assigned_layout
+from coalign.launch.layout import describe_assigned_layout, describe_start
 from coalign.launch.plan import prepare
 from coalign.report.contact_sheet import write_sample_sheet
 from coalign.report.display import Display
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
+from coalign.report.step_line import ROLLOUTS, ROWS
 from coalign.report.trackers import start_trackers
 from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.types import Stats
@@ -106,6 +107,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                     remote.finish()
                 display.finish(folder.path)
                 return 0
+        for line in describe_start(plan, data):
+            log.info("%s", line)
         if plan.devices:
             log.info("%s", plan.devices)
         with locate_problems(config):
@@ -177,7 +180,8 @@ def _learn(
     record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
-    display.start(engine.step, engine.last)
+    waiting = ROLLOUTS if engine.source == "prompts" else ROWS
+    display.start(engine.step, engine.last, waiting=waiting, every=runtime.log_every)
     watching = (goodput, watchdog, display, timeline, signals, *profile)
     engine.phase_listeners.extend(each.phase for each in watching)
     signals.engine = engine

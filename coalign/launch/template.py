@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from string import Formatter
+from textwrap import wrap
 from typing import Any
 
 from coalign.backends.base import Objective
@@ -18,6 +19,8 @@ from coalign.launch.validate import list_unread
 from coalign.roles import Rollout, Trainable
 
 MODEL, DATA, REWARD = "<model directory or name of the hub>", "<data file>", "<math or my.module:function>"
+FIRST = ("sft", "dpo", "grpo")  # recipes to begin with
+INDENT = " " * 6
 ENGINES = ("models.native", "models.transformers", "models.vllm", "runtime.eval_sampling")  # for sampling alone
 
 
@@ -40,6 +43,12 @@ class RunTemplate:
     def summary(self) -> str:
         """The first line of the recipe's description."""
         return (inspect.getdoc(self.recipe) or "").partition("\n")[0]
+
+    def describe_models(self) -> str:
+        """Say which models a run has to name, and which it has besides."""
+        given = [*self.loaded, *(["reward"] if self.needs_reward else [])]
+        derived = ", ".join(name for name in self.roles if name not in given)
+        return f"needs {', '.join(given)}" + (f"; also has {derived}" if derived else "")
 
     def write(self, *, full: bool = False) -> str:
         """Write the YAML: what is needed in <angle brackets>, and the settings that most people set, or all."""
@@ -90,15 +99,15 @@ class RunTemplate:
         return [*list_unread(self.recipe), *sync, *(() if Rollout in self.roles.values() else ENGINES)]
 
 
-def describe_recipes() -> Iterator[str]:
-    """Yield a line for each recipe, by the data that it takes: its name, its models, and what it is."""
+def describe_recipes(width: int) -> Iterator[str]:
+    """Yield lines of at most ``width`` characters on each recipe, by the data that it takes."""
     templates = [RunTemplate(name) for name in list_classes("coalign.recipes")]
+    yield f"`*`: to begin with. `coalign init {FIRST[0]}` writes a run."
     for kind, encoder in KINDS.items():
-        yield f"Rows with {encoder.keys} ({kind}):"
+        yield ""
+        yield from wrap(f"Rows with {encoder.keys} ({kind}):", width)
         for template in templates:
             if template.recipe.source == kind:
-                given = [*template.loaded, *(["reward"] if template.needs_reward else [])]
-                derived = ", ".join(name for name in template.roles if name not in given)
-                needs = ", ".join(given) + (f" ({derived})" if derived else "")
-                yield f"  {template.algorithm:<23}{needs:<43}{template.summary}"
-    yield "Second column: what a run has to name (and what it has without that). `coalign init RECIPE` writes a run."
+                mark = "*" if template.algorithm in FIRST else " "
+                yield f"{mark} {template.algorithm}: {template.describe_models()}"
+                yield from wrap(template.summary, width, initial_indent=INDENT, subsequent_indent=INDENT)

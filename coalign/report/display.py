@@ -37,8 +37,11 @@ from coalign.config.secrets import hide_secrets
 from coalign.files import Sink
 from coalign.report.error_text import describe_place
 from coalign.report.step_line import (
+    ROLLOUTS,
     RunTotals,
+    StepColumns,
     describe_goodput,
+    fit,
     format_metric,
     format_number,
     list_step_fields,
@@ -80,12 +83,17 @@ class Display:
         self._history: dict[str, tuple[str, str]] = {}  # metric -> its first and its newest value
         self._smooth: dict[str, float] = {}
         self._totals = RunTotals()
+        self._columns = StepColumns()
+        self._waiting, self._every = ROLLOUTS, 1
 
     # ---- training --------------------------------------------------------------------------------------------------
 
-    def start(self, step: int, last: int) -> None:
-        """Show the bar of a run that starts or resumes after ``step`` of ``last`` steps."""
-        self._last, self._begun = last, time.monotonic()
+    def start(self, step: int, last: int, *, waiting: str = ROLLOUTS, every: int = 1) -> None:
+        """Show the bar of a run that starts or resumes after ``step`` of ``last`` steps.
+
+        ``waiting`` says what the loop waits for before it trains. Of the steps, every so many get a line.
+        """
+        self._last, self._begun, self._waiting, self._every = last, time.monotonic(), waiting, every
         self._times.append((step, self._begun))
         self._bar = Progress(
             TextColumn("training"),
@@ -103,9 +111,9 @@ class Display:
         atexit.register(self.close)  # an error at exit must not leave the terminal without its cursor
 
     def phase(self, text: str) -> None:
-        """Show beside the bar what the run is doing: ``generate 41/64 samples``."""
+        """Show beside the bar what the run is doing: ``train``."""
         if self._bar is not None:
-            self._bar.update(self._task, phase=text)
+            self._bar.update(self._task, phase=self._waiting if text == "rollout" else text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print one line for the metrics of a step (names as in metrics.jsonl)."""
@@ -115,22 +123,31 @@ class Display:
             text = format_metric(metrics, name)
             self._history[name] = (self._history.get(name, (text, text))[0], text)
         smooth_metrics(self._smooth, metrics)
-        line = Text(f"step {step:>{len(str(self._last))}}/{self._last}")
-        for field in fields:
-            line.append(" │ ", style="dim").append(field)
-        if not self.quiet:
-            with self._screen.survive():
-                self.out.print(line, soft_wrap=True)
-        log.info("%s", line.plain)
+        if step % self._every == 0 or step == self._last or "time/step" not in metrics:  # an evaluation is shown
+            self._print_step(f"step {step:>{len(str(self._last))}}/{self._last}", fields)
         self._times.append((step, time.monotonic()))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, pace=self._pace(), phase="")
+
+    def _print_step(self, title: str, fields: list[str]) -> None:
+        log.info("%s", " │ ".join([title, *fields]))
+        if self.quiet:
+            return
+        fields = self._columns.align(fields)
+        if self.out.is_terminal:
+            fields = fit(fields, self.out.width - len(title), len(" │ "))
+        line = Text(title)
+        for field in fields:
+            line.append(" │ ", style="dim").append(field)
+        line.rstrip()
+        with self._screen.survive():
+            self.out.print(line, soft_wrap=True)
 
     def finish(self, folder: Path, goodput: Mapping[str, float] | None = None) -> None:
         """Remove the bar; print a summary, where the time went (``goodput``: its metrics) and where the results are."""
         self.close()
         with self._screen.survive():
-            self._print_summary(folder, describe_goodput(goodput or {}))
+            self._print_summary(folder, describe_goodput(goodput or {}, self._waiting))
 
     def _print_summary(self, folder: Path, goodput: list[str]) -> None:
         rows = {name: self._history[name] for name in _SUMMARY if name in self._history}
@@ -145,6 +162,8 @@ class Display:
             self.out.print(line, soft_wrap=True)
             log.info("%s", line)
         self.out.print(f"{_duration(time.monotonic() - self._begun)}; results in {folder}", soft_wrap=True)
+        asks = f"coalign chat {folder} · " if (folder / "model").exists() else ""
+        self.out.print(f"next: {asks}coalign board {folder}", style="dim", soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar, if there is one."""
@@ -202,9 +221,13 @@ class Display:
 
     def handler(self) -> logging.Handler:
         """Return a handler that prints the package's log: warnings with tracebacks, and the rest unless ``quiet``."""
-        handler = _LogHandler(self.err, logging.WARNING if self.quiet else logging.INFO)
+        handler = _LogHandler(self._find_log_console, logging.WARNING if self.quiet else logging.INFO)
         handler.addFilter(lambda record: record.name != __name__)  # step lines are on the screen already
         return handler
+
+    def _find_log_console(self) -> Console:
+        """Return the console of the bar while it is shown: it moves the bar down, which others would write into."""
+        return self.out if self._bar is not None and not self._has_no_bar(self.out) else self.err
 
     def _has_no_bar(self, console: Console) -> bool:
         return self.quiet or not console.is_terminal
@@ -217,9 +240,9 @@ class _Console(Console):
 
 
 class _LogHandler(logging.Handler):
-    def __init__(self, console: Console, level: int) -> None:
+    def __init__(self, find_console: Callable[[], Console], level: int) -> None:
         super().__init__(level)
-        self._console = console
+        self._find_console = find_console
 
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage()
@@ -232,7 +255,7 @@ class _LogHandler(logging.Handler):
             style = "red" if record.levelno >= logging.ERROR else "yellow"
             text = Text(f"{record.levelname.lower()}: {said}", style=style)
         with suppress(OSError):  # the log file has it
-            self._console.print(text, soft_wrap=True)
+            self._find_console().print(text, soft_wrap=True)
 
 
 class _Rate(TextColumn):

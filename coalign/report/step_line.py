@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-# label, names of the metric (the first one that is reported counts), whether it gets an arrow
+# label, names of the metric (the first one that is reported counts), decimals, whether it gets an arrow
 _FIELDS = (
-    ("reward", ("reward/mean",), True),
-    ("loss", ("loss/value",), False),
-    ("acc", ("loss/accuracy",), True),
-    ("kl", ("loss/kl_ref", "kl_per_token", "kl"), False),
-    ("entropy", ("loss/entropy",), False),
-    ("len", ("tokens/response",), False),
-    ("eval", ("eval/mean", "eval/loss/value"), True),
-    ("eval acc", ("eval/loss/accuracy",), True),
+    ("reward", ("reward/mean",), 3, True),
+    ("loss", ("loss/value",), 3, False),
+    ("acc", ("loss/accuracy",), 3, True),
+    ("kl", ("loss/kl_ref", "kl_per_token", "kl"), 4, False),
+    ("entropy", ("loss/entropy",), 3, False),
+    ("len", ("tokens/response",), 0, False),
+    ("eval", ("eval/mean", "eval/loss/value"), 3, True),
+    ("eval acc", ("eval/loss/accuracy",), 3, True),
 )
+_UP, _DOWN = " ▲", " ▼"
+ROLLOUTS, ROWS = "waiting for rollouts", "reading data"  # what a loop waits for that samples, and one that reads
 _WAITS = ("rollout", "train", "sync")  # `time/…`: what the loop waits for, one after the other
 # what the shares `goodput/…` are called in a sentence
 _LOSSES = {
-    "rollout": "waiting for rollouts",
     "sync": "weight sync",
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
@@ -36,6 +38,7 @@ _DROPPED = {
     "given up": "tokens_dropped/given_up",
     "cut": "tokens_dropped/cut",
 }
+_FIELD = re.compile(r"([^-+\d]*)([-+\d.,e]*|nan|inf)(.*)")  # `reward `, `0.412`, ` ▲`
 # label -> the method whose seconds it sums over all models
 _PHASES = {"gen": ".generate", "score": ".forward_step", "train": ".train_step"}
 
@@ -58,9 +61,17 @@ def format_number(value: float) -> str:
     return f"{value:.4f}" if 0 < size < 0.01 else f"{value:.3f}"
 
 
-def format_metric(metrics: Mapping[str, float], name: str) -> str:
+def _format_fixed(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, unless it is so small that they would hide it, or not finite."""
+    if not math.isfinite(value) or 0 < abs(value) < 0.5 * 10**-decimals or abs(value) >= 1e6:
+        return format_number(value)
+    return f"{value:,.{decimals}f}"
+
+
+def format_metric(metrics: Mapping[str, float], name: str, decimals: int | None = None) -> str:
     """Return a metric as `0.412`; a mean that leaves out samples without a reward as `0.412 (99 of 500)`."""
-    text, (prefix, _, last) = format_number(metrics[name]), name.rpartition("/")
+    text = format_number(metrics[name]) if decimals is None else _format_fixed(metrics[name], decimals)
+    prefix, _, last = name.rpartition("/")
     if last.partition("@")[0] != "mean":
         return text
     samples = "samples" if prefix == "reward" else f"{prefix}/samples" if prefix else ""
@@ -75,6 +86,34 @@ def list_step_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]
     return [each for each in (*fields, format_seconds(metrics), format_goodput(metrics), format_idle(metrics)) if each]
 
 
+class StepColumns:
+    """Aligns the fields of one line with those of the lines before it: each value ends where the widest one did."""
+
+    def __init__(self) -> None:
+        self._widths: dict[tuple[str, str], tuple[int, int]] = {}  # of the number and of what follows it
+
+    def align(self, fields: Sequence[str]) -> list[str]:
+        """Return the fields, padded inside and behind: `loss  0.013` below `loss -0.013`."""
+        return [self._pad(*match.groups()) for field in fields if (match := _FIELD.fullmatch(field))]
+
+    def _pad(self, label: str, number: str, rest: str) -> str:
+        key = label, rest.partition("(")[0].strip(_UP + _DOWN) if not label else ""  # ` tok/s` has no label before it
+        widths = self._widths.get(key, (0, 0))
+        number_width, rest_width = self._widths[key] = max(len(number), widths[0]), max(len(rest), widths[1])
+        return f"{label}{number:>{number_width}}{rest:<{rest_width}}"
+
+
+def fit(fields: Sequence[str], width: int, separator: int) -> list[str]:
+    """Return the first of the fields, those that fit into ``width`` characters with as many separating each two."""
+    kept, used = [], 0
+    for field in fields:
+        used += separator + len(field)
+        if used > width:
+            break
+        kept.append(field)
+    return kept
+
+
 def smooth_metrics(smoothed: dict[str, float], metrics: Mapping[str, float]) -> None:
     """Add the metrics of a step to the moving averages with which the next one is compared."""
     for name, value in metrics.items():
@@ -84,14 +123,14 @@ def smooth_metrics(smoothed: dict[str, float], metrics: Mapping[str, float]) -> 
 def format_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]) -> list[str]:
     """Return `reward 0.412 ▲`, `loss -0.013`, …: those that this step has. Arrows compare with ``smoothed``."""
     fields = []
-    for label, names, has_arrow in _FIELDS:
+    for label, names, decimals, has_arrow in _FIELDS:
         name = next((name for name in names if name in metrics), None)
         if name is None:
             continue
         value = metrics[name]
         change = value - smoothed.get(name, value)
-        arrow = (" ▲" if change > 0 else " ▼") if has_arrow and change and math.isfinite(change) else ""
-        fields.append(f"{label} {format_metric(metrics, name)}{arrow}")
+        arrow = (_UP if change > 0 else _DOWN) if has_arrow and change and math.isfinite(change) else ""
+        fields.append(f"{label} {format_metric(metrics, name, decimals)}{arrow}")
     if metrics.get("loss/skipped_updates"):
         fields.append(f"skipped {metrics['loss/skipped_updates']:.0f}")
     if metrics.get("samples/dropped"):
@@ -145,15 +184,19 @@ def format_goodput(metrics: Mapping[str, float]) -> str:
     return f"goodput {metrics['goodput/trained']:.0%}" if "goodput/trained" in metrics else ""
 
 
-def describe_goodput(metrics: Mapping[str, float]) -> list[str]:
-    """Say in a few sentences where the time of a run and its generated tokens went; none without these metrics."""
+def describe_goodput(metrics: Mapping[str, float], waiting: str = ROLLOUTS) -> list[str]:
+    """Say in a few sentences where the time of a run and its generated tokens went; none without these metrics.
+
+    ``waiting`` says what the loop waited for before it trained.
+    """
     if "goodput/trained" not in metrics:
         return []
     prefix = "goodput/"
     shares = {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
     parts = _round_shares(shares)
     rest = {name: part for name, part in parts.items() if name != "trained" and part}
-    lost = ", ".join(f"{_LOSSES[name]} {part}%" for name, part in sorted(rest.items(), key=lambda each: -each[1]))
+    causes = {"rollout": waiting, **_LOSSES}
+    lost = ", ".join(f"{causes[name]} {part}%" for name, part in sorted(rest.items(), key=lambda each: -each[1]))
     whole = timedelta(seconds=round(metrics["time/run"]))
     lines = [f"goodput: {parts['trained']}% of {whole} went into tokens that were trained on"]
     if lost:

@@ -82,11 +82,13 @@ def test_init_writes_a_new_file_and_leaves_others_alone(tmp_path):
     assert isinstance(wrong, ValueError) and "did you mean 'grpo'?" in str(wrong) and len(list(tmp_path.iterdir())) == 1
 
 
-def test_recipes_lists_each_with_its_models():
+def test_recipes_lists_each_with_its_models_within_80_columns():
     lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
-    [ppo] = [line for line in lines if line.startswith("  ppo ")]
-    assert "policy, reward (reference, trainer, value)" in ppo and "Proximal Policy Optimisation" in ppo
-    assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == sorted(CLASSES)
+    at = lines.index("  ppo: needs policy, reward; also has reference, trainer, value")
+    assert lines[at + 1].startswith("      Proximal Policy Optimisation") and max(map(len, lines)) <= 80
+    named = [line[:2] + line[2:].partition(":")[0] for line in lines if re.match(r"[* ] \w", line)]
+    assert sorted(name[2:] for name in named) == sorted(CLASSES)
+    assert [name[2:] for name in named if name.startswith("*")] == ["grpo", "sft", "dpo"]
 
 
 def test_what_init_marks_is_missed_by_its_key(home):

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from rich.text import Text
 
 from coalign.report.display import Display
 from coalign.report.step_line import (
+    ROLLOUTS,
+    ROWS,
     RunTotals,
     describe_goodput,
     format_fields,
@@ -183,8 +186,72 @@ def test_a_pipe_gets_whole_plain_lines():
     assert lines[1].startswith("step   2/200 │ reward 0.500 ▲")
     assert "\x1b" not in text(shown.out) and "generate 41" not in text(shown.out)
     assert any(line.split() == ["reward/mean", "0.412", "0.500"] for line in lines)
-    assert lines[-1].endswith("results in runs/x")
+    assert lines[-2].endswith("results in runs/x") and lines[-1] == "next: coalign board runs/x"
     assert text(shown.err) == ""
+
+
+def test_what_comes_next_is_named(tmp_path):
+    (tmp_path / "model").mkdir()
+    shown = display()
+    shown.finish(tmp_path)
+    assert text(shown.out).splitlines()[-1] == f"next: coalign chat {tmp_path} · coalign board {tmp_path}"
+
+
+@pytest.mark.parametrize("width", [30, 80, 100, 200])
+def test_the_line_of_a_step_fits_the_terminal(width):
+    shown = display(terminal=True, width=width)
+    shown.step(1, METRICS)
+    line = re.sub(r"\x1b\[[0-9;]*m", "", text(shown.out)).rstrip("\n")
+    assert "\n" not in line and len(line) <= width and line.startswith("step 1/0 │ reward 0.412")
+    assert line.endswith("trainer 48%") is (width == 200) and not line.endswith("│")
+
+
+def test_columns_stand_below_each_other():
+    shown = display()
+    for step, loss in enumerate((-0.0131, 0.25, 0.0, 12.5), 1):
+        shown.step(step, METRICS | {"loss/value": loss, "reward/mean": step / 4, "loss/kl_ref": step / 1000})
+    lines = text(shown.out).splitlines()[1:]  # whatever stood in the first one is known then
+    assert [line[: line.index("len")] for line in lines] == [
+        "step 2/0 │ reward 0.500 ▲ │ loss  0.250 │ kl 0.0020 │ ",
+        "step 3/0 │ reward 0.750 ▲ │ loss  0.000 │ kl 0.0030 │ ",
+        "step 4/0 │ reward 1.000 ▲ │ loss 12.500 │ kl 0.0040 │ ",
+    ]
+
+
+def test_steps_between_get_no_line(caplog):
+    shown = display()
+    shown.start(0, 7, every=3)
+    with caplog.at_level(logging.INFO, logger="coalign"):
+        for step in range(1, 8):
+            shown.step(step, METRICS)
+        shown.step(7, {"eval/mean": 0.5, "time/eval": 1.0})
+    numbers = [int(re.match(r"step (\d)", line)[1]) for line in text(shown.out).splitlines()]
+    assert numbers == [3, 6, 7, 7] and len(caplog.records) == 4
+    assert shown._totals.rows()["calls, which may overlap"]
+
+
+def test_a_loop_that_reads_waits_for_data():
+    shown = display(terminal=True, width=160)
+    shown.start(0, 2, waiting=ROWS)
+    shown.phase("rollout")
+    shown._bar.refresh()
+    shown.finish(Path("runs/x"), GOODPUT)
+    assert text(shown.out).count(ROWS) >= 2 and ROLLOUTS not in text(shown.out)
+
+
+def test_log_lines_move_the_bar_down():
+    shown = display(terminal=True)
+    logger = logging.getLogger("coalign.test_display")
+    handler = shown.handler()
+    logger.addHandler(handler)
+    logger.warning("before")
+    shown.start(0, 2)
+    logger.warning("while the bar is there")
+    shown.close()
+    logger.warning("after")
+    logger.removeHandler(handler)
+    assert "while" in text(shown.out) and "while" not in text(shown.err)
+    assert "before" in text(shown.err) and "after" in text(shown.err)
 
 
 def test_a_terminal_gets_a_bar_with_pace_phase_and_gets_its_cursor_back():

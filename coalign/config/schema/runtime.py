@@ -189,6 +189,8 @@ class RuntimeConfig(Section):
     eval_samples: Continuable[PositiveInt] = 1
     """n for mean@n and pass@k."""
     eval_sampling: Continuable[EvalSamplingConfig] = EvalSamplingConfig()
+    log_every: ResultNeutral[PositiveInt] = 1
+    """Of the steps, every so many get a line on the screen and in log.txt; metrics.jsonl has all."""
     log_samples: ResultNeutral[NonNegativeInt] = 4
     """Samples per step to write to samples.jsonl: the first of a step, and some spread over the evaluation set."""
     keep_rollouts: ResultNeutral[NonNegativeInt] = 200
