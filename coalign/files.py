@@ -334,6 +334,8 @@ def describe_problem(error: BaseException) -> str:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a Hugging Face directory. Raises ValueError if there is none."""
+    if not folder.exists():
+        raise ValueError(f"there is no directory '{folder}'")
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"'{folder}' is not a Hugging Face model directory (no config.json there){_find_model(folder)}"

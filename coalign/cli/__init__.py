@@ -11,12 +11,13 @@ import gc
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import coalign
 from coalign.cli import board, generate, indexed, launch, models, train
+from coalign.cli.messages import WITH_OPTIONS, describe_usage, name_options
 from coalign.report.error_text import describe_briefly
 
 app = typer.Typer(
@@ -94,8 +95,12 @@ def main() -> None:
     whole = "--traceback" in sys.argv
     sys.argv[:] = [word for word in sys.argv if word != "--traceback"]
     try:
-        app()
+        raise SystemExit(app(prog_name="coalign", standalone_mode=False))
+    except typer.Abort:
+        raise SystemExit(130) from None
     except Exception as error:
+        if hasattr(error, "format_message"):  # typer's classes for what it cannot read are its own
+            raise SystemExit(_refuse_usage(error)) from None
         from coalign.config.secrets import hide_secrets
 
         trace, problem = "".join(traceback.format_exception(error)), _find_user_error(error)
@@ -104,9 +109,22 @@ def main() -> None:
         if problem is None:
             message = describe_briefly(error, trace)
         else:
-            message = "\n".join([_describe(problem), *getattr(error, "__notes__", ())])
+            described = _describe(problem)
+            described = name_options(described) if sys.argv[1:2] and sys.argv[1] in WITH_OPTIONS else described
+            message = "\n".join([described, *getattr(error, "__notes__", ())])
         typer.secho(f"error: {hide_secrets(message)}", fg="red", err=True)
         raise SystemExit(1 if problem is None else 2) from None
+
+
+def _refuse_usage(error: Any) -> int:
+    """Say what is wrong with the command line; a command without anything shows its help. Returns the exit code."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(error.format_message())
+    else:
+        path = context.command_path if context else "coalign"
+        typer.secho(f"error: {describe_usage(error.format_message(), path, COMMANDS)}", fg="red", err=True)
+    return error.exit_code
 
 
 def _find_user_error(error: Exception) -> BaseException | None:

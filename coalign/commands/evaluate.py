@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coalign.cluster.base import start_cluster
+from coalign.commands.run_model import find_model
+from coalign.config.errors import located_at
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import decode
@@ -37,7 +39,9 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[st
     if not config.data.eval:
         raise ValueError("data.eval: there is nothing to evaluate on; name a file")
     if model is not None:
-        changes = {"load": str(model), "init": "load", "head_init": "load", "lora": None}
+        with located_at("--model"):
+            directory = find_model(str(model))
+        changes = {"load": directory, "init": "load", "head_init": "load", "lora": None}
         main = config.models[names[0]].model_copy(update=changes)
         config = config.model_copy(update={"models": {**config.models, names[0]: main}})
     config = fetch_sources(config)

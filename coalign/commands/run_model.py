@@ -10,7 +10,8 @@ from coalign.config import load_section
 from coalign.config.schema import DataConfig
 from coalign.config.yaml_reader import MAX_BYTES, parse
 from coalign.data.templates import TRAINING_TEMPLATES, is_jinja
-from coalign.files import read_bounded
+from coalign.files import read_bounded, read_model_config
+from coalign.hub import is_gguf, is_hub_name
 
 CONFIG = "config.yaml"
 
@@ -18,10 +19,12 @@ CONFIG = "config.yaml"
 def find_model(name: str) -> str:
     """Return the model of a run folder (its link `model`), or the name as it is.
 
-    Raises ValueError for a run folder that has no model yet.
+    Raises ValueError for a run folder that has no model yet, and for a directory that is none or holds no model.
     """
     folder = Path(name)
     if not (folder / CONFIG).exists() or (folder / "config.json").exists():
+        if not (is_hub_name(name) or is_gguf(name)):
+            read_model_config(folder)
         return name
     if not (folder / "model").exists():
         raise ValueError(f"{name} is a run folder without a model: the run has not saved a checkpoint yet")

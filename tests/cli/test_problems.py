@@ -11,7 +11,7 @@ SOURCE = "def fails(sample):\n    return helper(sample)\n\n\ndef helper(sample):
 
 def fail(monkeypatch, capsys, action, *options):
     monkeypatch.setattr(sys, "argv", ["coalign", "train", *options])
-    monkeypatch.setattr(cli, "app", action)
+    monkeypatch.setattr(cli, "app", lambda **_: action())
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1 and "--traceback" not in sys.argv
@@ -60,3 +60,48 @@ def test_the_error_of_a_worker_is_shown_without_its_traceback(monkeypatch, capsy
     said = fail(monkeypatch, capsys, work).splitlines()
     assert said[0].startswith("error: WorkerError: trainer.train_step failed in trainer: AttributeError: no y")
     assert said[1:3] == [f"  at {tmp_path}/mine.py:7, in loss", "      return x.y"] and len(said) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tran", "x"], "there is no command 'tran'; did you mean 'train'? (`coalign --help`"),
+        (["frobnicate"], "there is no command 'frobnicate' (`coalign --help` shows what there is)"),
+        (["generate", "m", "--engine", "x"], "--engine: there is no such option"),
+        (["generate", "m", "--temperature", "-1"], "--temperature: expected at least 0 (`coalign generate --help`"),
+        (["generate", "m", "--dtype", "bf16"], "'bf16' is not one of "),
+        (["merge", "a", "b"], "--output (-o): missing (`coalign merge --help`"),
+        (["serve", "m", "--port", "70000"], "--port: expected at most 65535"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line(monkeypatch, capsys, words, expected):
+    monkeypatch.setattr(sys, "argv", ["coalign", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1 and expected in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["generate", "nowhere", "-p", "x"], "error: MODEL: there is no directory 'nowhere'"),
+        (["chat", "nowhere"], "error: there is no directory 'nowhere'"),
+        (["generate", "MODEL", "-i", "x.jsonl"], "error: --input: there is no file 'x.jsonl'"),
+        (["generate", "MODEL", "-p", "x", "--device", "cuda"], "error: --device: 'cuda' is not here"),
+    ],
+)
+def test_messages_of_commands_name_options(monkeypatch, capsys, tmp_path, words, expected):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["coalign", *(str(tmp_path) if word == "MODEL" else word for word in words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith(expected)
+
+
+def test_exit_codes_are_those_of_the_command(monkeypatch):
+    for words, code in ((["--version"], None), (["--help"], None), (["diagnose", "/nowhere"], 2)):
+        monkeypatch.setattr(sys, "argv", ["coalign", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code or None) == code
