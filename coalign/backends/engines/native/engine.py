@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained
 from coalign.backends.engines.contract import GenerationSession, OnToken
@@ -44,6 +43,9 @@ from coalign.cpu.library import load_kernels
 from coalign.data.examples import RowLimit
 from coalign.devices import has_graphs
 from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream, and
 # how much less its rotary position is (M-RoPE gives an image fewer positions than tokens).
