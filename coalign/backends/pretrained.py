@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from coalign.backends import attention, lora
+from coalign.backends.known_models import find_known_model
 from coalign.backends.unfit_weights import describe_layers_beyond, refuse_unfit
 from coalign.backends.vision import list_placeholder_ids
 from coalign.backends.vision_language import (
@@ -163,7 +164,10 @@ def check_weights(config: ModelConfig) -> None:
     if config.init == "random":
         return
     check_model_files(get_directory(config))
-    hf, stored = read_config(config), read_stored(get_directory(config))
+    stored, known = read_stored(get_directory(config)), find_known_model(config)
+    if known is not None and stored and known.fits(stored, config):
+        return
+    hf = read_config(config)
     if not stored or getattr(hf, "quantization_config", None):
         return
     with torch.device("meta"):
@@ -291,6 +295,17 @@ def read_rope_limit(hf: PretrainedConfig) -> tuple[str, int] | None:
         if "dynamic" in kind:
             return kind, text.max_position_embeddings
     return None
+
+
+def find_context_length(config: ModelConfig) -> int | None:
+    """Find what `read_context_length` returns for the architecture in ``config.load``."""
+    known = find_known_model(config)
+    return read_context_length(read_config(config)) if known is None else known.context
+
+
+def find_rope_limit(config: ModelConfig) -> tuple[str, int] | None:
+    """Find what `read_rope_limit` returns for the architecture in ``config.load``."""
+    return read_rope_limit(read_config(config)) if find_known_model(config) is None else None
 
 
 def check_rope_length(kind: str, limit: int, longest: int) -> None:

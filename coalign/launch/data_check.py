@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from coalign.backends.pretrained import read_config, read_context_length
+from coalign.backends.pretrained import find_context_length
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.config import ConfigError
 from coalign.config.errors import ConfigProblem, Key, located_at, suggest
@@ -179,7 +179,7 @@ def _compare_room(sample: RowSample, present: Sequence[PlannedModel]) -> Iterato
     for model in present:
         if model.role is not Rollout or not model.config.load:
             continue
-        limits = read_context_length(read_config(model.config)), model.context.sample_tokens
+        limits = find_context_length(model.config), model.context.sample_tokens
         room, response = min(limit for limit in (*limits, 2**31) if limit), model.config.sampling.max_new_tokens
         if short := sum(len(prompt) + response > room for prompt in sample.prompts):
             yield (

@@ -131,7 +131,7 @@ def list_limits(model: PlannedModel) -> Iterator[RowLimit]:
 
     A model that reads text cuts it, so it has no limit.
     """
-    from coalign.backends.pretrained import read_config, read_context_length  # imports transformers
+    from coalign.backends.pretrained import find_context_length
 
     config = model.config
     if not config.load or config.chat_template or config.judge:
@@ -140,5 +140,5 @@ def list_limits(model: PlannedModel) -> Iterator[RowLimit]:
         yield limit
         if limit.scope == "sequence" and model.objective is not None and model.objective.per == "group":
             yield replace(limit, scope="row")
-    if (context := read_context_length(read_config(config))) is not None:
+    if (context := find_context_length(config)) is not None:
         yield RowLimit(context, f"max_position_embeddings of models.{model.name}")

@@ -257,7 +257,7 @@ class MetaModelModule(RolloutModule):
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        limit = pretrained.read_rope_limit(pretrained.read_config(config))
+        limit = pretrained.find_rope_limit(config)
         return [f"sequences end at {limit[1]} tokens, above which `{limit[0]}` changes all positions"] if limit else []
 
     def find_engine_settings(self, architecture: PreTrainedConfig) -> dict[str, Any]:

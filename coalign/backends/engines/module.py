@@ -51,7 +51,7 @@ class RolloutModule(Module):
     @classmethod
     def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
         """What a prompt may have: it needs room for a token of the response."""
-        context = pretrained.read_context_length(pretrained.read_config(config))
+        context = pretrained.find_context_length(config)
         return [] if context is None else [RowLimit(context - 1, f"max_position_embeddings of {where}, less one")]
 
     def build(self, architecture: PreTrainedConfig) -> InferenceEngine:

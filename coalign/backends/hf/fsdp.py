@@ -24,7 +24,7 @@ from coalign.backends.attention import check_kernel, choose_kernel
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.checkpoint import BackgroundSaves
 from coalign.backends.engines.native import kernels
-from coalign.backends.hf.checks import check_routers, check_rows, check_vision, find_hidden_routers
+from coalign.backends.hf.checks import check_routers, check_rows, check_vision, find_hidden_routers, is_known
 from coalign.backends.hf.exact import LeafReduction, check_exact
 from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
 from coalign.backends.hf.layers import (
@@ -79,6 +79,8 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        if is_known(config):
+            return
         packed = cls.build_skeleton(config, name)
         check_rows(packed.rows, config, name)
         if config.vision is not None:
@@ -106,7 +108,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        rows = cls.build_skeleton(config, "*").rows
+        rows = "packed" if is_known(config) else cls.build_skeleton(config, "*").rows
         if rows != "packed":
             return [*super().notes(config), f"computes {rows} rows"]
         device = torch.accelerator.current_accelerator(check_available=True)

@@ -128,6 +128,18 @@ def choose_kernel(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> 
     return choice
 
 
+def choose_kernel_for(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice | None:
+    """Choose the kernel for linear layers {(in, out): how many}; None where there are none, or none for the dtype."""
+    return choose_kernel(tuple(sorted(layers.items())), dtype) if layers and dtype in KERNELS else None
+
+
+def list_variant_linears(kernel: KernelChoice | None, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """List the linear layers, in words, if they may round a row differently in another batch."""
+    if kernel is None:
+        return [f"linear layers in {dtype} on {device.type}"]
+    return [] if kernel.is_invariant else [f"linear layers by {kernel.name}"]
+
+
 @torch.inference_mode()
 def measure_kernels(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice:
     """Time every kernel of this machine on layers {(in, out): how many}; compare its rows in several batches."""

@@ -124,17 +124,18 @@ class NativeModel(MetaModel):
     @cached_property
     def kernel(self) -> kernels.KernelChoice | None:
         """The kernel of the linear layers; None: plain ones."""
-        if self.device.type != "cpu" or self.dtype not in kernels.KERNELS or not self.linears:
+        if self.device.type != "cpu":
             return None
-        layers = Counter((layer.in_features, layer.out_features) for layer in self.linears)
-        return kernels.choose_kernel(tuple(sorted(layers.items())), self.dtype)
+        return kernels.choose_kernel_for(
+            Counter((layer.in_features, layer.out_features) for layer in self.linears), self.dtype
+        )
 
     @property
     def variant_parts(self) -> list[str]:
         """The parts that may round a row differently in another batch, as far as is known without computing."""
+        parts = kernels.list_variant_linears(self.kernel, self.dtype, self.device)
         if self.kernel is None:
-            return [f"linear layers in {self.dtype} on {self.device.type}"]
-        parts = [] if self.kernel.is_invariant else [f"linear layers by {self.kernel.name}"]
+            return parts
         known = (nn.Embedding, PackedLinear)
         modules = (m for m in self.module.modules() if not isinstance(m, known))
         others = {type(m).__name__ for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))}
