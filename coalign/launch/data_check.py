@@ -107,7 +107,8 @@ def _check_sources(
         yield f"data: not read, because {name} has no tokenizer; a run is refused until it has one"
         return
     with located_at("models"):
-        tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
+        judges = {name: plan.configs[name] for name in list_reward_models(plan.rewards)}
+        tokenizer = load_tokenizer(config, judges, reads_rows=True)
     limits = find_row_limits(plan, present)
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
