@@ -17,7 +17,7 @@ import typer
 
 import coalign
 from coalign.cli import board, generate, indexed, launch, models, train
-from coalign.report.error_text import describe_briefly
+from coalign.cli.problems import describe_error, find_user_error
 
 app = typer.Typer(
     name="coalign",
@@ -98,40 +98,7 @@ def main() -> None:
     except Exception as error:
         from coalign.config.secrets import hide_secrets
 
-        trace, problem = "".join(traceback.format_exception(error)), _find_user_error(error)
         if whole:
-            sys.stderr.write(hide_secrets(trace))
-        if problem is None:
-            message = describe_briefly(error, trace)
-        else:
-            message = "\n".join([_describe(problem), *getattr(error, "__notes__", ())])
-        typer.secho(f"error: {hide_secrets(message)}", fg="red", err=True)
-        raise SystemExit(1 if problem is None else 2) from None
-
-
-def _find_user_error(error: Exception) -> BaseException | None:
-    """Return the error if the user can fix it, else None. Of a worker's errors, those of a model's setup and of a
-    person's reward count."""
-    problem: BaseException | None = error
-    if isinstance(error, RuntimeError):
-        from coalign.cluster.future import WorkerError  # slow to import
-        from coalign.rewards.calls import RewardBug
-
-        if isinstance(error, WorkerError):
-            problem = error.cause if error.call.method == "setup" or isinstance(error.cause, RewardBug) else None
-        if isinstance(problem, RewardBug):
-            return problem
-    # A module that is missing inside of other code is a problem of that code's author.
-    fixable = isinstance(problem, (ValueError, OSError, ImportError, NotImplementedError))
-    return problem if fixable and not isinstance(problem, ModuleNotFoundError) else None
-
-
-def _describe(problem: BaseException) -> str:
-    """Return the message; settings given as options are described like those of a YAML file."""
-    from pydantic import ValidationError
-
-    from coalign.config.errors import describe_error, format_key
-
-    if not isinstance(problem, ValidationError):
-        return str(problem)
-    return "\n".join(": ".join(filter(None, (format_key(e["loc"]), describe_error(e)))) for e in problem.errors())
+            sys.stderr.write(hide_secrets("".join(traceback.format_exception(error))))
+        typer.secho(f"error: {hide_secrets(describe_error(error))}", fg="red", err=True)
+        raise SystemExit(1 if find_user_error(error) is None else 2) from None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from coalign.report.display import Display
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file.")]
 Overrides = Annotated[
@@ -84,26 +88,50 @@ def watch(run: Annotated[Path, typer.Argument(help="The folder of a run, going o
     watch_run(run)
 
 
-def check(config: Config, overrides: Overrides = None, no_code: NoCode = False, cluster: Cluster = None):
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    no_code: NoCode = False,
+    cluster: Cluster = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: facts, warnings, problems. Exit code 1: problems.")
+    ] = False,
+):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     _refuse(no_code)
+    from coalign.report.display import Display
+
+    if not as_json:
+        return _examine(config, overrides, cluster, Display(), {})
+    from rich.console import Console
+
+    from coalign.cli.problems import report_as_json
+
+    facts: dict[str, Any] = {}
+    with report_as_json(facts):
+        _examine(config, overrides, cluster, Display(out=Console(file=StringIO())), facts)
+
+
+def _examine(
+    config: Path, overrides: list[str] | None, cluster: str | None, display: Display, facts: dict[str, Any]
+) -> None:
     from coalign.planner.gpus import ClusterSpec
 
     simulated = ClusterSpec.parse(cluster) if cluster else None
     from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
-    from coalign.report.display import Display
 
     if is_pipeline(config):
         if simulated is not None:
             raise ValueError(f"--cluster {simulated}: {config} is a pipeline; check the YAML of its training stage")
         from coalign.commands.pipeline import check_pipeline as examine_stages
 
-        return examine_stages(load_pipeline(config, overrides or []), Display())
+        return examine_stages(load_pipeline(config, overrides or []), display)
     loaded = load_config(config, overrides, planned=True)
+    facts["places"] = loaded.places
     from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
 
-    examine(loaded, Display(), simulated)
+    examine(loaded, display, simulated, facts)
 
 
 def plan(
