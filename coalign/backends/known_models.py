@@ -24,7 +24,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value >= 0
+    return type(value) is float and value > 0
 
 
 def _is_text(value: Any) -> bool:
@@ -47,25 +47,28 @@ REQUIRED: dict[str, Callable[[Any], bool]] = {
 }
 # Optional keys: those that change no tensor, and for the others the values that ask for nothing special.
 HARMLESS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("rms_norm_eps", "initializer_range", "rope_theta", "max_window_layers"), _is_number),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"), _is_id),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range", "rope_theta"), _is_number),
+    **dict.fromkeys(("bos_token_id", "pad_token_id", "unk_token_id"), _is_id),
     **dict.fromkeys(("_name_or_path", "_model_name_or_path", "transformers_version"), _is_text),
     **dict.fromkeys(("dtype", "torch_dtype"), lambda value: value in ("float32", "bfloat16", "float16")),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), lambda value: value is False),
     **dict.fromkeys(("sliding_window", "rope_scaling"), lambda value: value is None),
     "architectures": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "attention_dropout": lambda value: value == 0,
-    "head_dim": _is_count,
+    "attention_dropout": lambda value: type(value) in (int, float) and value == 0,
+    "eos_token_id": lambda value: all(map(_is_id, value)) if isinstance(value, list) else _is_id(value),
+    "head_dim": lambda value: value is None or _is_count(value),
     "hidden_act": lambda value: value == "silu",
-    "layer_types": lambda value: isinstance(value, list) and {*value} == {"full_attention"},
-    "pretraining_tp": lambda value: value == 1,
+    "id2label": lambda value: value == {"0": "LABEL_0"},
+    "label2id": lambda value: value == {"LABEL_0": 0} and value["LABEL_0"] is not False,
+    "layer_types": lambda value: isinstance(value, list) and {*map(str, value)} == {"full_attention"},
+    "max_window_layers": _is_count,
+    "pretraining_tp": lambda value: type(value) is int and value == 1,
     "rope_parameters": lambda value: (
         isinstance(value, dict)
         and value.keys() == {"rope_theta", "rope_type"}
         and value["rope_type"] == "default"
         and _is_number(value["rope_theta"])
     ),
-    "score_at": _is_text,
     "use_cache": lambda value: type(value) is bool,
 }
 
@@ -116,15 +119,21 @@ def find_known_model(config: ModelConfig) -> KnownModel | None:
 def _is_consistent(fields: Mapping[str, Any], width: int) -> bool:
     """Whether sizes divide as they must, and numbers of layers and tokens fit each other."""
     heads, ids = fields["num_attention_heads"], [fields[key] for key in fields if key.endswith("_token_id")]
-    if "head_dim" not in fields and (fields["model_type"] == "qwen3" or fields["hidden_size"] % heads):
-        return False
+    tokens = [number for value in ids for number in (value if isinstance(value, list) else [value])]
     layers = fields.get("layer_types", ["full_attention"] * fields["num_hidden_layers"])
     return (
-        not (heads % fields["num_key_value_heads"] or width % 2)
+        not (heads % fields["num_key_value_heads"] or fields["hidden_size"] % heads or width % 2)
+        and _has_head_width(fields)
         and len(layers) == fields["num_hidden_layers"]
-        and all(token is None or token < fields["vocab_size"] for token in ids)
-        and ("rope_theta" in fields or "rope_parameters" in fields)
+        and all(token is None or token < fields["vocab_size"] for token in tokens)
+        and ("rope_theta" in fields) != ("rope_parameters" in fields)
     )
+
+
+def _has_head_width(fields: Mapping[str, Any]) -> bool:
+    """Whether the family knows how wide a head is: null means something to Llama alone, and Qwen3 has a default."""
+    family, width = fields["model_type"], fields.get("head_dim")
+    return width is not None or family == "llama" or (family == "qwen2" and "head_dim" not in fields)
 
 
 def _list_shapes(fields: Mapping[str, Any], width: int) -> dict[str, Shape]:

@@ -115,9 +115,11 @@ def check(
 def _examine(
     config: Path, overrides: list[str] | None, cluster: str | None, display: Display, facts: dict[str, Any]
 ) -> None:
-    from coalign.planner.gpus import ClusterSpec
+    simulated = None
+    if cluster:
+        from coalign.planner.gpus import ClusterSpec
 
-    simulated = ClusterSpec.parse(cluster) if cluster else None
+        simulated = ClusterSpec.parse(cluster)
     from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
 
