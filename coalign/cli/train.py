@@ -7,7 +7,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -236,12 +236,18 @@ def evaluate(
     model: Annotated[
         Path | None, typer.Option(help="Evaluate this model directory instead of the configuration's.")
     ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(
+            help="Of --model. auto: bfloat16 if it is stored in 16 bits or fewer and the device multiplies it."
+        ),
+    ] = "auto",
 ):
     """Measure a model on the evaluation set of a run: mean@n, pass@k (or the loss, for SFT)."""
     from coalign import api
     from coalign.report.display import Display
 
-    Display().table("evaluation", api.evaluate(config, overrides, model=model))
+    Display().table("evaluation", api.evaluate(config, overrides, model=model, dtype=dtype))
 
 
 def inspect_data(

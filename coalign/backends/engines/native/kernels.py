@@ -232,12 +232,17 @@ def choose_compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 
 @cache
-def has_bf16() -> bool:
+def multiplies_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices at least half as fast as float32 ones; kept in a file."""
-    kept = _keep(_cache_file((), torch.bfloat16), _measure_bf16)
-    if kept.name != "bfloat16":
+    return _keep(_cache_file((), torch.bfloat16), _measure_bf16).name == "bfloat16"
+
+
+@cache
+def has_bf16() -> bool:
+    """Whether bfloat16 that settings ask for is computed as such on this CPU; warns once if not."""
+    if not multiplies_bf16():
         log.warning("this processor has no fast bfloat16: %s", FLOAT32_INSTEAD)
-    return kept.name == "bfloat16"
+    return multiplies_bf16()
 
 
 def _measure_bf16() -> KernelChoice:
