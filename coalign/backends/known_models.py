@@ -106,7 +106,8 @@ def find_known_model(config: ModelConfig) -> KnownModel | None:
     """Return what config.json says of the model in ``config.load``; None where only transformers knows all of it."""
     if config.load is None or config.vision is not None:
         return None
-    fields = read_model_config(find_directory(config.load))
+    directory = find_directory(config.load)
+    fields = read_model_config(directory) if (directory / "config.json").is_file() else {}
     known = REQUIRED | HARMLESS
     if not REQUIRED.keys() <= fields.keys() <= known.keys() or not all(known[key](fields[key]) for key in fields):
         return None
