@@ -40,7 +40,7 @@ from coalign.backends.engines.sampling import may_wait, read_choices, sample, un
 from coalign.backends.known_models import find_known_model
 from coalign.backends.layout import join_neighbours
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
-from coalign.cpu.library import load_kernels
+from coalign.cpu.library import find_compiler
 from coalign.data.examples import RowLimit
 from coalign.devices import has_graphs
 from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
@@ -643,9 +643,16 @@ class NativeModule(MetaModelModule):
         notes = [*super().notes(config)]
         if config.devices:
             return notes
-        dtype, kernel, variant = cls.find_arithmetic(config)
-        notes += [str(kernel)] if kernel else []
-        if load_kernels() is None:
+        known = find_known_model(config)
+        asked = getattr(torch, config.compute_dtype or config.dtype)
+        dtype = kernels.choose_compute_dtype(asked, torch.device("cpu"))
+        if known is None or kernels.is_measured(known.linears, dtype):
+            _, kernel, variant = cls.find_arithmetic(config)
+            notes += [str(kernel)] if kernel else []
+        else:  # seconds, which a check does not take
+            variant = []
+            notes.append("which kernels are fastest on this processor is measured once, before the run's first step")
+        if find_compiler() is None:
             notes.append("no C++ compiler: attention and the choice of tokens take longer")
         if config.compute_dtype == "bfloat16" and dtype == torch.float32:
             notes.append(kernels.FLOAT32_INSTEAD)

@@ -128,6 +128,11 @@ def choose_kernel(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> 
     return choice
 
 
+def is_measured(layers: Mapping[Shape, int], dtype: torch.dtype) -> bool:
+    """Whether `choose_kernel_for` answers at once: its choice is kept, or there is nothing to choose."""
+    return not layers or dtype not in KERNELS or _cache_file(tuple(sorted(layers.items())), dtype).is_file()
+
+
 def choose_kernel_for(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice | None:
     """Choose the kernel for linear layers {(in, out): how many}; None where there are none, or none for the dtype."""
     return choose_kernel(tuple(sorted(layers.items())), dtype) if layers and dtype in KERNELS else None
