@@ -139,21 +139,24 @@ def evaluate(
     overrides: Overrides = None,
     *,
     model: PathText | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     reward: Function | Sequence[Function] | None = None,
     loss: Function | None = None,
     quiet: bool = False,
 ) -> dict[str, float]:
     """Measure a model on the evaluation set of a run: mean@n and pass@k, or the loss and its statistics.
 
-    ``model`` is the directory to measure in place of the one that the run starts from; see `load_config` for the
-    others. ``quiet`` shows no progress bar. Returns numbers by their names (`eval/mean`). Raises ValueError if the run
-    has no `data.eval`.
+    ``model`` is the directory to measure in place of the one that the run starts from, in ``dtype`` (`auto`: as of
+    `generate`); see `load_config` for the others. ``quiet`` shows no progress bar. Returns numbers by their names
+    (`eval/mean`). Raises ValueError if the run has no `data.eval`.
     """
     from coalign.commands.evaluate import evaluate as measure
     from coalign.report.display import Display
 
     config = load_config(source, overrides, reward=reward, loss=loss)
-    return measure(config, None if model is None else Path(model), Display(quiet=quiet))
+    if model is None and dtype != "auto":
+        raise ValueError(f"dtype {dtype} is for another model; that of the run has its own: models.NAME.dtype")
+    return measure(config, None if model is None else Path(model), Display(quiet=quiet), dtype)
 
 
 def generate(
@@ -171,7 +174,7 @@ def generate(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: str = "cpu",
     images: bool | Mapping[str, Any] = False,
     on_record: Callable[[dict[str, Any]], None] | None = None,
@@ -185,7 +188,8 @@ def generate(
     or rows (dictionaries with the prompt under ``prompt_key``). ``sampling`` takes the keys of a policy's `sampling`
     section: ``max_new_tokens``, ``temperature``, ``top_p``, ``stop`` and so on. ``images``: read those of rows, with a
     model that sees; a mapping holds keys of `data.images`. ``chat_template``: as `data.chat_template`; None: what the
-    run was trained with that made the model, else `auto`.
+    run was trained with that made the model, else `auto`. ``dtype``: `auto` is bfloat16 for a model that is stored in
+    16 bits a number or fewer, if the device multiplies that, else float32.
 
     Returns a dictionary for each response, ordered by prompt, then index: the prompt's row with `response`, `group`,
     `index`, `status`, `tokens`, `logprob`, and `score` if there is a ``reward`` (functions) or a ``reward_model`` (a

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Block, Layout, RowPlan, Spans
@@ -47,7 +46,6 @@ def check_attention(model: nn.Module, compute: Callable[[], object]) -> None:
             raise
 
 
-@torch.compiler.disable  # blocks are Python objects: every row would be compiled anew
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -304,4 +302,11 @@ def _apply_softcap(
     return F.dropout(weights, dropout_p) @ value
 
 
-AttentionInterface.register(NAME, packed_attention)
+@cache
+def register_attention() -> str:
+    """Make packed attention known to transformers, and return its name there."""
+    from transformers import AttentionInterface  # slow
+
+    # Not compiled, since blocks are Python objects: every row would be compiled anew.
+    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
+    return NAME

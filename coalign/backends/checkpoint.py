@@ -14,22 +14,12 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from coalign.backends.lora import get_weights
 from coalign.backends.optim import WeightAverage
 from coalign.files import delete_path, describe_problem, report_written
 from coalign.roles import Context
 from coalign.threads import CallQueue
-from coalign.weights.metadata import (
-    METADATA,
-    DistributedCheckpointPlanner,
-    DistributedCheckpointReader,
-    describe_failures,
-)
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
 # torch warns each time that one process saves alone, which is intended here.
@@ -57,6 +47,11 @@ def save(
 
     Raises OSError with the first line of what each rank met (a full disk, a limit).
     """
+    from torch.distributed.checkpoint import state_dict_saver  # here and below: slow, and a check saves nothing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from coalign.weights.metadata import describe_failures
+
     whole = {**state, "progress": progress}
     try:
         state_dict_saver.save(whole, checkpoint_id=str(dir), process_group=group, no_dist=alone)
@@ -173,6 +168,8 @@ def copy_to_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
     What is no tensor stays as it is. Shards stay shards.
     """
+    from torch.distributed.tensor import DTensor
+
     copies: dict[Any, Tensor] = {}
 
     def copy(value: Any) -> Any:
@@ -194,6 +191,8 @@ def load(
     """Fill the training state of these objects in place; returns the progress. A collective, unless ``alone``. Raises
     FileNotFoundError where there is no checkpoint, and ValueError naming the entries that are missing, left over or of
     another shape; then nothing is changed."""
+    from coalign.weights.metadata import METADATA, DistributedCheckpointPlanner, DistributedCheckpointReader
+
     if not (Path(dir) / METADATA).is_file():
         raise FileNotFoundError(f"{dir} holds no checkpoint of a trainer (no .metadata file)")
     reader = DistributedCheckpointReader(dir)
@@ -229,4 +228,4 @@ def _refuse_strangers(dir: str | Path, saved: dict[str, Any], state: State) -> N
 def _shape(value: Any) -> tuple[int, ...] | str:
     if isinstance(value, Tensor):
         return tuple(value.shape)
-    return tuple(value.size) if isinstance(value, TensorStorageMetadata) else "a number"
+    return tuple(value.size) if hasattr(value, "size") else "a number"

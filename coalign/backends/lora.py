@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from coalign.backends.vision_language import find_body, has_towers
 from coalign.config.schema import LoraConfig as LoraSettings
@@ -29,6 +28,10 @@ from coalign.devices import seed_generator
 from coalign.files import read_json_object
 from coalign.hub import find_directory
 from coalign.roles import Context
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 if TYPE_CHECKING:
     from peft import LoraConfig

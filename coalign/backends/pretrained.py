@@ -9,33 +9,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    modeling_utils,
-)
-from transformers.core_model_loading import Transpose, revert_weight_conversion
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
-from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
+from coalign.backends.known_models import find_known_model
 from coalign.backends.unfit_weights import describe_layers_beyond, refuse_unfit
 from coalign.backends.vision import list_placeholder_ids
 from coalign.backends.vision_language import (
@@ -58,6 +39,10 @@ from coalign.files import list_weight_files, read_json_object
 from coalign.hub import find_directory
 from coalign.roles import Context
 from coalign.weights.model_files import check_model_files, check_tokenizer_files, has_tokenizer, read_stored
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.quantizers.base import HfQuantizer
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +79,8 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     directory = get_directory(config)
     if not (directory / "config.json").is_file():
         raise ValueError(f"models.*.load: '{directory}' is not a Hugging Face model directory (no config.json there)")
+    from transformers import AutoConfig  # here and below: two seconds, which `coalign check` of a plain model saves
+
     hf = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     text = hf.get_text_config()
     text.use_cache = False
@@ -177,7 +164,10 @@ def check_weights(config: ModelConfig) -> None:
     if config.init == "random":
         return
     check_model_files(get_directory(config))
-    hf, stored = read_config(config), read_stored(get_directory(config))
+    stored, known = read_stored(get_directory(config)), find_known_model(config)
+    if known is not None and stored and known.fits(stored, config):
+        return
+    hf = read_config(config)
     if not stored or getattr(hf, "quantization_config", None):
         return
     with torch.device("meta"):
@@ -219,6 +209,8 @@ def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def open_tokenizer(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory. ValueError where there is none, and for files that are something else."""
     check_tokenizer_files(directory)
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except ValueError:
@@ -305,6 +297,17 @@ def read_rope_limit(hf: PretrainedConfig) -> tuple[str, int] | None:
     return None
 
 
+def find_context_length(config: ModelConfig) -> int | None:
+    """Find what `read_context_length` returns for the architecture in ``config.load``."""
+    known = find_known_model(config)
+    return read_context_length(read_config(config)) if known is None else known.context
+
+
+def find_rope_limit(config: ModelConfig) -> tuple[str, int] | None:
+    """Find what `read_rope_limit` returns for the architecture in ``config.load``."""
+    return read_rope_limit(read_config(config)) if find_known_model(config) is None else None
+
+
 def check_rope_length(kind: str, limit: int, longest: int) -> None:
     """Raise ValueError for a sequence of more than ``limit`` tokens; see `read_rope_limit`."""
     if longest > limit:
@@ -371,6 +374,8 @@ class StoredNames:
 
     @building
     def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
         with _transpose_back():
             return revert_weight_conversion(self.model, {name: tensor})
 
@@ -387,6 +392,8 @@ def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
     To unwrap it, transformers would ask accelerate, which imports DeepSpeed where it is installed, and DeepSpeed
     MLflow: four seconds of every process that saves.
     """
+    from transformers import modeling_utils
+
     with patch.object(modeling_utils, "unwrap_model", lambda model: model), _transpose_back():
         model.save_pretrained(dir, **options)
 
@@ -394,6 +401,8 @@ def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
 def _transpose_back() -> Any:
     """A context in which transformers stores experts of Qwen3-VL as on the hub. Else it leaves them as in memory, since
     it only transposes what has another shape than there; vLLM reads them transposed alone."""
+    from transformers.core_model_loading import Transpose
+
     return patch.object(Transpose, "reverse_op", property(lambda own: Transpose(own.dim1, own.dim0)))
 
 
@@ -404,6 +413,8 @@ def save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
     if config.head == "reward" and not config.frozen:
         hf |= {"score_at": TRAINED_AT}
     if config.head != "lm":
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
         kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
         hf |= {"architectures": [kind], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -416,14 +427,17 @@ def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code
 
     Some families have a class of the whole model and one of its language model alone: config.json names one of them.
     """
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING
-    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # of classes, whatever transformers declares
-    auto, known, what = AutoModelForCausalLM, causal, "causal LM"
+    import transformers
+
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    whole: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # of classes, whatever transformers declares
+    auto, known, what = transformers.AutoModelForCausalLM, causal, "causal LM"
     if head != "lm":
-        auto, known = AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        auto = transformers.AutoModelForSequenceClassification
+        known = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         what = f"sequence classifier, as `head: {head}` needs one,"
     elif type(hf) in whole and (type(hf) not in causal or whole[type(hf)].__name__ in (hf.architectures or ())):
-        auto, known = AutoModelForImageTextToText, whole
+        auto, known = transformers.AutoModelForImageTextToText, whole
     if (type(hf) not in known and not trust_remote_code) or (known is whole and hf.is_encoder_decoder):
         raise ValueError(f"models.*.load: transformers has no {what} for the model type `{hf.model_type}`")
     return auto
@@ -431,8 +445,10 @@ def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code
 
 def _find_class(hf: PretrainedConfig, config: ModelConfig) -> Any:
     """The class of transformers, or for the head of a model that sees one made of its parts, to build or load with."""
-    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    is_known = type(hf) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or type(hf) not in whole
+    import transformers
+
+    whole: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_known = type(hf) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or type(hf) not in whole
     if config.head != "lm" and config.vision is not None and not is_known:
         return build_classifier(whole[type(hf)])
     return find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
@@ -450,6 +466,8 @@ def build_model(make: Callable[..., Any], refusal: Exception, *arguments: Any, *
 
 def describe_encoder(model: PreTrainedModel) -> str | None:
     """Why ``model`` cannot predict the next token, if it is an encoder; None for a decoder."""
+    from transformers import PreTrainedModel
+
     layers = [layer for layer in model.modules() if not isinstance(layer, PreTrainedModel)]
     sides = [layer.is_decoder for layer in layers if hasattr(layer, "is_decoder")]
     if not sides or any(sides):
@@ -495,7 +513,11 @@ def _options(config: ModelConfig, hf: PretrainedConfig, *, packed: bool) -> dict
         "trust_remote_code": config.trust_remote_code,
     }
     sees = config.vision is not None
-    return options | {"attn_implementation": choose_attention(hf, attention.NAME, sees=sees)} if packed else options
+    return (
+        options | {"attn_implementation": choose_attention(hf, attention.register_attention(), sees=sees)}
+        if packed
+        else options
+    )
 
 
 def choose_attention(hf: PretrainedConfig, name: str, *, sees: bool) -> str | dict[str, str]:
@@ -510,6 +532,8 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
     """Arguments for QLoRA's NF4 with quantised constants (2305.14314), in every linear layer but the head."""
     if config.lora is None or config.lora.base_bits is None:
         return {}
+    from transformers import BitsAndBytesConfig
+
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -522,7 +546,7 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
 
 def _keep_quantized(model: PreTrainedModel) -> None:
     """Keep the 4-bit weights, and drop the settings that say so from the model's config: it is exported in full."""
-    cast(HfQuantizer, model.hf_quantizer).remove_quantization_config(model)
+    cast("HfQuantizer", model.hf_quantizer).remove_quantization_config(model)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # repacks the weights, with less precise scales, in eval mode
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (a plain attribute of bitsandbytes)

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from coalign.algorithms.routing import balance_loss, count_choices, describe_load, z_loss
 from coalign.types import UNKNOWN_EXPERT, Stat, Stats
@@ -165,6 +163,9 @@ class RouterTotals:
 
 def _find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yield (module, the place of the logits in its output)."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import OutputRecorder
+
     declared = [m._can_record_outputs for m in model.modules() if isinstance(m, PreTrainedModel)]
     entries = [entry for each in declared for entry in _as_list((each or {}).get("router_logits"))]
     recorders = [entry if isinstance(entry, OutputRecorder) else OutputRecorder(entry) for entry in entries]

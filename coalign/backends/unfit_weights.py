@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from coalign.config.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 LAYER = re.compile(r"\.\d+\.")  # in the names of the weights of a numbered layer
 SHOWN = 8  # weights that a message names

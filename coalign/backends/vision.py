@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from coalign.backends.layout import Layout, pack
 from coalign.backends.vision_language import find_body, has_towers
@@ -26,6 +25,10 @@ from coalign.data.images.pixels import PixelCache, Pixels
 from coalign.data.images.probe import draw_picture, make_probe
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import ImageSpan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 
 FORBIDDEN = -1e30  # added to a logit: its probability is 0, and 0 times its log-prob is not nan
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")

@@ -11,35 +11,23 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    get_model_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    rename_source_key,
-)
-from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
-from transformers.utils.hub import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from coalign.files import list_weight_files
 
-LEGACY_TEMPLATE = LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
+
+LEGACY_TEMPLATE = "chat_template.json"
 PROCESSOR_FILES = (
-    PROCESSOR_NAME,
-    IMAGE_PROCESSOR_NAME,
-    VIDEO_PROCESSOR_NAME,
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
     LEGACY_TEMPLATE,
 )
 INDEX = "model.safetensors.index.json"
@@ -53,8 +41,10 @@ def has_towers(config: PretrainedConfig) -> bool:
 def find_body(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder below the head of ``model``, which makes hidden states of tokens."""
     if has_towers(model.config):
-        decoder = cast(PreTrainedModel, model.get_decoder())
+        decoder = cast("PreTrainedModel", model.get_decoder())
         return decoder if decoder.get_output_embeddings() is None else find_body(decoder)
+    from transformers import PreTrainedModel
+
     body = cast(PreTrainedModel, model.base_model)
     # Language models that are parts of others (Llama 4) name it wrongly.
     return body if body is not model else next(m for m in body.children() if isinstance(m, PreTrainedModel))
@@ -67,6 +57,11 @@ def build_classifier(whole: type[PreTrainedModel]) -> Any:
     It is what transformers would make of its own parts, so its files have the usual names: `score.weight`, and the
     model's own weights without a language-model head.
     """
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.modeling_layers import GenericForSequenceClassification
 
     def from_config(cls: Any, config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> Any:
         return cls._from_config(config, **options)
@@ -132,6 +127,9 @@ def find_conversions(model: PreTrainedModel, names: Iterable[str]) -> list[Weigh
     Of the prefixes that some files have and others do not (`vision_model.` in the towers of LLaVA): those that are in
     ``names``, the checkpoint's.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, rename_source_key
+
     mapping, known = get_model_conversion_mapping(model, add_legacy=False), dict(model.state_dict())
     renamings, converters = _split_conversions(mapping)
     for name in names:
@@ -149,11 +147,16 @@ def list_weight_names(source: Path) -> list[str]:
 
 
 def _split_conversions(mapping: Sequence[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     return renamings, [each for each in mapping if isinstance(each, WeightConverter)]
 
 
 def _read_others(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import rename_source_key
+
     prefix, mapping, known = model.base_model_prefix, get_model_conversion_mapping(model), dict(own)
     renamings, converters = _split_conversions(mapping)
     others = {}

@@ -18,7 +18,7 @@ import typer
 import coalign
 from coalign.cli import board, generate, indexed, launch, models, train
 from coalign.cli.messages import WITH_OPTIONS, describe_usage, name_options
-from coalign.report.error_text import describe_briefly
+from coalign.cli.problems import describe_error, find_user_error
 
 app = typer.Typer(
     name="coalign",
@@ -103,17 +103,12 @@ def main() -> None:
             raise SystemExit(_refuse_usage(error)) from None
         from coalign.config.secrets import hide_secrets
 
-        trace, problem = "".join(traceback.format_exception(error)), _find_user_error(error)
         if whole:
-            sys.stderr.write(hide_secrets(trace))
-        if problem is None:
-            message = describe_briefly(error, trace)
-        else:
-            described = _describe(problem)
-            described = name_options(described) if sys.argv[1:2] and sys.argv[1] in WITH_OPTIONS else described
-            message = "\n".join([described, *getattr(error, "__notes__", ())])
+            sys.stderr.write(hide_secrets("".join(traceback.format_exception(error))))
+        message = describe_error(error)
+        message = name_options(message) if sys.argv[1:2] and sys.argv[1] in WITH_OPTIONS else message
         typer.secho(f"error: {hide_secrets(message)}", fg="red", err=True)
-        raise SystemExit(1 if problem is None else 2) from None
+        raise SystemExit(1 if find_user_error(error) is None else 2) from None
 
 
 def _refuse_usage(error: Any) -> int:
@@ -125,31 +120,3 @@ def _refuse_usage(error: Any) -> int:
         path = context.command_path if context else "coalign"
         typer.secho(f"error: {describe_usage(error.format_message(), path, COMMANDS)}", fg="red", err=True)
     return error.exit_code
-
-
-def _find_user_error(error: Exception) -> BaseException | None:
-    """Return the error if the user can fix it, else None. Of a worker's errors, those of a model's setup and of a
-    person's reward count."""
-    problem: BaseException | None = error
-    if isinstance(error, RuntimeError):
-        from coalign.cluster.future import WorkerError  # slow to import
-        from coalign.rewards.calls import RewardBug
-
-        if isinstance(error, WorkerError):
-            problem = error.cause if error.call.method == "setup" or isinstance(error.cause, RewardBug) else None
-        if isinstance(problem, RewardBug):
-            return problem
-    # A module that is missing inside of other code is a problem of that code's author.
-    fixable = isinstance(problem, (ValueError, OSError, ImportError, NotImplementedError))
-    return problem if fixable and not isinstance(problem, ModuleNotFoundError) else None
-
-
-def _describe(problem: BaseException) -> str:
-    """Return the message; settings given as options are described like those of a YAML file."""
-    from pydantic import ValidationError
-
-    from coalign.config.errors import describe_error, format_key
-
-    if not isinstance(problem, ValidationError):
-        return str(problem)
-    return "\n".join(": ".join(filter(None, (format_key(e["loc"]), describe_error(e)))) for e in problem.errors())

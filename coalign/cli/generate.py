@@ -39,7 +39,10 @@ ScoreAt = Annotated[
 Seed = Annotated[int, typer.Option(min=0)]
 Images = Annotated[bool, typer.Option("--images", help="Read images, with a model that sees (docs/images.md).")]
 ImageRoot = Annotated[Path | None, typer.Option(help="Folder of image files that requests may name; implies --images.")]
-Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option()]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="auto: bfloat16 for a model stored in 16 bits or fewer, if the device multiplies it."),
+]
 Device = Annotated[str, typer.Option(help="auto (the machine's accelerator, or else the CPU), cpu, cuda, cuda:1.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output if it exists; without, only what this command began.")
@@ -84,7 +87,7 @@ def generate(
     chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     seed: Seed = 0,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "auto",
     overwrite: Overwrite = False,
 ):
@@ -138,7 +141,7 @@ def score(
     images: Images = False,
     chat_template: Template = None,
     score_at: ScoreAt = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "auto",
     overwrite: Overwrite = False,
 ):
@@ -179,7 +182,7 @@ def chat(
     chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     seed: Seed = 0,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "auto",
 ):
     """Talk to a model in the terminal. /image FILE, /reset, /save FILE and /quit; Ctrl-C stops an answer."""
@@ -230,7 +233,9 @@ def serve_reward(
         typer.Option(help="The reward model's: `auto`, `none`, or a Jinja file; default: as its run had it."),
     ] = None,
     score_at: ScoreAt = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 (default) or bfloat16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto (default, as of `coalign generate`), float32, bfloat16.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto (default; see `coalign generate`), cpu, cuda.")] = None,
 ):
     """Serve a reward model or functions over HTTP, as OpenRLHF's `/get_reward`. SIGTERM finishes current requests."""
@@ -274,7 +279,7 @@ def serve(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit of answers whose request has none.")] = 512,
     max_sequences: Annotated[int, typer.Option(min=1, help="Answers that an engine computes at once.")] = 64,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "auto",
 ):
     """Serve a model over HTTP, as OpenAI's /v1/chat/completions and /v1/completions. SIGTERM finishes requests."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from coalign.report.display import Display
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file.")]
 Overrides = Annotated[
@@ -83,26 +87,52 @@ def watch(run: Annotated[Path, typer.Argument(help="The folder of a run, going o
     watch_run(run)
 
 
-def check(config: Config, overrides: Overrides = None, no_code: NoCode = False, cluster: Cluster = None):
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    no_code: NoCode = False,
+    cluster: Cluster = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: facts, warnings, problems. Exit code 1: problems.")
+    ] = False,
+):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     _refuse(no_code)
-    from coalign.planner.gpus import ClusterSpec
+    from coalign.report.display import Display
 
-    simulated = ClusterSpec.parse(cluster) if cluster else None
+    if not as_json:
+        return _examine(config, overrides, cluster, Display(), {})
+    from rich.console import Console
+
+    from coalign.cli.problems import report_as_json
+
+    facts: dict[str, Any] = {}
+    with report_as_json(facts):
+        _examine(config, overrides, cluster, Display(out=Console(file=StringIO())), facts)
+
+
+def _examine(
+    config: Path, overrides: list[str] | None, cluster: str | None, display: Display, facts: dict[str, Any]
+) -> None:
+    simulated = None
+    if cluster:
+        from coalign.planner.gpus import ClusterSpec
+
+        simulated = ClusterSpec.parse(cluster)
     from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
-    from coalign.report.display import Display
 
     if is_pipeline(config):
         if simulated is not None:
             raise ValueError(f"--cluster {simulated}: {config} is a pipeline; check the YAML of its training stage")
         from coalign.commands.pipeline import check_pipeline as examine_stages
 
-        return examine_stages(load_pipeline(config, overrides or []), Display())
+        return examine_stages(load_pipeline(config, overrides or []), display)
     loaded = load_config(config, overrides, planned=True)
+    facts["places"] = loaded.places
     from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
 
-    examine(loaded, Display(), simulated)
+    examine(loaded, display, simulated, facts)
 
 
 def plan(
@@ -205,12 +235,18 @@ def evaluate(
     model: Annotated[
         Path | None, typer.Option(help="Evaluate this model directory instead of the configuration's.")
     ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(
+            help="Of --model. auto: bfloat16 if it is stored in 16 bits or fewer and the device multiplies it."
+        ),
+    ] = "auto",
 ):
     """Measure a model on the evaluation set of a run: mean@n, pass@k (or the loss, for SFT)."""
     from coalign import api
     from coalign.report.display import Display
 
-    Display().table("evaluation", api.evaluate(config, overrides, model=model))
+    Display().table("evaluation", api.evaluate(config, overrides, model=model, dtype=dtype))
 
 
 def inspect_data(

@@ -16,14 +16,13 @@ import torch
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.pretrained import read_placeholders
 from coalign.commands.judges import choose_device
-from coalign.commands.run_model import choose_template, find_model
+from coalign.commands.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.commands.text_stream import TextStream, decode_answer
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig, VisionConfig
 from coalign.data.batch import Batch
 from coalign.data.images.placeholders import show_images
 from coalign.data.messages import Message
 from coalign.data.templates import load_template, locate_images
-from coalign.hub import fetch_model
 from coalign.report.display import Display
 from coalign.roles import Context
 
@@ -41,7 +40,7 @@ class ChatSettings:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     images: bool = False
 
@@ -52,7 +51,7 @@ def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None
     Raises ValueError for a directory that is no model, and for a tokenizer without a chat template.
     """
     conversation = Conversation(settings)
-    display.note(f"{settings.model}   {HELP}{IMAGES if settings.images else ''}")
+    display.note(f"{settings.model}, {conversation.dtype}   {HELP}{IMAGES if settings.images else ''}")
     for line in lines:
         text = line.strip()
         if text == "/quit":
@@ -95,11 +94,11 @@ class Conversation:
         config = ModelConfig(
             module="native",
             load=find_model(str(settings.model)),
-            dtype=settings.dtype,
             sampling=settings.sampling,
             vision=None if images is None else VisionConfig(),
         )
-        fetch_model(config)
+        config = fetch_in_dtype(config, settings.dtype, device)
+        self.dtype = config.dtype
         self._module = NativeModule(config, Context(seed=settings.seed, device=device, images=images, tokens_only=True))
         self._module.setup()
         chosen = choose_template(str(settings.model), settings.chat_template, settings.chat_template_kwargs)

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coalign.cluster.base import start_cluster
-from coalign.commands.run_model import find_model
+from coalign.cluster.placement.nodes import find_accelerator
+from coalign.commands.run_model import choose_dtype, find_model
 from coalign.config.errors import located_at
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[str, float]:
+def evaluate(config: RunConfig, model: Path | None, display: Display, dtype: str = "auto") -> dict[str, float]:
     """Return the metrics on a run's evaluation set, with ``model`` in place of the directory that training starts from.
 
-    ``display`` shows a bar meanwhile. The reference and other frozen models stay those of the run. Raises ValueError
-    without evaluation data.
+    ``dtype`` is that of ``model``; for `auto` a model of 16 bits is computed in bfloat16 where `choose_dtype` says so,
+    and another as the run says. ``display`` shows a bar meanwhile. The reference and other frozen models stay those of
+    the run. Raises ValueError without evaluation data.
     """
     names = find_recipe(config.algorithm).evaluates
     if not config.data.eval:
@@ -45,6 +47,10 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[st
         main = config.models[names[0]].model_copy(update=changes)
         config = config.model_copy(update={"models": {**config.models, names[0]: main}})
     config = fetch_sources(config)
+    if model is not None:
+        config = _set_dtype(config, names[0], dtype)
+        main = config.models[names[0]]
+        display.note(f"{model}: {main.compute_dtype or main.dtype}")
     plan = prepare(config)
     plan = plan.restrict([*names, *(name for name in plan.roles if name not in plan.recipe.models)])
     with start_cluster(plan.config, plan.started) as cluster:
@@ -52,6 +58,16 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> dict[st
         assert engine.evaluator is not None  # the configuration has evaluation data
         stats, _ = engine.evaluator.evaluate(display)
     return flatten_stats(stats)
+
+
+def _set_dtype(config: RunConfig, name: str, dtype: str) -> RunConfig:
+    main = config.models[name]
+    device = find_accelerator(config.runtime.accelerator).device if main.devices else "cpu"
+    chosen = choose_dtype(dtype, str(main.load), device)
+    if dtype == "auto" and chosen == "float32":
+        return config
+    main = main.model_copy(update={"dtype": chosen, "compute_dtype": None})
+    return config.model_copy(update={"models": {**config.models, name: main}})
 
 
 def show_data(

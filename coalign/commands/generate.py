@@ -17,7 +17,7 @@ from coalign.commands.resumable import (
     list_inputs,
     require_writable,
 )
-from coalign.commands.run_model import choose_template, find_model
+from coalign.commands.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.commands.score import report_unscored, summarise_scores, verdict_entries
 from coalign.config.functions import resolve_class
 from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig, VisionConfig
@@ -25,7 +25,6 @@ from coalign.data.batch import Batch
 from coalign.data.loader import Loader, build_loader
 from coalign.data.reader import RowReader
 from coalign.data.templates import read_samples
-from coalign.hub import fetch_model
 from coalign.report.display import Display
 from coalign.roles import Context
 from coalign.types import Sample, Status
@@ -55,10 +54,10 @@ def generate(
         require_writable(output, config, overwrite)
     device = choose_device(config.device)
     config = _fit_to_run(config)
-    settings = config.model_dump(include={"module", "dtype", "sampling", "native", "transformers"})
+    settings = config.model_dump(include={"module", "sampling", "native", "transformers"})
     images = config.data.images
     model = ModelConfig(load=config.model, vision=None if images is None else VisionConfig(), **settings)
-    fetch_model(model)
+    model = fetch_in_dtype(model, config.dtype, device)
     module: RolloutModule = resolve_class(config.module, "coalign.backends")(
         model, Context(seed=config.seed, device=device, images=images, tokens_only=True)
     )
@@ -88,7 +87,7 @@ def generate(
     if judge:
         report_unscored(judge, display)
     if not display.quiet:
-        rate = f"{fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s)"
+        rate = f"{fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s, {model.dtype})"
         display.note(f"{counts['responses']} responses, {rate}")
     return counts
 

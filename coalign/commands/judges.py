@@ -13,12 +13,11 @@ import torch
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader, TokenizedConversation
 from coalign.backends.scorers.reward import build_reward_functions
-from coalign.commands.run_model import choose_template, find_model
+from coalign.commands.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.config.schema import ImagesConfig, JudgeConfig, ModelConfig, VisionConfig
 from coalign.data.messages import Message, format_prompt, get_text
 from coalign.devices import count_devices
 from coalign.engine.reward import build_terms, combine
-from coalign.hub import fetch_model
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample, Status
@@ -66,8 +65,10 @@ class ResponseJudge(ABC):
     """Scores responses, and counts those without a score.
 
     ``failed`` counts them by reason and ``first`` describes the first one. ``compares`` names the functions that see
-    all responses to a prompt together.
+    all responses to a prompt together. ``dtype``: that a model of it computes in.
     """
+
+    dtype: str = ""
 
     def __init__(self) -> None:
         self.failed: Counter[str] = Counter()
@@ -174,15 +175,16 @@ class RewardModelJudge(ResponseJudge):
             load=find_model(name),
             head="reward",
             frozen=True,
-            dtype=config.dtype,
             max_tokens_per_micro=config.reward_tokens,
             chat_template=chosen.chat_template,
             chat_template_kwargs=chosen.chat_template_kwargs,
             score_at=config.reward_score_at,
             vision=None if images is None else VisionConfig(),
         )
-        fetch_model(model)
-        context = Context(model="reward_model", device=choose_device(config.device), images=images)
+        device = choose_device(config.device)
+        model = fetch_in_dtype(model, config.dtype, device)
+        self.dtype = model.dtype
+        context = Context(model="reward_model", device=device, images=images)
         self._module = FSDPModule(model, context)
         self._module.setup()
         self._reader = ConversationReader(model, images, chosen.reasoning)

@@ -1,4 +1,4 @@
-"""The model of a run folder, and the chat template that it was trained with."""
+"""The model of a run folder, the chat template that it was trained with, and the dtype that commands compute it in."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from coalign.backends.engines.native import kernels
 from coalign.config import load_section
-from coalign.config.schema import DataConfig
+from coalign.config.schema import DataConfig, ModelConfig
 from coalign.config.yaml_reader import MAX_BYTES, parse
 from coalign.data.templates import TRAINING_TEMPLATES, is_jinja
+from coalign.devices import get_compute_capability
 from coalign.files import read_bounded, read_model_config
-from coalign.hub import is_gguf, is_hub_name
+from coalign.hub import fetch_model, find_directory, is_gguf, is_hub_name
+from coalign.weights.model_files import SAFETENSORS, read_stored
 
 CONFIG = "config.yaml"
 
@@ -29,6 +34,43 @@ def find_model(name: str) -> str:
     if not (folder / "model").exists():
         raise ValueError(f"{name} is a run folder without a model: the run has not saved a checkpoint yet")
     return str(folder / "model")
+
+
+def fetch_in_dtype(model: ModelConfig, dtype: str, device: str) -> ModelConfig:
+    """Fetch a model; return its settings with ``dtype``, or for `auto` the dtype of `choose_dtype` on ``device``.
+
+    Raises what `fetch_model` raises.
+    """
+    fetch_model(model)
+    return model.model_copy(update={"dtype": choose_dtype(dtype, str(model.load), device)})
+
+
+def choose_dtype(dtype: str, load: str, device: str) -> str:
+    """Return ``dtype``; for `auto` bfloat16 if the fetched model has 16 bits a number, or fewer, and the device
+    multiplies that, else float32.
+
+    float16 becomes bfloat16, too: as many bits, which are rounded, and no overflow.
+    """
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if _has_short_numbers(load) and _multiplies_bf16(torch.device(device)) else "float32"
+
+
+def _has_short_numbers(load: str) -> bool:
+    """Whether the matrices of a model are stored in 16 bits or fewer, as config.json says of those in pickles."""
+    directory = find_directory(load)
+    if load.endswith(".gguf"):  # it is converted to float32, whatever it holds
+        return Path(load).stat().st_size < 0.75 * (directory / SAFETENSORS).stat().st_size
+    if stored := read_stored(directory):
+        return not any(tensor.dtype in ("F32", "F64") for tensor in stored.values() if len(tensor.shape) > 1)
+    fields = read_model_config(directory)
+    return (fields.get("dtype") or fields.get("torch_dtype")) in ("bfloat16", "float16")
+
+
+def _multiplies_bf16(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return kernels.multiplies_bf16()
+    return device.type != "cuda" or get_compute_capability(device) >= (8, 0)
 
 
 def choose_template(model: str, chat_template: str | None, arguments: Mapping[str, Any] | None = None) -> DataConfig:

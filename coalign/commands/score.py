@@ -47,6 +47,8 @@ def score(config: ScoreConfig, output: Path, display: Display, *, overwrite: boo
         counts = summarise_scores(record for unit in partial.units() for record in unit)
         partial.finish()
     report_unscored(judge, display)
+    if judge.dtype and not display.quiet:
+        display.note(f"scored by {config.reward_model} in {judge.dtype}")
     return counts
 
 

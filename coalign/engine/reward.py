@@ -299,6 +299,12 @@ def describe_reward(parts: Sequence[RewardConfig], models: Mapping[str, ModelCon
     return "\n".join(["reward", *lines]) if lines else ""
 
 
+def list_reward_facts(parts: Sequence[RewardConfig]) -> list[dict[str, Any]]:
+    """Return the parts of a reward as JSON has them."""
+    keys = ("fn", "model", "weight", "normalise", "clip", "sources")
+    return [{"name": part.called, **{key: getattr(part, key) for key in keys}} for part in parts]
+
+
 def _list_running(terms: Sequence[RewardTerm]) -> list[str]:
     return [term.name for term in terms if term.weight and term.normalise == "running"]
 

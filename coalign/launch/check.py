@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from coalign.algorithms.segments import LossTotals
 from coalign.backends.base import Module, Objective, loss_input
 from coalign.cluster.base import Cluster, plan_slots
-from coalign.cluster.dry import STANDINS, DryCluster, FlowGraph, TracedCall, draw_graph
+from coalign.cluster.dry import STANDINS, DryCluster, FlowGraph, TracedCall, describe_graph, draw_graph
 from coalign.cluster.future import Call
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.config import ConfigError, locate_problems
@@ -21,15 +21,13 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.devices import count_devices
 from coalign.engine.hooks.guards import check_reported
-from coalign.engine.reward import combine_rewards, describe_reward
+from coalign.engine.reward import combine_rewards, describe_reward, list_reward_facts
 from coalign.hub import is_hub_name
-from coalign.launch.cluster_check import describe_groups, place_models
-from coalign.launch.data_check import check_data
+from coalign.launch.data_check import check_data, list_warnings
 from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_table import (
-    MemoryDemand,
     build_device_table,
     build_memory_table,
     describe_excess,
@@ -39,99 +37,169 @@ from coalign.launch.memory_table import (
     find_role,
     list_demands,
     list_loads,
+    list_memory_facts,
 )
-from coalign.launch.plan import Plan, PlannedModel, prepare
-from coalign.launch.planned_run import describe_run
-from coalign.launch.refusal import offer_layout
+from coalign.launch.plan import Plan, PlannedModel, describe_models, prepare
 from coalign.launch.validate import check_context, check_directories, check_folders, check_rope, check_weights
-from coalign.planner.gpus import ClusterSpec
-from coalign.planner.layouts.partition import ModelRole
 from coalign.report.display import Display
 from coalign.types import LossInput
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from coalign.planner.gpus import ClusterSpec
+    from coalign.planner.layouts.devices import DeviceLoad, Estimates
+    from coalign.planner.layouts.partition import ModelRole
 
 # What a model with this head hands to its loss.
 OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
 
 
-def check(config: RunConfig, display: Display, cluster: ClusterSpec | None = None) -> None:
+@dataclass
+class CheckReport:
+    """What `coalign check` says of a run: shown while it goes on, and kept as ``facts`` for `--json`."""
+
+    display: Display
+    facts: dict[str, Any]
+
+    def add(self, *shown: RenderableType, **facts: Any) -> None:
+        """Show texts and tables, and keep facts (what JSON can hold) by name."""
+        self.facts |= facts
+        for content in shown:
+            self.display.show(content)
+
+
+def check(
+    config: RunConfig, display: Display, cluster: ClusterSpec | None = None, facts: dict[str, Any] | None = None
+) -> None:
     """Print what the run would do. Raises ValueError for whatever would stop it.
 
     Of models of the hub it fetches configuration and tokenizer, no weights; of data of the hub which files there are.
     Of files that are here it reads the first rows. With ``cluster`` the run is placed on that one, which need not be
-    there, and refused if a device would not hold its part.
+    there, and refused if a device would not hold its part. ``facts`` is filled with what is printed, for JSON.
     """
+    report = CheckReport(display, {} if facts is None else facts)
     fetched = fetch_sources(config, weights=False, rows=False)
     plan = prepare(fetched, devices=cluster.gpus) if cluster else prepare(fetched)
-    config = plan.config
-    graph = trace(plan)
-    count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"
-    display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
-    display.show(draw_graph(graph) + "\n")
+    _report_flow(report, plan)
     planned = [model for model in plan.models.values() if _is_planned(model.config.load)]
-    with locate_problems(config):
-        present = [model for model in plan.models.values() if model not in planned]
-        check_directories(present)
-        check_folders(config)
-        check_context(present)
-        check_rope(present, config, plan.recipe.source)
-        for model in present:
-            _check_backend(model, config, simulated=cluster is not None)
-        check_weights(present, simulated=cluster is not None)
-        notes = [
-            f"{model.name}: {note}"
-            for model in present
-            if model.config.load
-            for note in model.module.notes(model.config)
-        ]
+    present = [model for model in plan.models.values() if model not in planned]
+    with locate_problems(plan.config):
+        notes = _check_models(plan, present, simulated=cluster is not None)
         data = check_data(plan, present, simulated=cluster is not None)
-        display.show("\n".join([*data.lines, ""]))
+    report.add("\n".join([*data.lines, ""]), data=data.sources, warnings=list_warnings(data.lines))
     if rewards := describe_reward(plan.rewards, plan.configs):
-        display.show(rewards + "\n")
-    with locate_problems(config):
-        display.show(describe_requested_layout(plan.started, config))
-        if plan.devices:
-            display.show(plan.devices)
-        if cluster is None:
-            check_devices(plan.started, config)
-        else:
-            roles: dict[str, ModelRole] = {name: find_role(model.role) for name, model in plan.models.items()}
-            display.show("")
-            try:
-                placement = place_models(plan.started, config, cluster)
-            except ConfigError as error:
-                offer = offer_layout(describe_run(fetched, cluster), cluster)
-                problems = [replace(problem, message=problem.message + offer) for problem in error.problems]
-                raise ConfigError(problems) from error
-            display.show(describe_groups(placement, plan.started, roles))
-    display.show("")
-    demands: list[MemoryDemand] = []
+        report.add(rewards + "\n", reward=list_reward_facts(plan.rewards))
+    _report_placement(report, plan, fetched, cluster)
+    excess = ""
     if planned:
-        for load in dict.fromkeys(model.config.load for model in planned):
-            names = ", ".join(model.name for model in planned if model.config.load == load)
-            display.show(
-                f"{names}: {load} is not there yet, a run with `output: {Path(str(load)).parent}` makes it; its "
-                "backend and memory are not checked"
-            )
+        report.add(*_describe_planned(planned))
     else:
         estimates = estimate_models(plan, cluster, lengths=data.lengths)
-        display.show(build_memory_table(estimates))
         loads = list_loads(plan, estimates)
+        report.add(build_memory_table(estimates), memory=list_memory_facts(estimates))
         if cluster is None:
-            notes = [*describe_loads(loads, plan_slots(plan.started, config.runtime.colocation), config), *notes]
-            demands = list_demands(plan, estimates, loads)
-            notes = [*map(str, demands), *notes]
+            remarks, excess = _report_demands(report, plan, estimates, loads)
+            notes = [*remarks, *notes]
         else:
-            display.show("")
-            display.show(build_device_table(loads, cluster))
-            if problem := find_overload(loads, cluster):
-                raise ValueError(problem + offer_layout(describe_run(fetched, cluster), cluster))
+            _report_devices(report, loads, fetched, cluster)
             notes = ["", *notes]
-    for line in notes:
-        display.show(line)
-    if excess := [demand for demand in demands if demand.bytes > demand.usable]:
-        display.show(f"\nwarning: {describe_excess(excess)}")
-    else:
-        display.show("\nno problem found")
+    report.add(*notes, notes=[note for note in notes if note])
+    if excess:
+        report.facts["warnings"].append(excess)
+    report.add(f"\nwarning: {excess}" if excess else "\nno problem found")
+
+
+def _report_flow(report: CheckReport, plan: Plan) -> None:
+    """Add what the run is, and the calls of a step. Raises what `trace` raises."""
+    config, graph = plan.config, trace(plan)
+    count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"
+    steps = config.runtime.steps or f"{config.runtime.epochs} epochs of"
+    report.add(
+        f"{config.algorithm}: {count}, {steps} steps\n",
+        draw_graph(graph) + "\n",
+        algorithm=config.algorithm,
+        steps=config.runtime.steps,
+        epochs=config.runtime.epochs if config.runtime.steps is None else None,
+        output=config.output,
+        flow=describe_graph(graph),
+    )
+
+
+def _check_models(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool) -> list[str]:
+    """Raise what the models that are there would raise when a run sets them up; return remarks on them."""
+    config = plan.config
+    check_directories(present)
+    check_folders(config)
+    check_context(present)
+    check_rope(present, config, plan.recipe.source)
+    for model in present:
+        _check_backend(model, config, simulated=simulated)
+    check_weights(present, simulated=simulated)
+    loaded = [model for model in present if model.config.load]
+    return [f"{model.name}: {note}" for model in loaded for note in model.module.notes(model.config)]
+
+
+def _report_placement(report: CheckReport, plan: Plan, fetched: RunConfig, cluster: ClusterSpec | None) -> None:
+    """Add where the models compute. ConfigError for devices that are not there."""
+    with locate_problems(plan.config):
+        report.add(describe_requested_layout(plan.started, plan.config), models=describe_models(plan))
+        if plan.devices:
+            report.add(plan.devices)
+        if cluster is None:
+            check_devices(plan.started, plan.config)
+        else:
+            _report_groups(report, plan, fetched, cluster)
+    report.add("")
+
+
+def _report_groups(report: CheckReport, plan: Plan, fetched: RunConfig, cluster: ClusterSpec) -> None:
+    from coalign.launch.cluster_check import describe_groups, place_models  # with the planner, which no run needs
+
+    roles: dict[str, ModelRole] = {name: find_role(model.role) for name, model in plan.models.items()}
+    report.add("")
+    try:
+        placement = place_models(plan.started, plan.config, cluster)
+    except ConfigError as error:
+        offer = _offer_layout(fetched, cluster)
+        raise ConfigError(replace(problem, message=problem.message + offer) for problem in error.problems) from error
+    report.add(describe_groups(placement, plan.started, roles))
+
+
+def _describe_planned(models: Sequence[PlannedModel]) -> Iterator[str]:
+    """Yield which models are not there yet."""
+    for load in dict.fromkeys(model.config.load for model in models):
+        names = ", ".join(model.name for model in models if model.config.load == load)
+        yield (
+            f"{names}: {load} is not there yet, a run with `output: {Path(str(load)).parent}` makes it; its "
+            "backend and memory are not checked"
+        )
+
+
+def _report_demands(
+    report: CheckReport, plan: Plan, estimates: Estimates, loads: Sequence[DeviceLoad]
+) -> tuple[list[str], str]:
+    """Add what the run takes of this machine; return remarks, and why it does not fit (empty if it does)."""
+    demands = list_demands(plan, estimates, loads)
+    report.add(demands=[asdict(demand) | {"usable": int(demand.usable)} for demand in demands])
+    shared = describe_loads(loads, plan_slots(plan.started, plan.config.runtime.colocation), plan.config)
+    excess = [demand for demand in demands if demand.bytes > demand.usable]
+    return [*map(str, demands), *shared], describe_excess(excess) if excess else ""
+
+
+def _report_devices(report: CheckReport, loads: Sequence[DeviceLoad], fetched: RunConfig, cluster: ClusterSpec) -> None:
+    """Add what each device of a cluster holds. ValueError, with a layout that fits, if one cannot."""
+    devices = [{"devices": load.count, "peak": load.peak, "turn": load.turn, "holds": [*load.stages]} for load in loads]
+    report.add("", build_device_table(loads, cluster), devices=devices)
+    if problem := find_overload(loads, cluster):
+        raise ValueError(problem + _offer_layout(fetched, cluster))
+
+
+def _offer_layout(config: RunConfig, cluster: ClusterSpec) -> str:
+    from coalign.launch.planned_run import describe_run
+    from coalign.launch.refusal import offer_layout
+
+    return offer_layout(describe_run(config, cluster), cluster)
 
 
 def _is_planned(load: str | None) -> bool:

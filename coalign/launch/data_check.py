@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from coalign.backends.pretrained import read_config, read_context_length
+from coalign.backends.pretrained import find_context_length
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.config import ConfigError
 from coalign.config.errors import ConfigProblem, Key, located_at, suggest
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 ROWS, TOKENS = 5_000, 500_000  # read of each source: two seconds of one core
 SINGLE_TURN = RolloutConfig().fn  # other environments may write prompts of their own
 SHOWN = 100  # characters of the first row
+WARNING = "warning: "  # before a line that is one
 
 
 @dataclass
@@ -67,12 +68,30 @@ class RowSample:
         """Tokens of the row with the most, in all of its sequences."""
         return max((sum(len(example.tokens) for example in examples) for examples in self.used), default=0)
 
+    def describe(self) -> dict[str, Any]:
+        """What was read, as JSON has it. ``complete``: there are no other rows."""
+        lengths = [len(prompt) for prompt in self.prompts]
+        return {
+            "split": self.key[1],
+            "source": self.name,
+            "rows": self.encoder.counts["rows"],
+            "complete": self.whole,
+            "used": len(self.used),
+            "report": self.encoder.report(),
+            "prompt_tokens": {"median": median(lengths), "max": max(lengths)} if lengths else None,
+            "longest": self.longest,
+        }
+
 
 @dataclass
 class DataFindings:
-    """Lines that describe the data, and warnings. ``lengths``: of the training rows, if all sources were read."""
+    """Lines that describe the data, and warnings. ``lengths``: of the training rows, if all sources were read.
+
+    ``sources``: what JSON tells of each source that was read.
+    """
 
     lines: list[str] = field(default_factory=list)
+    sources: list[dict[str, Any]] = field(default_factory=list)
     lengths: RowLengths | None = None
 
 
@@ -85,11 +104,18 @@ def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool =
     """
     findings, samples = DataFindings(), list[RowSample]()
     findings.lines += _check_sources(plan, present, samples, simulated=simulated)
+    findings.sources += [sample.describe() for sample in samples]
     train = [sample for sample in samples if sample.key[1] == "train"]
     if train and len(train) == len(plan.config.data.train):
         longest, largest = (max(getattr(sample, name) for sample in train) for name in ("longest", "largest"))
         findings.lengths = RowLengths(longest, largest)
     return findings
+
+
+def list_warnings(lines: Sequence[str]) -> list[str]:
+    """List the warnings among lines that describe data."""
+    stripped = (line.strip() for line in lines)
+    return [line.removeprefix(WARNING) for line in stripped if line.startswith(WARNING)]
 
 
 def _check_sources(
@@ -107,7 +133,8 @@ def _check_sources(
         yield f"data: not read, because {name} has no tokenizer; a run is refused until it has one"
         return
     with located_at("models"):
-        tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
+        judges = {name: plan.configs[name] for name in list_reward_models(plan.rewards)}
+        tokenizer = load_tokenizer(config, judges, reads_rows=True)
     limits = find_row_limits(plan, present)
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
@@ -179,11 +206,11 @@ def _compare_room(sample: RowSample, present: Sequence[PlannedModel]) -> Iterato
     for model in present:
         if model.role is not Rollout or not model.config.load:
             continue
-        limits = read_context_length(read_config(model.config)), model.context.sample_tokens
+        limits = find_context_length(model.config), model.context.sample_tokens
         room, response = min(limit for limit in (*limits, 2**31) if limit), model.config.sampling.max_new_tokens
         if short := sum(len(prompt) + response > room for prompt in sample.prompts):
             yield (
-                f"warning: after {short} of these prompts a response ends before its {response} tokens "
+                f"{WARNING}after {short} of these prompts a response ends before its {response} tokens "
                 f"(models.{model.name}.sampling.max_new_tokens): {room} are all that is read at once"
             )
 
@@ -211,14 +238,14 @@ def _compare_numbers(samples: Sequence[RowSample], plan: Plan) -> Iterator[str]:
         return
     if samples and all(sample.whole for sample in samples) and runtime.prompts_per_step > rows:
         yield (
-            f"warning: runtime.prompts_per_step is {runtime.prompts_per_step}, and data.train has {rows} rows: a step "
+            f"{WARNING}runtime.prompts_per_step is {runtime.prompts_per_step}, and data.train has {rows} rows: a step "
             "repeats some"
         )
     for model in plan.models.values():
         updates = model.config.updates_per_batch
         if model.role is Trainable and updates > runtime.prompts_per_step:
             yield (
-                f"warning: models.{model.name}.updates_per_batch is {updates}, and a step has "
+                f"{WARNING}models.{model.name}.updates_per_batch is {updates}, and a step has "
                 f"{runtime.prompts_per_step} rows (runtime.prompts_per_step): some updates learn nothing"
             )
 
@@ -229,7 +256,7 @@ def _describe(sample: RowSample, tokenizer: PreTrainedTokenizerBase) -> Iterator
     rows = f"{read} rows" if sample.whole else f"of the first {read} rows"
     yield f"data.{sample.key[1]}: {sample.name}: {rows}, {sample.encoder.report()}"
     if sample.encoder.first_long:
-        yield f"  warning: {sample.encoder.describe_left_out()}"
+        yield f"  {WARNING}{sample.encoder.describe_left_out()}"
     if not sample.used:
         return
     lengths = [len(prompt) for prompt in sample.prompts]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.examples import RowLimit
+from coalign.data.file_tokenizer import open_file_tokenizer
 from coalign.data.loader import Loader, build_loader
 from coalign.engine.engine import RunData
 from coalign.engine.reward import list_reward_models
@@ -22,6 +23,7 @@ from coalign.launch.validate import (
     find_token_limit,
 )
 from coalign.roles import Rollout
+from coalign.weights.model_files import check_tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,17 +63,22 @@ def load_data(plan: Plan) -> RunData:
     return RunData(tokenizer, train, steps, held_out, ptx)
 
 
-def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    config: RunConfig, rewards: Mapping[str, ModelConfig], *, reads_rows: bool = False
+) -> PreTrainedTokenizerBase:
     """The run's tokenizer. ValueError names the directory if it has none, or a model without rows for its ids.
 
     ``rewards``: the models of the reward; those with a chat template read text, by a tokenizer of their own.
+    ``reads_rows``: nothing else is asked of it, so that it need not be transformers' own.
     """
-    from coalign.backends.pretrained import open_tokenizer  # imports transformers
+    from coalign.backends.pretrained import open_tokenizer
 
     name, trust = find_tokenizer_name(config)
     if not (directory := find_directory(name)).is_dir():
         raise ValueError(f"models: `load: {name}` is not a directory (a Hugging Face model directory is expected)")
-    tokenizer = open_tokenizer(directory, trust_remote_code=trust)
+    check_tokenizer_files(directory)
+    light = open_file_tokenizer(directory) if reads_rows and config.data.images is None else None
+    tokenizer = cast("PreTrainedTokenizerBase", light) or open_tokenizer(directory, trust_remote_code=trust)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     reads_text = {name for name, model in rewards.items() if model.chat_template}
     for name, model in config.models.items():
@@ -131,7 +138,7 @@ def list_limits(model: PlannedModel) -> Iterator[RowLimit]:
 
     A model that reads text cuts it, so it has no limit.
     """
-    from coalign.backends.pretrained import read_config, read_context_length  # imports transformers
+    from coalign.backends.pretrained import find_context_length
 
     config = model.config
     if not config.load or config.chat_template or config.judge:
@@ -140,5 +147,5 @@ def list_limits(model: PlannedModel) -> Iterator[RowLimit]:
         yield limit
         if limit.scope == "sequence" and model.objective is not None and model.objective.per == "group":
             yield replace(limit, scope="row")
-    if (context := read_context_length(read_config(config))) is not None:
+    if (context := find_context_length(config)) is not None:
         yield RowLimit(context, f"max_position_embeddings of models.{model.name}")

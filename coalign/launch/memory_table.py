@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -15,7 +16,6 @@ from coalign.config.schema.rollout import RolloutConfig
 from coalign.devices import count_devices, measure_memory
 from coalign.hub import find_directory
 from coalign.launch.plan import Plan, PlannedModel
-from coalign.planner.gpus import ClusterSpec
 from coalign.planner.hf_config import read_directory
 from coalign.planner.layouts.devices import DeviceLoad, Estimates, list_device_loads
 from coalign.planner.layouts.partition import ModelRole, find_partition
@@ -30,6 +30,9 @@ from coalign.planner.memory import (
 )
 from coalign.planner.model_size import ModelSize
 from coalign.roles import Rollout, Trainable
+
+if TYPE_CHECKING:
+    from coalign.planner.gpus import ClusterSpec
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,11 @@ def build_memory_table(estimates: Estimates) -> Table:
         parts = (e.weights, e.gradients, e.optimizer, e.activations, e.buffers, e.cache, e.total)
         table.add_row(name, format_count(e.parameters), *(f"{part / size:,.1f}" for part in parts))
     return table
+
+
+def list_memory_facts(estimates: Estimates) -> dict[str, list[dict[str, int]]]:
+    """Return the bytes of each model on a device of each of its pipeline stages, as JSON has them."""
+    return {name: [asdict(stage) | {"total": stage.total} for stage in stages] for name, stages in estimates.items()}
 
 
 def list_loads(plan: Plan, estimates: Estimates) -> list[DeviceLoad]:

@@ -220,6 +220,21 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
     )
 
 
+def describe_models(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return what each model is, as JSON has it; ``base_of``: the model whose weights it shares."""
+    return {
+        name: {
+            "role": model.role.__name__,
+            "module": model.config.module,
+            "load": model.config.load,
+            "processes": model.config.processes,
+            "devices": model.config.devices,
+            "base_of": model.base_of,
+        }
+        for name, model in plan.models.items()
+    }
+
+
 def _bind(section: Function | None, where: str) -> partial[Any] | None:
     """Bind the function that a section names to its arguments. ConfigError for wrong ones."""
     if section is None:

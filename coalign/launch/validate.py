@@ -58,7 +58,7 @@ def check_weights(models: Iterable[PlannedModel], *, simulated: bool = False) ->
     Those that are not fetched yet are not compared, nor those of a run on another cluster (``simulated``) that are not
     here.
     """
-    from coalign.backends import pretrained  # imports transformers
+    from coalign.backends import pretrained
 
     seen = set()
     for model in models:
@@ -127,13 +127,13 @@ def check_stream(config: RunConfig) -> None:
 
 def check_context(models: Iterable[PlannedModel]) -> None:
     """Refuse responses that are longer than all that a policy reads, prompt included."""
-    from coalign.backends.pretrained import read_config, read_context_length  # imports transformers
+    from coalign.backends.pretrained import find_context_length
 
     for model in models:
         longest = model.config.sampling.max_new_tokens
         if model.role is not Rollout or not model.config.load:
             continue
-        limit = read_context_length(read_config(model.config))
+        limit = find_context_length(model.config)
         if limit is not None and longest >= limit:
             message = f"is {longest}, and the model reads {limit} tokens at once, prompt included (config.json)"
             raise ConfigError([ConfigProblem(("models", model.name, "sampling", "max_new_tokens"), message)])
@@ -426,12 +426,12 @@ def check_rope(models: Iterable[PlannedModel], config: RunConfig, source: str) -
 
     Where prompts are continued, the engine ends sequences in time.
     """
-    from coalign.backends.pretrained import read_config, read_rope_limit  # imports transformers
+    from coalign.backends.pretrained import find_rope_limit
 
     for model in models:
         if source == "prompts" or model.role is not Trainable or not model.config.load:
             continue
-        limit = read_rope_limit(read_config(model.config))
+        limit = find_rope_limit(model.config)
         if limit and (config.data.max_tokens is None or config.data.max_tokens > limit[1]):
             raise ValueError(
                 f"data.max_tokens is {config.data.max_tokens}: rotary embeddings of models.{model.name} (type "

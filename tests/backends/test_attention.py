@@ -51,7 +51,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_hidden_states_and_gradients_are_those_of_each_sequence_alone(model_dir, share):
     batch = rollout((9, 12, 1), 3)
     plain = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager", dtype=torch.float32)
-    packed = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=attention.NAME, dtype=torch.float32)
+    packed = AutoModelForCausalLM.from_pretrained(
+        model_dir, attn_implementation=attention.register_attention(), dtype=torch.float32
+    )
 
     rows = list(batch.rows())
     alone = [plain.model(input_ids=row["tokens"].long()[None]).last_hidden_state[0] for row in rows]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coalign.backends.hf import layers
-from coalign.backends.hf.parallel import decoder_layers
+from coalign.backends.hf.plans import decoder_layers
 from coalign.config.schema import ModelConfig
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import Watched, module

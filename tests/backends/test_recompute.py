@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.hf.parallel import decoder_layers
+from coalign.backends.hf.plans import decoder_layers
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import Watched, module
 from tests.tiny import tiny_model_dir

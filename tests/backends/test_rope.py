@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coalign.backends.attention import register_attention
 from coalign.backends.engines.request import Request
 from coalign.backends.engines.vllm.module import VLLMModule
 from coalign.backends.hf.heads import LanguageModel
@@ -118,7 +119,7 @@ def test_data_that_may_be_longer_is_refused_before_anything_loads(path, tmp_path
 
 def test_the_probe_sees_positions_that_depend_on_the_longest_sequence(path):
     """Also of a kind that config.json does not name."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="coalign_packed")
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register_attention())
     LanguageModel(model).check()
     rotary = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: rotary(x, position_ids * (1 + (position_ids.max() > 9)))

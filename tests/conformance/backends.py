@@ -25,7 +25,8 @@ from tests.conformance.reference import CLIP, HIGH, LOW, LR, Report
 
 # Ranks are forks of a process that has imported what takes seconds. Where torch sees a CUDA device they cannot be.
 START = "spawn" if torch.cuda.is_available() else "forkserver"
-multiprocessing.set_forkserver_preload(["tests.conformance.layouts", "coalign.backends.hf.fsdp"])
+PRELOADED = ("tests.conformance.layouts", "coalign.backends.hf.fsdp", "coalign.backends.hf.parallel")
+multiprocessing.set_forkserver_preload([*PRELOADED, "coalign.weights.metadata", "transformers.modeling_utils"])
 
 MEGATRON = pytest.mark.skipif(find_spec("megatron") is None, reason="coalign[megatron] is not installed")
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="coalign[deepspeed] is not installed")

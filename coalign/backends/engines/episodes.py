@@ -7,11 +7,10 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken, Progress
 from coalign.backends.engines.request import Request, stack_experts
@@ -24,6 +23,10 @@ from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, Environ
 from coalign.environments.rendering import Rendering
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, ImageSpan, Max, Response, Stat, Stats, Status, Total, merge_stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends import pretrained
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine
@@ -24,6 +23,10 @@ from coalign.backends.vision import ImageEmbedder
 from coalign.backends.vision_language import drop_towers
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.images.processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 KEPT_PIXELS = 2**28  # bytes: an engine needs those of the prompts that begin
 # Of the logits' difference, relative to their spread; wrong tokens give about 1.
@@ -149,6 +152,8 @@ def compare_logits(found: Tensor, expected: Tensor) -> float:
 
 def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
     """Compute non-persistent buffers (rotary frequencies, embedding scales), which no checkpoint holds."""
+    from transformers import PreTrainedModel
+
     rebuilt = []
     owner_of: dict[str, PreTrainedModel] = {}  # whose initialiser it is: some read what only the model within has
     for name, child in module.named_modules():
@@ -252,7 +257,7 @@ class MetaModelModule(RolloutModule):
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        limit = pretrained.read_rope_limit(pretrained.read_config(config))
+        limit = pretrained.find_rope_limit(config)
         return [f"sequences end at {limit[1]} tokens, above which `{limit[0]}` changes all positions"] if limit else []
 
     def find_engine_settings(self, architecture: PreTrainedConfig) -> dict[str, Any]:

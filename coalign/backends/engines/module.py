@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from coalign.backends import lora, pretrained
 from coalign.backends.base import Module
@@ -25,6 +24,9 @@ from coalign.data.images.processor import ImageProcessor
 from coalign.memory import move_module
 from coalign.types import Response, Stats
 from coalign.weights.sync.transport import guard_installation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class RolloutModule(Module):
@@ -49,7 +51,7 @@ class RolloutModule(Module):
     @classmethod
     def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
         """What a prompt may have: it needs room for a token of the response."""
-        context = pretrained.read_context_length(pretrained.read_config(config))
+        context = pretrained.find_context_length(config)
         return [] if context is None else [RowLimit(context - 1, f"max_position_embeddings of {where}, less one")]
 
     def build(self, architecture: PreTrainedConfig) -> InferenceEngine:
@@ -213,6 +215,8 @@ class RolloutModule(Module):
         named = [getattr(architecture.get_text_config(), "eos_token_id", None), self.tokenizer.eos_token_id]
         directory = get_directory(self.config)
         if (directory / "generation_config.json").is_file():
+            from transformers import GenerationConfig  # slow
+
             named.append(GenerationConfig.from_pretrained(directory).eos_token_id)
         return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
 

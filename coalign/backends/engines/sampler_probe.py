@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
 from coalign.backends.vision import ImageEmbedder, list_plain_tokens
@@ -20,6 +19,10 @@ from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.images.probe import make_probe
 from coalign.data.images.processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 if TYPE_CHECKING:
     from coalign.backends.engines.module import RolloutModule

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule as ShardedModule
 
 from coalign.config.schema import ModelConfig
 
@@ -47,6 +46,8 @@ class LeafReduction:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule as ShardedModule  # slow
+
         self.is_last = False
         for module in model.modules():
             if isinstance(module, ShardedModule):

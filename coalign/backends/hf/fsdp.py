@@ -13,22 +13,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from coalign.backends import checkpoint, lora, optim, pretrained
 from coalign.backends.attention import check_kernel, choose_kernel
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.checkpoint import BackgroundSaves
 from coalign.backends.engines.native import kernels
-from coalign.backends.hf.checks import check_routers, check_rows, check_vision, find_hidden_routers
+from coalign.backends.hf.checks import check_routers, check_rows, check_vision, find_hidden_routers, is_known
 from coalign.backends.hf.exact import LeafReduction, check_exact
 from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
 from coalign.backends.hf.layers import (
@@ -40,15 +36,7 @@ from coalign.backends.hf.layers import (
     recompute_layers,
     use_onednn,
 )
-from coalign.backends.hf.parallel import (
-    RankMeshes,
-    check_cuts,
-    cut_model,
-    decoder_layers,
-    move_buffers,
-    shard_model,
-    tower_layers,
-)
+from coalign.backends.hf.plans import check_cuts, decoder_layers, tower_layers
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout
 from coalign.backends.optim import WeightAverage
@@ -64,6 +52,11 @@ from coalign.devices import keep_generator, seed_generator
 from coalign.memory import get_storage, move_module
 from coalign.roles import Context
 from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from coalign.backends.hf.parallel import RankMeshes
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +79,8 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        if is_known(config):
+            return
         packed = cls.build_skeleton(config, name)
         check_rows(packed.rows, config, name)
         if config.vision is not None:
@@ -113,7 +108,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        rows = cls.build_skeleton(config, "*").rows
+        rows = "packed" if is_known(config) else cls.build_skeleton(config, "*").rows
         if rows != "packed":
             return [*super().notes(config), f"computes {rows} rows"]
         device = torch.accelerator.current_accelerator(check_available=True)
@@ -413,6 +408,8 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
 def widest_output(model: PreTrainedModel) -> int:
     """The largest number of outputs per token of any linear layer below the head."""
+    from transformers.pytorch_utils import Conv1D
+
     linears = [m for m in model.base_model.modules() if isinstance(m, nn.Linear | Conv1D)]
     widths = (m.nf if isinstance(m, Conv1D) else m.out_features for m in linears)
     return max(widths, default=cast(nn.Embedding, model.get_input_embeddings()).embedding_dim)
@@ -492,6 +489,8 @@ class FSDPModule(HuggingFaceModule):
             if self.context.world_size > 1 or not dist.is_initialized():  # by another model of this process
                 join_process_group(self.context, host=self.config.cpu_offload)
                 self._owns_group = True
+            from coalign.backends.hf.parallel import RankMeshes  # slow, with torch's DTensor
+
             ranks = RankMeshes(self.config, self.device)
             self.rows = RowSharding(*(RankAxis.of(ranks.rows.get_group(name)) for name in ("context", "tensor")))
             self.data = ranks.rows.get_group("data")
@@ -554,6 +553,8 @@ class FSDPModule(HuggingFaceModule):
         return self.rows.gather(super()._forward(part.layout, needs), part)
 
     def _gather(self, tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor  # slow
+
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def optimizer_step(self) -> float:
@@ -584,6 +585,10 @@ class FSDPModule(HuggingFaceModule):
 
     def _load_sharded(self, ranks: RankMeshes, rows: RowSharding) -> None:
         """Rank 0 reads the weights and sends every rank its shards; no other rank ever holds the whole model."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        from coalign.backends.hf.parallel import cut_model, move_buffers, shard_model
+
         state, buffers, known = {}, {}, None
         if self.context.rank == 0:
             full = self._read(torch.device("cpu"))

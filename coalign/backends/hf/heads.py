@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from textwrap import shorten
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.algorithms.logprobs import (
     VocabularyShard,
@@ -34,6 +33,9 @@ from coalign.backends.vision import FORBIDDEN, ImageEmbedder, pack_with_images
 from coalign.backends.vision_language import find_body
 from coalign.data.batch import Batch
 from coalign.types import UNKNOWN_EXPERT, ImageSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Of the sequences in the row that checks run models on. The last one stands for a long sequence: its token has the last
 # position that the model can read, so rotary frequencies that depend on the longest sequence show in the others.

@@ -14,17 +14,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
 
 from coalign.backends.engines.native.kernels import multiply_by_onednn
 from coalign.devices import get_compute_capability
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 aten = torch.ops.aten
 # Matrix products and attention take most of the time; what lies between them takes most of the memory.

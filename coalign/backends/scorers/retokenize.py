@@ -12,11 +12,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from coalign.backends.base import Module
 from coalign.backends.pretrained import (
@@ -45,6 +44,9 @@ from coalign.data.templates import (
 )
 from coalign.roles import Context
 from coalign.types import ImageSpan, Sample, Stat, Status, Total
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 

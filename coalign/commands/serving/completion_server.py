@@ -53,7 +53,7 @@ def serve(config: CompletionServerConfig, display: Display) -> None:
     else:
         source = start_engine(model, config.device, config.seed, config.images)
     listener.listen()
-    display.note(f"serving {name} at {address}/v1 (engine {config.engine}, replicas: {config.replicas})")
+    display.note(f"serving {name} at {address}/v1 (engine {config.engine}, {model.dtype}, replicas: {config.replicas})")
     build_completion_server(source, text, config, name, key).run(sockets=[listener])
 
 

@@ -18,6 +18,7 @@ import torch
 
 from coalign.cluster.placement.nodes import find_device_kind
 from coalign.commands.judges import choose_device
+from coalign.commands.run_model import fetch_in_dtype
 from coalign.commands.serving.engine_loop import (
     ENDED,
     AnswerEnd,
@@ -30,7 +31,6 @@ from coalign.commands.serving.engine_loop import (
 )
 from coalign.config.functions import resolve_class
 from coalign.config.schema import CompletionServerConfig, ImagesConfig, ModelConfig
-from coalign.hub import fetch_model
 from coalign.processes.host import count_processors
 from coalign.roles import Context
 from coalign.threads import start_thread
@@ -40,13 +40,11 @@ END_SECONDS = 5.0  # how long a process may take to end
 
 
 def build_model_config(config: CompletionServerConfig) -> ModelConfig:
-    """Return the settings of the engine's model, and fetch it. Raises what `fetch_model` raises."""
+    """Return the settings of the engine's model, and fetch it. Raises what `fetch_in_dtype` raises."""
     limit = {"max_num_seqs" if config.engine == "vllm" else "max_sequences": config.max_sequences}
-    settings = {"module": config.engine, "load": config.model, "dtype": config.dtype, config.engine: limit}
+    settings = {"module": config.engine, "load": config.model, config.engine: limit}
     settings |= {} if config.images is None else {"vision": {}}
-    model = ModelConfig.model_validate(settings)
-    fetch_model(model)
-    return model
+    return fetch_in_dtype(ModelConfig.model_validate(settings), config.dtype, choose_device(config.device))
 
 
 def start_engine(model: ModelConfig, device: str, seed: int, images: ImagesConfig | None = None) -> EngineLoop:

@@ -167,7 +167,7 @@ def serve(config: ServeConfig, display: Display) -> None:
         raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")
     listener.listen()
     what = config.reward_model or ", ".join(reward.called for reward in config.reward)
-    display.note(f"serving {what} at {address}/get_reward")
+    display.note(f"serving {what} at {address}/get_reward{f' ({judge.dtype})' if judge.dtype else ''}")
     build_reward_server(judge, config, key).run(sockets=[listener])
 
 

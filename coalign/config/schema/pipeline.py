@@ -35,8 +35,9 @@ class JudgeConfig(Section):
     """The token at which the reward model's score is read: see `score_at` of a model."""
     reward_tokens: PositiveInt = 16384
     """Token limit of one forward pass of the reward model."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type that models compute in."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type that models compute in. `auto`: bfloat16 for a model that is stored in 16 bits a number or fewer, if
+    the device multiplies that; else float32."""
     device: str = "auto"
     """Device that models run on: `cpu`, `cuda`, `cuda:1`; `auto`: the machine's accelerator, or else `cpu`."""
 

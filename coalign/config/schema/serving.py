@@ -65,7 +65,9 @@ class CompletionServerConfig(ServerConfig):
     """Engines. Several have a process each, and on accelerators a device each."""
     port: Port = 8000
     """0: any free port."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of the model. `auto`: bfloat16 for one that is stored in 16 bits a number or fewer, if the device
+    multiplies that; else float32."""
     device: str = "auto"
     """Device of the model: `cpu`, `cuda`, `cuda:1`; `auto`: the machine's accelerator, or else `cpu`."""
     chat_template: str | None = None

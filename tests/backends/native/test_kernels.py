@@ -20,10 +20,10 @@ LAYERS = tuple((shape, 1) for shape in SHAPES)
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "cache"))
-    for cached in (kernels.choose_kernel, kernels.has_bf16):
+    for cached in (kernels.choose_kernel, kernels.has_bf16, kernels.multiplies_bf16):
         cached.cache_clear()
     yield
-    for cached in (kernels.choose_kernel, kernels.has_bf16):
+    for cached in (kernels.choose_kernel, kernels.has_bf16, kernels.multiplies_bf16):
         cached.cache_clear()
 
 

@@ -283,9 +283,9 @@ def test_an_error_and_a_stop_wait_for_the_checkpoint_under_way(tmp_path, slow_wr
 
 
 def test_a_disk_that_is_full_while_a_worker_writes_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    from coalign.backends import checkpoint
+    from torch.distributed.checkpoint import state_dict_saver
 
-    save, calls = checkpoint.state_dict_saver.save, []
+    save, calls = state_dict_saver.save, []
 
     def full(*arguments, **keywords):
         calls.append(1)
@@ -293,7 +293,7 @@ def test_a_disk_that_is_full_while_a_worker_writes_does_not_end_the_run(tmp_path
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(*arguments, **keywords)
 
-    monkeypatch.setattr(checkpoint.state_dict_saver, "save", full)
+    monkeypatch.setattr(state_dict_saver, "save", full)
     config = settings(tmp_path, "sft", steps=6, save_every=2, eval_at_start=False, keep=9)
     with caplog.at_level(logging.WARNING):
         assert run(config) == 0

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from coalign.backends.attention import UnsupportedAttention, attend_flash, choose_kernel, has_varlen
 from coalign.cpu import operations
@@ -328,4 +327,10 @@ def attention(
     return kv.attend(cast(int, module.layer_idx), query, key, value, settings), None
 
 
-AttentionInterface.register(NAME, attention)
+@cache
+def register_attention() -> str:
+    """Make the engine's attention known to transformers, and return its name there."""
+    from transformers import AttentionInterface  # slow
+
+    AttentionInterface.register(NAME, attention)
+    return NAME

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained
 from coalign.backends.engines.contract import GenerationSession, OnToken
@@ -38,12 +37,16 @@ from coalign.backends.engines.native.graphs import DecodeGraphs
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import may_wait, read_choices, sample, uniforms
+from coalign.backends.known_models import find_known_model
 from coalign.backends.layout import join_neighbours
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
-from coalign.cpu.library import load_kernels
+from coalign.cpu.library import find_compiler
 from coalign.data.examples import RowLimit
 from coalign.devices import has_graphs
 from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream, and
 # how much less its rotary position is (M-RoPE gives an image fewer positions than tokens).
@@ -600,6 +603,22 @@ class NativeModule(MetaModelModule):
         return NativeModel(architecture, dtype=dtype, device=device, **settings)
 
     @classmethod
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        if find_known_model(config) is None:
+            super().check_architecture(config, name)
+
+    @classmethod
+    def find_arithmetic(cls, config: ModelConfig) -> tuple[torch.dtype, kernels.KernelChoice | None, list[str]]:
+        """Return the dtype and the kernel of the model on this CPU, and what may round a row differently in batches."""
+        if (known := find_known_model(config)) is None:
+            model = cls.build_model(pretrained.read_config(config), config, "cpu")
+            return model.dtype, model.kernel, model.variant_parts
+        cpu = torch.device("cpu")
+        dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), cpu)
+        kernel = kernels.choose_kernel_for(known.linears, dtype)
+        return dtype, kernel, kernels.list_variant_linears(kernel, dtype, cpu)
+
+    @classmethod
     def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
         limits, kv_tokens = super().list_limits(config, where), config.native.kv_tokens
         if kv_tokens is not None and all(limit.amount >= kv_tokens for limit in limits):
@@ -617,21 +636,28 @@ class NativeModule(MetaModelModule):
     @classmethod
     def tune(cls, config: ModelConfig) -> None:
         if config.load is not None:
-            _ = cls.build_model(pretrained.read_config(config), config, "cpu").kernel
+            cls.find_arithmetic(config)
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         notes = [*super().notes(config)]
         if config.devices:
             return notes
-        model = cls.build_model(pretrained.read_config(config), config, "cpu")
-        notes += [str(model.kernel)] if model.kernel else []
-        if load_kernels() is None:
+        known = find_known_model(config)
+        asked = getattr(torch, config.compute_dtype or config.dtype)
+        dtype = kernels.choose_compute_dtype(asked, torch.device("cpu"))
+        if known is None or kernels.is_measured(known.linears, dtype):
+            _, kernel, variant = cls.find_arithmetic(config)
+            notes += [str(kernel)] if kernel else []
+        else:  # seconds, which a check does not take
+            variant = []
+            notes.append("which kernels are fastest on this processor is measured once, before the run's first step")
+        if find_compiler() is None:
             notes.append("no C++ compiler: attention and the choice of tokens take longer")
-        if config.compute_dtype == "bfloat16" and model.dtype == torch.float32:
+        if config.compute_dtype == "bfloat16" and dtype == torch.float32:
             notes.append(kernels.FLOAT32_INSTEAD)
-        if parts := model.variant_parts:
-            notes.append(f"log-probs may differ in their last bits from batch to batch: {', '.join(parts)}")
+        if variant:
+            notes.append(f"log-probs may differ in their last bits from batch to batch: {', '.join(variant)}")
         return notes
 
     def build(self, architecture: PreTrainedConfig) -> NativeEngine:

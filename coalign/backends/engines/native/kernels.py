@@ -128,6 +128,23 @@ def choose_kernel(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> 
     return choice
 
 
+def is_measured(layers: Mapping[Shape, int], dtype: torch.dtype) -> bool:
+    """Whether `choose_kernel_for` answers at once: its choice is kept, or there is nothing to choose."""
+    return not layers or dtype not in KERNELS or _cache_file(tuple(sorted(layers.items())), dtype).is_file()
+
+
+def choose_kernel_for(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice | None:
+    """Choose the kernel for linear layers {(in, out): how many}; None where there are none, or none for the dtype."""
+    return choose_kernel(tuple(sorted(layers.items())), dtype) if layers and dtype in KERNELS else None
+
+
+def list_variant_linears(kernel: KernelChoice | None, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """List the linear layers, in words, if they may round a row differently in another batch."""
+    if kernel is None:
+        return [f"linear layers in {dtype} on {device.type}"]
+    return [] if kernel.is_invariant else [f"linear layers by {kernel.name}"]
+
+
 @torch.inference_mode()
 def measure_kernels(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice:
     """Time every kernel of this machine on layers {(in, out): how many}; compare its rows in several batches."""
@@ -220,12 +237,17 @@ def choose_compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 
 @cache
-def has_bf16() -> bool:
+def multiplies_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices at least half as fast as float32 ones; kept in a file."""
-    kept = _keep(_cache_file((), torch.bfloat16), _measure_bf16)
-    if kept.name != "bfloat16":
+    return _keep(_cache_file((), torch.bfloat16), _measure_bf16).name == "bfloat16"
+
+
+@cache
+def has_bf16() -> bool:
+    """Whether bfloat16 that settings ask for is computed as such on this CPU; warns once if not."""
+    if not multiplies_bf16():
         log.warning("this processor has no fast bfloat16: %s", FLOAT32_INSTEAD)
-    return kept.name == "bfloat16"
+    return multiplies_bf16()
 
 
 def _measure_bf16() -> KernelChoice:

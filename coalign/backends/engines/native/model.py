@@ -14,12 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends.attention import check_attention
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, compare_logits
@@ -35,6 +34,7 @@ from coalign.backends.engines.native.attention import (
     PrefillAttention,
     PrefillSequence,
     ShapeOnlyAttention,
+    register_attention,
 )
 from coalign.backends.engines.native.kernels import PackedLinear, replace_linears
 from coalign.backends.layout import join_neighbours
@@ -45,6 +45,9 @@ from coalign.backends.vision_language import find_body
 from coalign.cpu.layers import use_kernels
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import TOKEN_COLUMNS, ImageSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NO_INTERFACE = "it does not use transformers' attention interface"
 
@@ -70,7 +73,7 @@ class NativeModel(MetaModel):
         self.record_experts = record_experts
         refusal = ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE))
         more = {"trust_remote_code": trust_remote_code, "images": images}
-        super().__init__(config, refusal, dtype=dtype, device=device, attention=NAME, **more)
+        super().__init__(config, refusal, dtype=dtype, device=device, attention=register_attention(), **more)
         self.linears = replace_linears(self.module)
         if self.device.type == "cpu":
             use_kernels(self.module)
@@ -121,17 +124,18 @@ class NativeModel(MetaModel):
     @cached_property
     def kernel(self) -> kernels.KernelChoice | None:
         """The kernel of the linear layers; None: plain ones."""
-        if self.device.type != "cpu" or self.dtype not in kernels.KERNELS or not self.linears:
+        if self.device.type != "cpu":
             return None
-        layers = Counter((layer.in_features, layer.out_features) for layer in self.linears)
-        return kernels.choose_kernel(tuple(sorted(layers.items())), self.dtype)
+        return kernels.choose_kernel_for(
+            Counter((layer.in_features, layer.out_features) for layer in self.linears), self.dtype
+        )
 
     @property
     def variant_parts(self) -> list[str]:
         """The parts that may round a row differently in another batch, as far as is known without computing."""
+        parts = kernels.list_variant_linears(self.kernel, self.dtype, self.device)
         if self.kernel is None:
-            return [f"linear layers in {self.dtype} on {self.device.type}"]
-        parts = [] if self.kernel.is_invariant else [f"linear layers by {self.kernel.name}"]
+            return parts
         known = (nn.Embedding, PackedLinear)
         modules = (m for m in self.module.modules() if not isinstance(m, known))
         others = {type(m).__name__ for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))}
