@@ -95,7 +95,8 @@ def main() -> None:
     whole = "--traceback" in sys.argv
     sys.argv[:] = [word for word in sys.argv if word != "--traceback"]
     try:
-        raise SystemExit(app(prog_name="coalign", standalone_mode=False))
+        code = app(prog_name="coalign", standalone_mode=False)
+        raise SystemExit(code if isinstance(code, int) else 0)
     except typer.Abort:
         raise SystemExit(130) from None
     except Exception as error:

@@ -180,7 +180,7 @@ def test_the_value_of_a_secret_is_in_no_traceback_of_a_command(run, monkeypatch,
     monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2")
     run("{algorithm: grpo, output: '${oc.env:MY_API_KEY}'}")
 
-    def fail():
+    def fail(**_):
         raise RuntimeError("no hunter2-hunter2 there")
 
     monkeypatch.setattr(cli, "app", fail)

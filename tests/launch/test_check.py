@@ -190,7 +190,7 @@ def test_ray_that_is_missing_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [ImportError, NotImplementedError, ValueError])
 def test_the_command_line_shows_one_message(monkeypatch, capsys, error):
-    def app():
+    def app(**_):
         raise error("models.trainer.lora: no")
 
     monkeypatch.setattr(cli, "app", app)
@@ -203,7 +203,7 @@ def test_the_command_line_shows_one_message_of_a_worker_that_refuses(tmp_path, m
     from coalign.launch.run import train
 
     config = configured(tmp_path, "trainer", {"fp8": True, "compute_dtype": "bfloat16"})
-    monkeypatch.setattr(cli, "app", lambda: train(config, Display()))
+    monkeypatch.setattr(cli, "app", lambda **_: train(config, Display()))
     with pytest.raises(SystemExit):
         cli.main()
     shown = capsys.readouterr().err

@@ -9,7 +9,6 @@ import shutil
 import pytest
 
 from coalign import api, load_config
-from coalign.cluster.future import WorkerError
 from coalign.launch.check import check
 from coalign.report.display import Display
 from tests.runs import run, settings
@@ -115,7 +114,7 @@ def test_a_tokenizer_is_named_before_the_data(configured, tmp_path):
 def test_a_run_names_the_file_too(configured, tmp_path, algorithm):
     config = configured(algorithm)
     content(lambda data: data[:-1])(tmp_path / "model")
-    with pytest.raises(WorkerError, match=r"model\.safetensors has 79,871 bytes, and 79,872 are"):
+    with pytest.raises(ValueError, match=r"model\.safetensors has 79,871 bytes, and 79,872 are"):
         run(config)
 
 
