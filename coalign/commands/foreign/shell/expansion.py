@@ -115,9 +115,8 @@ class Expander:
         """Add a text without quotes, which blanks outside marks divide."""
         pieces = re.split(r"[ \t\n]+(?![^\ue000]*\ue001)", text)
         for number, piece in enumerate(pieces):
-            if number:
-                if fields[-1] is not None:
-                    fields.append(None)
+            if number and fields[-1] is not None:
+                fields.append(None)
             if piece:
                 fields[-1] = (fields[-1] or "") + piece
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,9 @@ class Script:
         """Follow a text. ValueError, with a line, where it is no shell."""
         self.path = path
         self.environment = os.environ if environment is None else environment
-        self.variables = parent.variables.copy() if parent else Variables(self.environment, {"0": path, "PWD": os.getcwd()})
+        self.variables = (
+            parent.variables.copy() if parent else Variables(self.environment, {"0": path, "PWD": os.getcwd()})
+        )
         self.commands: list[ShellCommand] = parent.commands if parent else []
         self.files: dict[str, str] = parent.files if parent else {}
         self._notes: list[str] = parent._notes if parent else []
@@ -79,10 +82,8 @@ class Script:
         self._expander = Expander(self.variables, self._substitute)
         if not parent:
             self.variables.values["BASH_SOURCE"] = {"0": path}
-        try:
+        with suppress(_Exit, _Return, _Leave):
             self._run(parse_script(text))
-        except (_Exit, _Return, _Leave):
-            pass
 
     @property
     def notes(self) -> list[str]:
@@ -211,7 +212,9 @@ class Script:
         if not expanded:
             return True
         if expanded[0].startswith("-") or re.match(r"\+*[\w.]+=", expanded[0]):
-            self._notes.append(f"line {command.line}: `{show(expanded[0])}` begins no command; the one before has ended")
+            self._notes.append(
+                f"line {command.line}: `{show(expanded[0])}` begins no command; the one before has ended"
+            )
         variables = {name: text for token in prefix for name, text in self._read_assignment(token)}
         return self._start(ShellCommand(tuple(expanded), variables, command.line), command)
 
@@ -328,7 +331,9 @@ class Script:
 
     def _write(self, text: str | None, source: Command, document: str | None, arguments: list[str]) -> bool:
         """Add what a command writes to the output, or keep it as the file that it goes to."""
-        targets = [self._expander.expand_text(token.text) for op, token in source.redirections if op in (">", ">|", ">>")]
+        targets = [
+            self._expander.expand_text(token.text) for op, token in source.redirections if op in (">", ">|", ">>")
+        ]
         targets += arguments if source.words[0].text == "tee" else []
         text = document if document is not None else text
         if targets and text is not None:
@@ -350,7 +355,9 @@ class Script:
 def _does_anything(body: list[Statement]) -> bool:
     """Whether a body does more than to write and to end."""
     return not all(
-        isinstance(statement, Command) and statement.words and statement.words[0].text in ("echo", "exit", ":", "return")
+        isinstance(statement, Command)
+        and statement.words
+        and statement.words[0].text in ("echo", "exit", ":", "return")
         for statement in body
     )
 
