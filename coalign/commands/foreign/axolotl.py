@@ -15,6 +15,7 @@ _INSTRUCTIONS = {"prompt": "instruction", "answer": "output"}
 
 AXOLOTL = ForeignKeys(
     "Axolotl",
+    inputs=("`base_model`", "`datasets`"),
     same={
         **TRL.same,
         "tokenizer_config": "models.NAME.tokenizer",
@@ -198,7 +199,8 @@ def _name_source(translation: ForeignTranslation, item: dict[str, Any]) -> dict[
         translation.notes.append(f"data: the column `input` of {path} is not read; see docs/data.md for prompts of two")
     elif kind == "completion" or not kind:
         keys = {"text": str(item["field"])} if item.get("field") else {}
-    for theirs, ours in {"field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}.items():
+    turns = "prompt" if translation.given.get("rl") in ("dpo", "ipo", "orpo", "simpo") else "messages"
+    for theirs, ours in {"field_messages": turns, "field_chosen": "chosen", "field_rejected": "rejected"}.items():
         if item.get(theirs) and item[theirs] != ours:
             keys[ours] = str(item[theirs])
     known = {"path", "type", "split", "name", "data_files", "ds_type", "field", "message_property_mappings", "roles"}

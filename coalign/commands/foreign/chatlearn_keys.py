@@ -54,6 +54,7 @@ _OPTIMIZER = {"lr": "lr", "weight_decay": "weight_decay", "clip_grad": "clip_gra
 
 CHATLEARN = ForeignKeys(
     "ChatLearn",
+    inputs=("`models.policy.load`", "`runtime_args.data_path`"),
     same={
         f"{RUNTIME}.num_episode": "runtime.steps",
         f"{RUNTIME}.num_training_epoch": f"{TRAINER}.epochs_per_batch",

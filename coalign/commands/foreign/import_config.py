@@ -48,6 +48,14 @@ def translate(source: ForeignSource, trainer: str | None = None) -> ForeignTrans
     """Translate the settings of a source. ValueError for a program that has no recipe here."""
     translation = _translate(source, trainer)
     translation.notes += source.notes
+    run = translation.run
+    if translation.main == "policy" and not run.get("reward") and run["algorithm"] != "on_policy_distillation":
+        run["reward"] = [{"fn": "<math or my.module:function>"}]
+    if not run.get("data.eval"):  # a run without rows to evaluate has no evaluations
+        if run.get("runtime.eval_every"):
+            translation.notes.append("runtime.eval_every is left out: there is no data.eval")
+        for key in [key for key in run if key.startswith("runtime.eval_")]:
+            del run[key]
     return translation
 
 
@@ -71,7 +79,7 @@ def _translate(source: ForeignSource, trainer: str | None) -> ForeignTranslation
         return translate_swift(program, source.values)
     if source.framework == "axolotl":
         return translate_axolotl(source.values)
-    name = trainer or (program if program in TRAINERS else find_trainer(source.values))
+    name = trainer or find_trainer(source.program, source.values)
     if name not in TRAINERS:
         raise ValueError(f"TRL's trainer is '{name}'{suggest(name, TRAINERS)}")
     return translate_trl(name, source.values)
@@ -79,11 +87,10 @@ def _translate(source: ForeignSource, trainer: str | None) -> ForeignTranslation
 
 def _require_inputs(translation: ForeignTranslation, path: Path) -> None:
     """Refuse a file from which no model or no data was read: it would begin a run of defaults."""
-    for what, key in (("model", f"models.{translation.main}.load"), ("data", "data.train")):
+    keys = (("model", f"models.{translation.main}.load"), ("data", "data.train"))
+    for (what, key), name in zip(keys, translation.keys.inputs, strict=True):
         if not translation.run.get(key):
-            raise ValueError(
-                f"{path}: no {what} was read: {translation.keys.name} names it by {translation.name_keys(key)}"
-            )
+            raise ValueError(f"{path}: no {what} was read; in files of {translation.keys.name} it is {name}")
 
 
 def write_translation(translation: ForeignTranslation, file: str) -> str:

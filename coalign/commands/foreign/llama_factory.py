@@ -19,6 +19,7 @@ _ALPACA = {"prompt": "instruction", "response": "output"}
 
 LLAMA_FACTORY = ForeignKeys(
     "LLaMA-Factory",
+    inputs=("`model_name_or_path`", "`dataset`"),
     same={**TRL.same, "default_system": "data.system"},
     combined={
         **TRL.combined,
@@ -172,9 +173,12 @@ def _name_source(translation: ForeignTranslation, name: str, entries: tuple[Path
     if entry.get("ranking") and not shared:
         columns.pop("response", None)
     keys = {_COLUMNS[column]: row for column, row in columns.items() if column in _COLUMNS}
+    if entry.get("ranking") and shared:  # the turns before the two answers
+        keys["prompt"] = keys.pop("messages")
     if rest := sorted(set(columns) - set(_COLUMNS)) + ([] if shared else ["query"]):
         translation.notes.append(f"data: of {name}'s columns these are not read: {', '.join(dict.fromkeys(rest))}")
-    return {"path": path, "keys": {ours: row for ours, row in keys.items() if ours != row}}
+    keys = {ours: row for ours, row in keys.items() if ours != row}
+    return {"path": path, **({"keys": keys} if keys else {})}
 
 
 def _set_parts(translation: ForeignTranslation) -> None:

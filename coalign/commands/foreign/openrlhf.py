@@ -11,6 +11,7 @@ from coalign.commands.foreign.translation import (
     name_data,
     set_adapter,
     set_policy_parallel,
+    set_reference,
     set_trackers,
 )
 from coalign.commands.foreign.verl import KL_IN_REWARD
@@ -64,6 +65,7 @@ def _translate_online(values: dict[str, Any]) -> ForeignTranslation:
     _set_advantage(translation, algorithm)
     _set_loss(translation, algorithm)
     _set_kl(translation, algorithm)
+    set_reference(translation)
     _set_rewards(translation)
     _set_value(translation, algorithm)
     _set_rollout(translation)
@@ -107,6 +109,8 @@ def _translate_offline(program: str, values: dict[str, Any]) -> ForeignTranslati
 
 def _set_common(translation: ForeignTranslation) -> None:
     """Set what all programs share: templates, adapters, schedule, averages, trackers."""
+    if _is_newer(translation):  # its default
+        translation.run.setdefault(f"models.{translation.main}.compute_dtype", "bfloat16")
     templated = translation.get("apply_chat_template", False)
     translation.set("data.chat_template", "auto" if templated else "none")
     if template := translation.get("input_template"):
@@ -180,7 +184,7 @@ def _set_loss(translation: ForeignTranslation, algorithm: str) -> None:
 
 def _set_correction(translation: ForeignTranslation) -> None:
     """Set the importance weights of sampled tokens; since 0.9.3 they have two thresholds."""
-    bounds = list_values(translation.get("vllm_is_truncated_threshold", 2.0))
+    bounds = list_values(translation.get("vllm_is_truncated_threshold", (0.5, 5.0) if _is_newer(translation) else 2.0))
     method = translation.get("vllm_is_correction_type", "tis")
     if not translation.get("enable_vllm_is_correction", False):
         return
@@ -189,6 +193,11 @@ def _set_correction(translation: ForeignTranslation) -> None:
     if len(bounds) > 1:
         translation.set("loss.is_low", float(bounds[0]))
     translation.set("loss.is_high", float(bounds[-1]))
+
+
+def _is_newer(translation: ForeignTranslation) -> bool:
+    """Whether the flags are those since 0.10, which have sections."""
+    return any("." in name for name in translation.names.values())
 
 
 def _set_lengths(translation: ForeignTranslation) -> None:

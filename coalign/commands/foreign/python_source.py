@@ -64,6 +64,7 @@ class _PythonReader:
         self.functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         self.classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         self.assigned: dict[str, list[ast.expr]] = {}
+        self._options: dict[str, ast.expr] | None = None
         for node in ast.walk(tree):
             for target, value in _list_assignments(node):
                 self.assigned.setdefault(target, []).append(value)
@@ -297,6 +298,11 @@ class _PythonReader:
                 if not values or any(value != values[0] for value in values):
                     raise ValueError(f"{name} is not known")
                 return values[0]
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if attribute in self._find_options():
+                if not any(_name(call).startswith("parse_args") for call in self._list_callees(name)):
+                    raise ValueError(f"{name} is not parsed in this file")
+                self.notes.append(f"{name}.{attribute} is its default, {ast.unparse(self._find_options()[attribute])}")
+                return self._evaluate(self._find_options()[attribute], depth + 1)
             case ast.UnaryOp(op=ast.USub(), operand=inner):
                 return -self._evaluate(inner, depth + 1)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
@@ -308,6 +314,19 @@ class _PythonReader:
             case ast.Call():
                 return self._evaluate_call(node, depth)
         raise ValueError(f"{ast.unparse(node)} is no literal")
+
+    def _list_callees(self, name: str) -> list[ast.expr]:
+        """Return what is called to make the values of a name."""
+        return [value.func for value in self.assigned.get(name, []) if isinstance(value, ast.Call)]
+
+    def _find_options(self) -> dict[str, ast.expr]:
+        """Return the defaults of a command line's options: of argparse, and of dataclasses' fields."""
+        if self._options is None:
+            self._options = {}
+            for node in ast.walk(self.tree):
+                for name, default in _list_defaults(node):
+                    self._options[name] = default
+        return self._options
 
     def _evaluate_piece(self, piece: ast.expr, depth: int) -> Any:
         return self._evaluate(piece.value if isinstance(piece, ast.FormattedValue) else piece, depth + 1)
@@ -352,6 +371,24 @@ def _list_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                     yield name.id, node.value.elts[index] if is_pair else node.value
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and isinstance(node.target, ast.Name) and node.value:
         yield node.target.id, node.value
+
+
+def _list_defaults(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield an option's name and default: of `add_argument("--name", default=…)`, and of a dataclass's fields."""
+    if isinstance(node, ast.Call) and _name(node.func) == "add_argument":
+        names = [str(word.value) for word in node.args if isinstance(word, ast.Constant)]
+        defaults = [word.value for word in node.keywords if word.arg == "default"]
+        long = [name for name in names if name.startswith("--")]
+        if long and defaults:
+            yield long[0].removeprefix("--").replace("-", "_"), defaults[0]
+    elif isinstance(node, ast.ClassDef):
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value:
+                call = field.value
+                words = call.keywords if isinstance(call, ast.Call) and _name(call.func) == "field" else None
+                default = next((word.value for word in words or () if word.arg == "default"), None)
+                if words is None or default is not None:
+                    yield field.target.id, call if words is None or default is None else default
 
 
 def _list_values(node: ast.AST) -> Iterator[ast.expr]:

@@ -10,13 +10,14 @@ from coalign.commands.foreign.translation import (
     list_values,
     name_data,
     set_policy_parallel,
+    set_reference,
 )
 from coalign.config.foreign.keys import MEMORY, MICRO, PLACED, POLICY, SAMPLING, TRAINER, ForeignKeys
 
 _SHAPE = "config.json of the model says its shape"
 _FLAGS_OF_SHAPE = ("*layers*", "*hidden_size*", "*heads", "*query_groups", "group_query_attention", "*rotary*")
 _FLAGS_OF_SHAPE += ("*rope*", "vocab_size", "*vocab_size_divisible_by", "*layernorm*", "normalization", "norm_epsilon")
-_FLAGS_OF_SHAPE += ("kv_channels", "swiglu", "*bias", "untie_*", "*embedding*", "*lora_rank", "*head_dim", "*mscale*")
+_FLAGS_OF_SHAPE += ("kv_channels", "swiglu", "*bias*", "untie_*", "*embedding*", "*lora_rank", "*head_dim", "*mscale*")
 _FLAGS_OF_SHAPE += ("moe_router_*", "moe_layer_freq", "moe_shared_expert*", "num_experts", "*latent_attention", "spec")
 _FLAGS_OF_SHAPE += ("*gated_attention", "*output_gate", "model_name", "seq_length", "*hidden_dropout", "mtp_*")
 _KERNELS = ("*softmax*", "*fusion", "moe_grouped_gemm", "*deepep", "*dispatcher*", "*overlap*", "*nan*", "*backend")
@@ -41,6 +42,7 @@ _REWARDS = {"math": "math", "deepscaler": "math", "dapo": "math", "f1": "f1"}
 
 SLIME = ForeignKeys(
     "slime",
+    inputs=("`--hf-checkpoint`", "`--prompt-data`"),
     same={
         "seed": "seed",
         "save": "output",
@@ -230,6 +232,9 @@ def _set_rows(translation: ForeignTranslation) -> None:
     keys = {"keys": {"answer": label}} if label else {}
     if path := translation.get("prompt_data"):
         translation.set("data.train", [{"path": name_data(path), **keys}])
+    for key in ("temperature", "top_p", "top_k"):  # where nothing is said, evaluation draws as training does
+        if (value := translation.run.get(f"{SAMPLING}.{key}")) is not None:
+            translation.run.setdefault(f"runtime.eval_sampling.{key}", value)
     named = translation.get("eval_prompt_data")
     if named:  # pairs of a name and a path
         files = list_values(named)
@@ -300,8 +305,7 @@ def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
             translation.set("loss.kl_estimator", {"low_var_kl": "k3"}.get(estimator, estimator))
         if charged:
             translation.refuse("kl_coef", f"`{algorithm}` charges the divergence in the loss")
-    if translation.run.get("loss.kl_coef") or translation.run.get("kl.coef"):
-        translation.set("models.reference.dtype", "bfloat16")
+    set_reference(translation)
 
 
 def _set_updates(translation: ForeignTranslation) -> None:

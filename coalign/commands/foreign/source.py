@@ -169,8 +169,8 @@ class _CommandReader:
             return _read_chatlearn(data, file, variables, list(_read_overrides(words)))
         if name in ("train", "train_async") and "--hf-checkpoint" in arguments:
             return self._read_program("slime", name, arguments, before, command)
-        for mark, framework in {"verl/": "verl", "openrlhf/cli/": "openrlhf", "swift/cli/": "swift"}.items():
-            if mark in word:
+        for folder, framework in {"verl/": "verl", "openrlhf/cli/": "openrlhf", "swift/cli/": "swift"}.items():
+            if folder in word:
                 return self._read_program(framework, name, arguments, before, command)
         if name.startswith("main_ppo") or any(re.match(r"\+*actor_rollout_ref\.", argument) for argument in arguments):
             return self._read_program("verl", name, arguments, before, command)

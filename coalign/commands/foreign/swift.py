@@ -15,6 +15,7 @@ _KERNELS = "the backend takes the fastest kernel that it has"
 
 SWIFT = ForeignKeys(
     "ms-swift",
+    inputs=("`model`", "`dataset`"),
     same={
         **TRL.same,
         "system": "data.system",

@@ -35,14 +35,14 @@ class ForeignTranslation:
         self.skipped: dict[str, str] = {}
         self.notes: list[str] = []
         self._read: set[str] = set()
-        self._names: dict[str, str] = {}  # of the file, by those of the table
+        self.names: dict[str, str] = {}  # of the file, by those of the table
         for name, value in values.items():
             if value is not None:
                 self._take(name, value)
 
     def _take(self, name: str, value: Any) -> None:
         key = self.keys.find_name(name)
-        self._names[key] = name
+        self.names[key] = name
         if _is_known(value) or self.keys.find_reason(key) or not (description := self.keys.describe(key)):
             self.given[key] = _show_texts(value)
         elif _INPUT.search(description):
@@ -58,7 +58,7 @@ class ForeignTranslation:
         self._read.add(key)
         if key in self.unknown:
             raise ValueError(
-                f"{self._names[key]} is {self.unknown[key]}, which is not known here, and other settings depend on it: "
+                f"{self.names[key]} is {self.unknown[key]}, which is not known here, and other settings depend on it: "
                 "write its value, or set the variable in the environment of this command"
             )
         return self.given.get(key, self.keys.defaults.get(key, default))
@@ -106,7 +106,7 @@ class ForeignTranslation:
         for key, ours in self.keys.same.items():
             names = ours.replace("NAME", self.main).split()
             if key in self.unknown:
-                for name in names if names != ["output"] else ():
+                for name in names if names not in (["output"], ["runtime.trackers"]) else ():
                     self.set(name, f"<{self.unknown[key]}>")
                 continue
             value = self.get(key)
@@ -132,15 +132,15 @@ class ForeignTranslation:
         for key, value in self.given.items():
             reason = self.skipped.get(key) or self.keys.find_reason(key)
             if reason and key not in self._read:
-                yield self._names[key], value, reason
+                yield self.names[key], value, reason
 
     def list_untranslated(self) -> Iterator[tuple[str, Any, str]]:
         """Yield keys of the file that nothing here takes: key, value, and the reason, if one is known."""
         for key, value in self.given.items():
             if key in self.refused:
-                yield self._names[key], value, self.refused[key]
+                yield self.names[key], value, self.refused[key]
             elif key not in self._read and key not in self.skipped and not self.keys.find_reason(key):
-                yield self._names[key], value, ""
+                yield self.names[key], value, ""
 
     def list_unknown(self) -> Iterator[tuple[str, str]]:
         """Yield the keys whose values are to be filled in: those of the run, then those that set nothing."""
@@ -149,11 +149,7 @@ class ForeignTranslation:
                 if text.startswith("<") and text.endswith(">"):
                     yield ours, text
         for key, text in self.unknown.items():
-            yield self._names[key], text
-
-    def name_keys(self, ours: str) -> str:
-        """Return the file's own names of the keys that set one of ours, for a message."""
-        return " or ".join(f"`{name}`" for name in self.keys.list_names(ours))
+            yield self.names[key], text
 
 
 def _is_known(value: Any) -> bool:
@@ -186,7 +182,7 @@ def _mark_inputs(value: Any) -> Any:
     """Return a path, or paths, in which each that is not known is a mark to fill in."""
     if isinstance(value, list):
         return [_mark_inputs(item) for item in value]
-    return value if is_known(value) else f"<{show(value)}>"
+    return value if is_known(value) else f"<{re.sub(r'[{}]', '', show(value))}>"
 
 
 def convert_value(ours: str, value: Any) -> Any:
@@ -273,7 +269,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     r"models\.trainer\.optimizer\.betas": lambda value: [float(beta) for beta in list_values(value)],
     r"models\.trainer\.optimizer\.warmup": _set_positive,
     r"models\.trainer\.activation_checkpointing": lambda value: "full" if value else None,
-    r"models\.trainer\.compute_dtype": _convert_dtype,
+    r".*\.compute_dtype": _convert_dtype,
     r"models\.trainer\.module": _convert_module,
     r"models\.policy\.module": _convert_engine,
     r".*\.top_k": lambda value: max(0, value),
@@ -312,6 +308,13 @@ def set_trackers(translation: ForeignTranslation, project: str, run: str) -> Non
         translation.run["runtime.trackers"] = [
             {"name": name, **names} if name != "tensorboard" else name for name in trackers
         ]
+
+
+def set_reference(translation: ForeignTranslation) -> None:
+    """Store the reference in bfloat16, as it multiplies, where the run has one."""
+    charged = translation.run.get("loss.kl_coef") or translation.run.get("kl.coef")
+    if charged and translation.run.get(f"{POLICY}.compute_dtype") == "bfloat16":
+        translation.set("models.reference.dtype", "bfloat16")
 
 
 def set_policy_parallel(translation: ForeignTranslation) -> None:

@@ -36,11 +36,22 @@ _CORRECTIONS = {
     "sequence_truncate": ("product", "truncate"),
     "sequence_mask": ("product", "mask"),
 }
-_REWARDS = {"accuracy_reward": "math", "trl.rewards.accuracy_reward": "math"}
+_REWARDS = {"accuracy_reward": "math", "trl.rewards.accuracy_reward": "math", "accuracy": "math"}
 
 
-def find_trainer(values: dict[str, Any]) -> str:
-    """Return the trainer that a file is for, by the arguments that one alone has. ValueError if none says."""
+def find_trainer(program: str | None, values: dict[str, Any]) -> str:
+    """Return the trainer of a program such as `run_grpo`, or that of a file by the arguments that one alone has.
+
+    ValueError if nothing says it.
+    """
+    if program:
+        words = f"_{program}_"
+        if name := next((name for name in sorted(TRAINERS, key=len, reverse=True) if f"_{name}_" in words), None):
+            return name
+        raise ValueError(
+            f"nothing says which of TRL's trainers {program} is for; if it is for one of {', '.join(TRAINERS)}, add it "
+            "as `--trainer`"
+        )
     for trainer, marks in _MARKS.items():
         if any(name in values for name in marks):
             return trainer
@@ -160,9 +171,9 @@ def set_training_arguments(translation: ForeignTranslation) -> None:
 
 def _set_optimizer(translation: ForeignTranslation) -> None:
     schedule = translation.run.setdefault(f"{TRAINER}.optimizer.schedule", "linear")  # transformers' own
-    first, second = translation.get("adam_beta1", 0.9), translation.get("adam_beta2", 0.999)
-    if translation.has("adam_beta1", "adam_beta2"):
-        translation.set(f"{TRAINER}.optimizer.betas", [float(first), float(second)])
+    betas = [float(translation.get("adam_beta1", 0.9)), float(translation.get("adam_beta2", 0.999))]
+    if betas != [0.9, 0.999]:
+        translation.set(f"{TRAINER}.optimizer.betas", betas)
     least = translation.get("lr_scheduler_kwargs")
     if isinstance(least, dict) and schedule != "constant":
         translation.set(f"{TRAINER}.optimizer.min_lr_ratio", least.get("min_lr_rate"))

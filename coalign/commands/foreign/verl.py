@@ -9,6 +9,7 @@ from coalign.commands.foreign.translation import (
     count_updates,
     set_adapter,
     set_policy_parallel,
+    set_reference,
     set_trackers,
 )
 from coalign.config.foreign.keys import PLACED, TRAINER, VALUE
@@ -52,7 +53,7 @@ def translate_verl(values: dict[str, Any]) -> ForeignTranslation:
     _set_advantage(translation, algorithm)
     _set_loss(translation, algorithm)
     _set_kl(translation, algorithm)
-    _set_reference(translation)
+    set_reference(translation)
     _set_teachers(translation, algorithm)
     _set_rewards(translation, algorithm)
     _set_sizes(translation)
@@ -217,12 +218,6 @@ def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
         translation.set("loss.kl_estimator", _KL_ESTIMATORS[kind])
     elif in_loss:
         translation.refuse(f"{_ACTOR}.kl_loss_type", "estimators are k1, k2 and k3; the recipe's own is kept")
-
-
-def _set_reference(translation: ForeignTranslation) -> None:
-    """Store the reference in bfloat16, as it multiplies, where the run has one."""
-    if translation.run.get("loss.kl_coef") or translation.run.get("kl.coef"):
-        translation.set("models.reference.dtype", "bfloat16")
 
 
 def _set_teachers(translation: ForeignTranslation, algorithm: str) -> None:

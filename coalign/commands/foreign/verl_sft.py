@@ -12,6 +12,7 @@ from coalign.config.foreign.verl import CONVERTED, KERNELS, MEGATRON, SHARDED
 _TRANSFORMER = "engine.megatron.override_transformer_config"
 VERL_SFT = ForeignKeys(
     "verl",
+    inputs=("`model.path`", "`data.train_files`"),
     same={
         "data.train_batch_size": "runtime.prompts_per_step",
         "data.messages_key": "data.messages_key",

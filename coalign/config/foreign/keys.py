@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +24,7 @@ class ForeignKeys:
     together with others to a description, and ``unneeded`` one without a counterpart, or a pattern (`profiler.*`), to
     the reason. ``defaults`` are the framework's own, where they change results and differ from Coalign's. ``renamed``
     maps other names of a key, of newer or older versions, to that in the table; a star at the end stays what it is.
+    ``inputs`` are the framework's names of the model and of the data, for messages.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ForeignKeys:
     unneeded: Mapping[str, str]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    inputs: tuple[str, str] = ("", "")
 
     def describe(self, key: str) -> str | None:
         """Say what a key is called here, as a part of a sentence; None for an unknown one."""
@@ -54,12 +56,6 @@ class ForeignKeys:
         """Return why a key has no counterpart; None for one that has, and for an unknown one."""
         has_counterpart = key not in self.unneeded and (key in self.same or _find(self.combined, key))
         return None if has_counterpart else _find(self.unneeded, key)
-
-    def list_names(self, ours: str) -> Iterator[str]:
-        """Yield the keys that set one of ours, such as `data.train`."""
-        for name, description in {**self.same, **self.combined}.items():
-            if ours in description.replace("models.NAME.", f"{ours.rpartition('.')[0]}.").split():
-                yield name
 
 
 def _find(table: Mapping[str, str], key: str) -> str | None:

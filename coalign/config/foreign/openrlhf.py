@@ -27,8 +27,8 @@ _OPENRLHF_SAME = {
     "adam_betas": f"{TRAINER}.optimizer.betas",
     "lr_scheduler": f"{TRAINER}.optimizer.schedule",
     "gradient_checkpointing": f"{TRAINER}.activation_checkpointing",
-    "bf16": f"{TRAINER}.compute_dtype",
-    "param_dtype": f"{TRAINER}.compute_dtype",
+    "bf16": "models.NAME.compute_dtype",
+    "param_dtype": "models.NAME.compute_dtype",
     "aux_loss_coef": f"{TRAINER}.router_aux_loss_coef",
     "adam_offload": f"{TRAINER}.deepspeed.offload_optimizer",
     "zero_stage": f"{TRAINER}.deepspeed.stage",
@@ -140,6 +140,7 @@ _RENAMED = {  # since 0.10
 
 OPENRLHF = ForeignKeys(
     "OpenRLHF",
+    inputs=("`--pretrain`, or `--actor.model_name_or_path` since 0.10", "`--prompt_data`, or `--data.prompt_dataset`"),
     same={
         **_OPENRLHF_SAME,
         "rollout_batch_size": "runtime.prompts_per_step",
@@ -233,6 +234,7 @@ OPENRLHF = ForeignKeys(
         "init_kl_coef": 0.01,
         "eps_clip": 0.2,
         "value_clip": 0.5,
+        "eval_temperature": 0.6,
         "input_key": "input",
     },
     renamed={
@@ -318,6 +320,7 @@ OPENRLHF = ForeignKeys(
 
 OPENRLHF_OFFLINE = ForeignKeys(
     "OpenRLHF",
+    inputs=("`--pretrain`, or `--model.model_name_or_path` since 0.10", "`--dataset`, or `--data.dataset`"),
     same={
         **_OPENRLHF_SAME,
         "train_batch_size": "runtime.prompts_per_step",

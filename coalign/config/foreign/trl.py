@@ -107,6 +107,7 @@ _TRL_SAME = {
 
 TRL = ForeignKeys(
     "TRL",
+    inputs=("`model_name_or_path`", "`dataset_name`"),
     same=_TRL_SAME,
     combined={
         **TRAINING_COMBINED,
@@ -183,8 +184,6 @@ TRL = ForeignKeys(
     renamed={
         **TRAINING_RENAMED,
         "model_path": "model_name_or_path",
-        "dataset": "dataset_name",
-        "dataset_train_name": "dataset_name",
         "max_seq_length": "max_length",
         "lora_target": "lora_target_modules",
         "lora_rank": "lora_r",

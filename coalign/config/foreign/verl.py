@@ -47,6 +47,7 @@ MEGATRON = {  # under `models.trainer.megatron`
 
 VERL = ForeignKeys(
     "verl",
+    inputs=("`actor_rollout_ref.model.path`", "`data.train_files`"),
     same={
         "data.train_files": "data.train",
         "data.val_files": "data.eval",

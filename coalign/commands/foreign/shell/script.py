@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from coalign.commands.foreign.shell.arithmetic import compute
 from coalign.commands.foreign.shell.conditions import evaluate_condition
 from coalign.commands.foreign.shell.expansion import Expander, Value, Variables, matches
 from coalign.commands.foreign.shell.lexer import Token
@@ -131,9 +132,13 @@ class Script:
         status: bool | None = True
         for index, (operator, statement) in enumerate(items):
             if status is None and operator == "&&" and _does_anything([statement]):
-                self._notes.append(f"line {statement.line}: nobody knows here whether what stands before && holds")
+                self._notes.append(
+                    f"line {statement.line}: what stands before && is not known here; it is taken as false"
+                )
             if (operator == "&&" and not status) or (operator == "||" and status):
                 continue
+            if operator and _ends([statement]):
+                continue  # a guard, of an argument that a person gives
             decides = index + 1 < len(items)
             status = self._test([statement]) if decides else self._follow(statement)
             if status is None and decides and self._output is None and not _asks(statement):
@@ -158,8 +163,13 @@ class Script:
     def _follow_if(self, statement: If) -> bool | None:
         for condition, body in statement.branches:
             status = self._test(condition)
+            if status and _ends(body):
+                self._notes.append(f"line {statement.line}: the script would end here; it is read as if it did not")
+                continue
             if status is None and _does_anything(body):
-                self._notes.append(f"line {statement.line}: nobody knows here whether this `if` holds; it does not")
+                self._notes.append(
+                    f"line {statement.line}: whether this `if` holds is not known here; it is passed over"
+                )
             if status:
                 return self._run(body)
         return self._run(statement.otherwise)
@@ -362,6 +372,14 @@ def _does_anything(body: list[Statement]) -> bool:
     )
 
 
+def _ends(body: list[Statement]) -> bool:
+    """Whether a body ends the script at last."""
+    last = body[-1] if body else None
+    if isinstance(last, Group):
+        return _ends(last.body)
+    return isinstance(last, Command) and bool(last.words) and last.words[0].text == "exit"
+
+
 def _asks(statement: Statement) -> bool:
     """Whether a statement asks about the machine, rather than to do something."""
     first = statement.commands[0] if isinstance(statement, Pipeline) else statement
@@ -399,6 +417,11 @@ def _print_parent(arguments: list[str], _: Variables) -> str | None:
     return os.path.dirname(names[0].rstrip("/")) or "." if names and is_known(names[0]) else None
 
 
+def _print_number(arguments: list[str]) -> str | None:
+    value = compute(" ".join(arguments), lambda name: None)
+    return None if value is None else str(value)
+
+
 def _print_path(arguments: list[str], _: Variables) -> str | None:
     return os.path.abspath(arguments[-1]) if arguments and is_known(arguments[-1]) else None
 
@@ -412,4 +435,5 @@ _WRITERS = {
     "basename": _print_name,
     "realpath": _print_path,
     "pwd": _print_folder,
+    "expr": lambda arguments, variables: _print_number(arguments),
 }
