@@ -62,11 +62,10 @@ def translate(source: ForeignSource, trainer: str | None = None) -> ForeignTrans
 def _translate(source: ForeignSource, trainer: str | None) -> ForeignTranslation:
     program = str(source.program)
     if source.framework == "verl":
-        if program in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer"):
+        name = program.rpartition(".")[2]
+        if name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer"):
             return translate_verl_sft(source.values)
-        if not program.startswith("main_ppo"):
-            raise ValueError(f"verl's program {program} has no recipe here; main_ppo and sft_trainer have")
-        return translate_verl(source.values)
+        return translate_verl(program, source.values)
     if source.framework == "chatlearn":
         return translate_chatlearn(source.values)
     if source.framework == "openrlhf":
@@ -90,7 +89,8 @@ def _require_inputs(translation: ForeignTranslation, path: Path) -> None:
     keys = (("model", f"models.{translation.main}.load"), ("data", "data.train"))
     for (what, key), name in zip(keys, translation.keys.inputs, strict=True):
         if not translation.run.get(key):
-            raise ValueError(f"{path}: no {what} was read; in files of {translation.keys.name} it is {name}")
+            ended = "".join(f"; {note}" for note in translation.notes if "begins no command" in note)
+            raise ValueError(f"{path}: no {what} was read; in files of {translation.keys.name} it is {name}{ended}")
 
 
 def write_translation(translation: ForeignTranslation, file: str) -> str:

@@ -71,7 +71,7 @@ def _read_yaml(text: str, path: Path) -> ForeignSource:
     values = _interpolate(data, path) if framework == "verl" else dict(data)
     if framework == "verl":
         values = dict(_flatten(values, ""))
-        program = "main_ppo" if any(key.startswith("actor_rollout_ref.") for key in values) else "sft_trainer"
+        program = "verl.trainer." + ("main_ppo" if "actor_rollout_ref" in data else "sft_trainer")
         return ForeignSource("verl", program, values, folder=path.parent)
     return ForeignSource(framework, None, values, folder=path.parent)
 
@@ -152,7 +152,7 @@ class _CommandReader:
                 index == 0 or words[index - 1] in ("-m", "--module", "deepspeed")
             ):
                 framework = _FRAMEWORKS[match[1]]
-                program = match[2] if framework != "verl" or match[1] == "verl" else word
+                program = word if framework == "verl" else match[2]
                 return self._read_program(framework, program, arguments, words[:index], command)
             if match := _SCRIPT.fullmatch(word):
                 return self._read_script(match[1], word, arguments, words[:index], command)
@@ -171,8 +171,9 @@ class _CommandReader:
             return self._read_program("slime", name, arguments, before, command)
         for folder, framework in {"verl/": "verl", "openrlhf/cli/": "openrlhf", "swift/cli/": "swift"}.items():
             if folder in word:
-                return self._read_program(framework, name, arguments, before, command)
-        if name.startswith("main_ppo") or any(re.match(r"\+*actor_rollout_ref\.", argument) for argument in arguments):
+                program = word.removesuffix(".py").replace("/", ".") if framework == "verl" else name
+                return self._read_program(framework, program, arguments, before, command)
+        if any(re.match(r"\+*actor_rollout_ref\.", argument) for argument in arguments):
             return self._read_program("verl", name, arguments, before, command)
         flags = [argument.partition("=")[0] for argument in arguments]
         if "--model_name_or_path" in flags or "--config" in flags:

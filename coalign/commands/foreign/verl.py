@@ -16,6 +16,7 @@ from coalign.config.foreign.keys import PLACED, TRAINER, VALUE
 from coalign.config.foreign.verl import MEGATRON, VERL
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_PROGRAMS = ("trainer.main_ppo", "trainer.main_ppo_sync", "one_step_off_policy.main_ppo", "dapo.main_dapo")
 _ESTIMATORS = {
     "gae": "ppo",
     "grpo": "grpo",
@@ -44,11 +45,17 @@ _CLIPPED = ("ppo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "rem
 _CLIPPED += (_DISTILLATION,)
 
 
-def translate_verl(values: dict[str, Any]) -> ForeignTranslation:
+def translate_verl(program: str, values: dict[str, Any]) -> ForeignTranslation:
     """Translate the settings of `verl.trainer.main_ppo`, by dotted keys. ValueError for what has no recipe here."""
+    if not program.endswith(_PROGRAMS):
+        known = ", ".join(_PROGRAMS)
+        raise ValueError(f"verl's program {program} has no recipe here; sft_trainer has, and {known}")
     translation = ForeignTranslation(VERL, values, main="policy")
     algorithm = _choose_algorithm(translation)
     translation.copy_same()
+    if "one_step_off_policy" in program:
+        translation.set("runtime.max_staleness", 1)
+        translation.notes.append("runtime.max_staleness is 1: verl's program samples one step ahead")
     set_engine(translation, _ACTOR)
     _set_advantage(translation, algorithm)
     _set_loss(translation, algorithm)

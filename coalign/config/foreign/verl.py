@@ -256,6 +256,7 @@ VERL = ForeignKeys(
         "reward_model.rollout.*": "a reward model is scored by the module fsdp",
         "reward_model.model.*": "a reward model is scored by the module fsdp",
         "trainer.n_gpus_per_node": PLACED,
+        "rollout.n*": PLACED,
         "trainer.nnodes": PLACED,
         "trainer.balance_batch": "batches are always balanced by tokens",
         "trainer.device": "the accelerator that is there is used",

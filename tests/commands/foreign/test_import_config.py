@@ -235,7 +235,11 @@ def test_the_command_writes_a_new_file(home, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "algorithm: grpo\n", r"neither verl's \(`actor_rollout_ref`\), ChatLearn's .*, TRL's or LLaMA-Factory's"),
+        (
+            "a.yaml",
+            "algorithm: grpo\n",
+            r"neither verl's \(`actor_rollout_ref`\), ChatLearn's .*, TRL's or LLaMA-Factory's",
+        ),
         ("a.yaml", "models: {ppo_policy: {}}\nruntime: {num_episode: 1}\n", "without a model that generates"),
         ("a.sh", "python entry.py -c none.yaml\n", "none.yaml"),
         ("a.sh", "python train.sh\n", "no command of verl"),

@@ -123,6 +123,9 @@ class Expander:
     def _list_pieces(self, word: str) -> Iterator[tuple[str | list[str], bool]]:
         """Yield texts, or the items of a list, and whether they stand in quotes."""
         position = 0
+        if word.startswith(("<(", ">(")):  # stands for a file
+            yield word, True
+            return
         while position < len(word):
             end = find_end(word, position)
             piece = word[position:end]
