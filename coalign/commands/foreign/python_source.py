@@ -368,7 +368,8 @@ def _list_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             for index, name in enumerate(names):
                 if isinstance(name, ast.Name):
                     is_pair = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-                    yield name.id, node.value.elts[index] if is_pair else node.value
+                    values = node.value.elts if isinstance(node.value, ast.Tuple) else []
+                    yield name.id, values[index] if is_pair and index < len(values) else node.value
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and isinstance(node.target, ast.Name) and node.value:
         yield node.target.id, node.value
 

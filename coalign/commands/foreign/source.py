@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from coalign.commands.foreign.chatlearn_source import ChatLearnReader
 from coalign.commands.foreign.python_source import read_python
 from coalign.commands.foreign.shell.marks import is_known, mark
-from coalign.commands.foreign.shell.script import Script, ShellCommand
+from coalign.commands.foreign.shell.script import ShellCommand, ShellScript
 from coalign.config.foreign.messages import find_framework
 from coalign.config.yaml_reader import parse, parse_scalar
 
@@ -114,7 +114,7 @@ def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def read_command(text: str, path: Path) -> ForeignSource:
     """Read the command in a shell script. ValueError if it starts no program of a framework that is known."""
-    script = Script(text, str(path))
+    script = ShellScript(text, str(path))
     read = [source for command in script.commands if (source := _CommandReader(script, path).read(command))]
     if not read:
         raise ValueError(
@@ -133,14 +133,14 @@ def read_command(text: str, path: Path) -> ForeignSource:
 class _CommandReader:
     """Reads one command of a script."""
 
-    def __init__(self, script: Script, path: Path) -> None:
+    def __init__(self, script: ShellScript, path: Path) -> None:
         self.script, self.path = script, path
 
     def read(self, command: ShellCommand) -> ForeignSource | None:
         """Return the settings of a command; None if it starts no program that is known."""
         words = list(command.words)
         if "-c" in words[:-1] and Path(words[0]).name in ("bash", "sh", "srun", "docker", "ssh", "nohup", "timeout"):
-            inner = Script(words[words.index("-c") + 1], str(self.path), parent=None)
+            inner = ShellScript(words[words.index("-c") + 1], str(self.path), parent=None)
             return next((source for found in inner.commands if (source := self.read(found))), None)
         for index, word in enumerate(words):
             following = words[index + 1] if index + 1 < len(words) else ""

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 
-from coalign.commands.foreign.shell.expansion import Expander, matches
+from coalign.commands.foreign.shell.expansion import WordExpander, matches
 from coalign.commands.foreign.shell.marks import empty, is_known
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
@@ -20,13 +20,13 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
 _FILES = {"-f": os.path.isfile, "-d": os.path.isdir, "-e": os.path.exists, "-s": os.path.isfile, "-r": os.path.exists}
 
 
-def evaluate_condition(words: list[str], expander: Expander) -> bool | None:
+def evaluate_condition(words: list[str], expander: WordExpander) -> bool | None:
     """Return whether a condition holds; ``words`` are as they are written, with `[`, `[[` or `test` before them."""
     inner = words[1:-1] if words[0] != "test" else words[1:]
     return _evaluate_any(inner, expander)
 
 
-def _evaluate_any(words: list[str], expander: Expander) -> bool | None:
+def _evaluate_any(words: list[str], expander: WordExpander) -> bool | None:
     for operators, decisive in ((("||", "-o"), True), (("&&", "-a"), False)):
         for index, word in enumerate(words):
             if word in operators and words[:index].count("(") == words[:index].count(")") and index:
@@ -40,7 +40,7 @@ def _evaluate_any(words: list[str], expander: Expander) -> bool | None:
     return _evaluate_one(words, expander)
 
 
-def _evaluate_one(words: list[str], expander: Expander) -> bool | None:
+def _evaluate_one(words: list[str], expander: WordExpander) -> bool | None:
     if len(words) == 2:
         return _evaluate_unary(words[0], words[1], expander)
     if len(words) > 3 and words[1] == "=~":
@@ -65,7 +65,7 @@ def _evaluate_one(words: list[str], expander: Expander) -> bool | None:
     return None
 
 
-def _evaluate_unary(operator: str, word: str, expander: Expander) -> bool | None:
+def _evaluate_unary(operator: str, word: str, expander: WordExpander) -> bool | None:
     text = expander.expand_text(word)
     if operator == "-v":
         return expander.variables.get(text) is not None

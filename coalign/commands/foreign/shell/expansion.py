@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from coalign.commands.foreign.shell.arithmetic import compute
-from coalign.commands.foreign.shell.lexer import Token, find_end
+from coalign.commands.foreign.shell.lexer import ShellToken, find_end
 from coalign.commands.foreign.shell.marks import empty, is_known, mark, show
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?$!-]")
@@ -22,7 +22,7 @@ Value = str | dict[str, str]  # of an array its items by index or key
 
 
 @dataclass
-class Variables:
+class ShellVariables:
     """The variables of a script: what it sets itself, and behind them the environment's.
 
     ``borrowed`` collects the names whose values came from the environment.
@@ -48,15 +48,15 @@ class Variables:
         value = self.get(name)
         return value.get("0", "") if isinstance(value, dict) else value
 
-    def copy(self) -> Variables:
+    def copy(self) -> ShellVariables:
         """Return variables that begin as these; what is set there is not set here."""
-        return Variables(self.environment, dict(self.values), self.arguments, self.borrowed)
+        return ShellVariables(self.environment, dict(self.values), self.arguments, self.borrowed)
 
 
-class Expander:
+class WordExpander:
     """Expands words with ``variables``; ``substitute`` returns what a command in `$(…)` writes, or a marked text."""
 
-    def __init__(self, variables: Variables, substitute: Callable[[str], str]) -> None:
+    def __init__(self, variables: ShellVariables, substitute: Callable[[str], str]) -> None:
         self.variables, self.substitute = variables, substitute
 
     def expand(self, word: str) -> list[str]:
@@ -79,13 +79,13 @@ class Expander:
         pieces = (" ".join(text) if isinstance(text, list) else text for text, _ in self._list_pieces(word))
         return "".join(pieces)
 
-    def expand_document(self, token: Token) -> str:
+    def expand_document(self, token: ShellToken) -> str:
         """Return the text of a here-document."""
         if token.is_quoted:
             return token.text
         return self.expand_text('"' + token.text.replace('"', '\\"').replace("\\\n", "") + '"')
 
-    def expand_array(self, items: list[Token], before: Value | None) -> dict[str, str]:
+    def expand_array(self, items: list[ShellToken], before: Value | None) -> dict[str, str]:
         """Return the items of an array's value, behind those that it had ``before``."""
         array = before if isinstance(before, dict) else {"0": before} if before else {}
         array = dict(array)

@@ -13,13 +13,13 @@ _COMMAND_STARTS |= {"while", "until", "for"}
 
 
 @dataclass
-class Token:
+class ShellToken:
     """A word, an operator, an array's value (``NAME=`` with its ``items``) or a here-document (its ``text``)."""
 
     type: str  # word, operator, array, document, arithmetic
     text: str
     line: int
-    items: list[Token] = field(default_factory=list)
+    items: list[ShellToken] = field(default_factory=list)
     is_quoted: bool = False  # a document without variables
 
 
@@ -88,11 +88,11 @@ class Lexer:
     def __init__(self, text: str) -> None:
         self.text = text.replace("\r\n", "\n")
         self.position, self.line = 0, 1
-        self._documents: list[tuple[Token, str, bool]] = []  # that begin behind the next newline
+        self._documents: list[tuple[ShellToken, str, bool]] = []  # that begin behind the next newline
 
-    def read(self, closing: str = "") -> list[Token]:
+    def read(self, closing: str = "") -> list[ShellToken]:
         """Return the tokens up to the end, or up to the operator ``closing``, which is passed over."""
-        tokens: list[Token] = []
+        tokens: list[ShellToken] = []
         while self._skip_blanks():
             before = tokens[-1].text if tokens else ""
             if self.text[self.position] == "\n":
@@ -116,9 +116,9 @@ class Lexer:
             raise ValueError(f"line {self.line}: an array is not closed")
         return tokens
 
-    def _add(self, tokens: list[Token], type_: str, length: int) -> None:
+    def _add(self, tokens: list[ShellToken], type_: str, length: int) -> None:
         text = self.text[self.position : self.position + length]
-        tokens.append(Token(type_, text, self.line))
+        tokens.append(ShellToken(type_, text, self.line))
         self._move(self.position + length)
 
     def _move(self, position: int) -> None:
@@ -138,7 +138,7 @@ class Lexer:
                 return True
         return False
 
-    def _read_word(self) -> Token:
+    def _read_word(self) -> ShellToken:
         start, line = self.position, self.line
         while self.position < len(self.text):
             character = self.text[self.position]
@@ -146,7 +146,7 @@ class Lexer:
                 name = self.text[start : self.position]
                 self.position += 1
                 items = [token for token in self.read(")") if token.type == "word"]
-                return Token("array", name, line, items)
+                return ShellToken("array", name, line, items)
             if character in " \t\n;&|()<>" and not self._continues(start):
                 break
             if self.text.startswith("\\\n", self.position):  # the word goes on in the next line
@@ -154,16 +154,16 @@ class Lexer:
                 self.line += 1
             else:
                 self._move(find_end(self.text, self.position))
-        return Token("word", self.text[start : self.position], line)
+        return ShellToken("word", self.text[start : self.position], line)
 
     def _continues(self, start: int) -> bool:
         """Whether an operator's character belongs to the word: the brackets of patterns such as `@(a|b)`."""
         return self.text[self.position] == "(" and self.position > start and self.text[self.position - 1] in "@?+!*"
 
-    def _begin_document(self, operator: str) -> Token:
+    def _begin_document(self, operator: str) -> ShellToken:
         self._skip_blanks()
         word = self._read_word()
-        token = Token("document", "", self.line, is_quoted=word.text[:1] in "'\"\\")
+        token = ShellToken("document", "", self.line, is_quoted=word.text[:1] in "'\"\\")
         self._documents.append((token, re.sub(r"['\"\\]", "", word.text), operator == "<<-"))
         return token
 

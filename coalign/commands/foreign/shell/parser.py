@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from coalign.commands.foreign.shell.lexer import Lexer, Token
+from coalign.commands.foreign.shell.lexer import Lexer, ShellToken
 
 _REDIRECTIONS = frozenset(("<", ">", ">>", ">|", "<>", "&>", "&>>", ">&", "<&", "<<", "<<-", "<<<"))
 _DIGITS = "0123456789"
@@ -12,12 +12,12 @@ _ENDS = frozenset(("then", "fi", "elif", "else", "do", "done", "esac", "}"))
 
 
 @dataclass
-class Command:
+class SimpleCommand:
     """A command with its redirections: ``words`` as they are written, assignments before it among them."""
 
     line: int
-    words: list[Token]
-    redirections: list[tuple[str, Token]] = field(default_factory=list)
+    words: list[ShellToken]
+    redirections: list[tuple[str, ShellToken]] = field(default_factory=list)
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Pipeline:
 
 
 @dataclass
-class AndOr:
+class AndOrList:
     """Statements behind `&&` or `||`, with the operator before each; "" before the first."""
 
     line: int
@@ -38,45 +38,54 @@ class AndOr:
 
 
 @dataclass
-class Group:
+class CommandGroup:
     line: int
     body: list[Statement]
     is_subshell: bool = False
 
 
 @dataclass
-class If:
+class IfStatement:
     line: int
     branches: list[tuple[list[Statement], list[Statement]]]
     otherwise: list[Statement] = field(default_factory=list)
 
 
 @dataclass
-class Case:
+class CaseStatement:
     line: int
-    word: Token
-    branches: list[tuple[list[Token], list[Statement]]]
+    word: ShellToken
+    branches: list[tuple[list[ShellToken], list[Statement]]]
 
 
 @dataclass
-class Loop:
+class LoopStatement:
     """`for` with a ``name``, or with an arithmetic head, and `while` or `until` with a ``condition``."""
 
     line: int
     body: list[Statement]
     name: str = ""
-    words: list[Token] | None = None
+    words: list[ShellToken] | None = None
     condition: list[Statement] = field(default_factory=list)
 
 
 @dataclass
-class Function:
+class FunctionDefinition:
     line: int
     name: str
     body: Statement
 
 
-Statement = Command | Pipeline | AndOr | Group | If | Case | Loop | Function
+Statement = (
+    SimpleCommand
+    | Pipeline
+    | AndOrList
+    | CommandGroup
+    | IfStatement
+    | CaseStatement
+    | LoopStatement
+    | FunctionDefinition
+)
 
 
 def parse_script(text: str) -> list[Statement]:
@@ -89,11 +98,11 @@ def parse_script(text: str) -> list[Statement]:
 
 
 class _Parser:
-    def __init__(self, tokens: list[Token]) -> None:
+    def __init__(self, tokens: list[ShellToken]) -> None:
         self.tokens, self.index = tokens, 0
 
     @property
-    def token(self) -> Token | None:
+    def token(self) -> ShellToken | None:
         return self.tokens[self.index] if self.index < len(self.tokens) else None
 
     @property
@@ -114,7 +123,7 @@ class _Parser:
             there = self.token.text.strip() if self.token else "the end of the file"
             raise ValueError(f"line {self.line}: expected '{text}', not '{there}'")
 
-    def next(self) -> Token:
+    def next(self) -> ShellToken:
         if self.token is None:
             raise ValueError(f"line {self.line}: the script ends within a statement")
         self.index += 1
@@ -144,7 +153,7 @@ class _Parser:
             operator = self.next().text
             self.skip_newlines()
             items.append((operator, self.read_pipeline()))
-        return items[0][1] if len(items) == 1 else AndOr(line, items)
+        return items[0][1] if len(items) == 1 else AndOrList(line, items)
 
     def read_pipeline(self) -> Statement:
         line, negated = self.line, self.take("!")
@@ -157,9 +166,9 @@ class _Parser:
     def read_command(self) -> Statement:
         line = self.line
         if self.take("("):
-            statement: Statement = Group(line, self.read_body(")"), is_subshell=True)
+            statement: Statement = CommandGroup(line, self.read_body(")"), is_subshell=True)
         elif self.take("{"):
-            statement = Group(line, self.read_body("}"))
+            statement = CommandGroup(line, self.read_body("}"))
         elif self.take("if"):
             statement = self.read_if(line)
         elif self.take("case"):
@@ -171,21 +180,21 @@ class _Parser:
             if self.take("("):
                 self.need(")")
             self.skip_newlines()
-            return Function(line, name, self.read_command())
+            return FunctionDefinition(line, name, self.read_command())
         else:
             return self.read_simple(line)
         self.read_redirections()  # theirs say nothing of settings
         return statement
 
-    def read_if(self, line: int) -> If:
+    def read_if(self, line: int) -> IfStatement:
         branches = [(self.read_body("then"), self.read_list())]
         while self.take("elif"):
             branches.append((self.read_body("then"), self.read_list()))
         otherwise = self.read_list() if self.take("else") else []
         self.need("fi")
-        return If(line, branches, otherwise)
+        return IfStatement(line, branches, otherwise)
 
-    def read_case(self, line: int) -> Case:
+    def read_case(self, line: int) -> CaseStatement:
         word, branches = self.next(), []
         self.skip_newlines()
         self.need("in")
@@ -199,12 +208,12 @@ class _Parser:
             branches.append((patterns, self.read_list()))
             self.take(";;", ";&", ";;&")
             self.skip_newlines()
-        return Case(line, word, branches)
+        return CaseStatement(line, word, branches)
 
-    def read_loop(self, line: int) -> Loop:
+    def read_loop(self, line: int) -> LoopStatement:
         if self.take("while", "until"):
             condition = self.read_body("do")
-            return Loop(line, self.read_body("done"), condition=condition)
+            return LoopStatement(line, self.read_body("done"), condition=condition)
         self.next()
         head, words = self.next(), None
         self.skip_newlines()
@@ -214,7 +223,7 @@ class _Parser:
                 words.append(self.next())
         self.skip_newlines()
         self.need("do")
-        return Loop(line, self.read_body("done"), head.text if head.type == "word" else "", words)
+        return LoopStatement(line, self.read_body("done"), head.text if head.type == "word" else "", words)
 
     def read_simple(self, line: int) -> Statement:
         words, redirections = [], self.read_redirections()
@@ -227,13 +236,13 @@ class _Parser:
             if len(words) == 1 and self.take("("):
                 self.need(")")
                 self.skip_newlines()
-                return Function(line, words[0].text, self.read_command())
+                return FunctionDefinition(line, words[0].text, self.read_command())
             redirections += self.read_redirections()
         if not words and not redirections:
             raise ValueError(f"line {line}: '{self.next().text.strip()}' begins no command")
-        return Command(line, words, redirections)
+        return SimpleCommand(line, words, redirections)
 
-    def read_redirections(self) -> list[tuple[str, Token]]:
+    def read_redirections(self) -> list[tuple[str, ShellToken]]:
         redirections = []
         while self.token and self.token.type == "operator" and self.token.text.lstrip(_DIGITS) in _REDIRECTIONS:
             redirections.append((self.next().text, self.next()))

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from coalign.commands.foreign.shell.arithmetic import compute
 from coalign.commands.foreign.shell.conditions import evaluate_condition
-from coalign.commands.foreign.shell.expansion import Expander, Value, Variables, matches
-from coalign.commands.foreign.shell.lexer import Token
+from coalign.commands.foreign.shell.expansion import ShellVariables, Value, WordExpander, matches
+from coalign.commands.foreign.shell.lexer import ShellToken
 from coalign.commands.foreign.shell.marks import is_known, is_variable, mark, show
 from coalign.commands.foreign.shell.parser import (
-    AndOr,
-    Case,
-    Command,
-    Function,
-    Group,
-    If,
-    Loop,
+    AndOrList,
+    CaseStatement,
+    CommandGroup,
+    FunctionDefinition,
+    IfStatement,
+    LoopStatement,
     Pipeline,
+    SimpleCommand,
     Statement,
     parse_script,
 )
@@ -54,7 +54,7 @@ class _Leave(Exception):
     """A loop ends, or its next round begins."""
 
 
-class Script:
+class ShellScript:
     """A script that has been followed.
 
     ``commands`` are those it would start, ``files`` what it writes from here-documents, ``notes`` what a person has to
@@ -66,13 +66,13 @@ class Script:
         text: str,
         path: str = "",
         environment: Mapping[str, str] | None = None,
-        parent: Script | None = None,
+        parent: ShellScript | None = None,
     ) -> None:
         """Follow a text. ValueError, with a line, where it is no shell."""
         self.path = path
         self.environment = os.environ if environment is None else environment
         self.variables = (
-            parent.variables.copy() if parent else Variables(self.environment, {"0": path, "PWD": os.getcwd()})
+            parent.variables.copy() if parent else ShellVariables(self.environment, {"0": path, "PWD": os.getcwd()})
         )
         self.commands: list[ShellCommand] = parent.commands if parent else []
         self.files: dict[str, str] = parent.files if parent else {}
@@ -80,7 +80,7 @@ class Script:
         self._functions: dict[str, Statement] = dict(parent._functions) if parent else {}
         self._depth = parent._depth + 1 if parent else 0
         self._output: list[str | None] | None = [] if parent else None  # of a substitution; None while nobody reads it
-        self._expander = Expander(self.variables, self._substitute)
+        self._expander = WordExpander(self.variables, self._substitute)
         if not parent:
             self.variables.values["BASH_SOURCE"] = {"0": path}
         with suppress(_Exit, _Return, _Leave):
@@ -106,25 +106,25 @@ class Script:
 
     def _follow(self, statement: Statement) -> bool | None:
         match statement:
-            case Command():
+            case SimpleCommand():
                 return self._run_command(statement)
-            case AndOr(items=items):
+            case AndOrList(items=items):
                 return self._follow_and_or(items)
             case Pipeline(commands=commands):
                 return self._follow_pipeline(commands, statement.is_negated)
-            case Group(body=body, is_subshell=is_subshell):
+            case CommandGroup(body=body, is_subshell=is_subshell):
                 before = dict(self.variables.values)
                 status = self._run(body)
                 if is_subshell:
                     self.variables.values = before
                 return status
-            case If():
+            case IfStatement():
                 return self._follow_if(statement)
-            case Case():
+            case CaseStatement():
                 return self._follow_case(statement)
-            case Loop():
+            case LoopStatement():
                 return self._follow_loop(statement)
-            case Function(name=name, body=body):
+            case FunctionDefinition(name=name, body=body):
                 self._functions[name] = body
         return True
 
@@ -160,7 +160,7 @@ class Script:
             self._output = before
         return status
 
-    def _follow_if(self, statement: If) -> bool | None:
+    def _follow_if(self, statement: IfStatement) -> bool | None:
         for condition, body in statement.branches:
             status = self._test(condition)
             if status and _ends(body):
@@ -174,7 +174,7 @@ class Script:
                 return self._run(body)
         return self._run(statement.otherwise)
 
-    def _follow_case(self, statement: Case) -> bool | None:
+    def _follow_case(self, statement: CaseStatement) -> bool | None:
         text = self._expander.expand_text(statement.word.text)
         for patterns, body in statement.branches:
             statuses = [matches(text, self._expander.expand_text(pattern.text)) for pattern in patterns]
@@ -185,7 +185,7 @@ class Script:
                 return None
         return True
 
-    def _follow_loop(self, statement: Loop) -> bool | None:
+    def _follow_loop(self, statement: LoopStatement) -> bool | None:
         if statement.condition:
             if self._test(statement.condition) is not False and _does_anything(statement.body):
                 self._notes.append(f"line {statement.line}: the loop is not followed")
@@ -203,7 +203,7 @@ class Script:
                     break
         return True
 
-    def _run_command(self, command: Command) -> bool | None:
+    def _run_command(self, command: SimpleCommand) -> bool | None:
         """Set the variables of a command without words; run what a shell does itself; else collect the command."""
         words = list(command.words)
         if words and words[0].text in ("[", "[[", "test"):
@@ -211,7 +211,7 @@ class Script:
         if words and words[0].type == "arithmetic":
             value = self._expander.compute(words[0].text[2:-2])
             return value != "0" if is_known(value) else None
-        prefix: list[Token] = []
+        prefix: list[ShellToken] = []
         while words and (words[0].type == "array" or _ASSIGNMENT.match(words[0].text)):
             prefix.append(words.pop(0))
         if not words or words[0].text in _DECLARATIONS:
@@ -228,7 +228,7 @@ class Script:
         variables = {name: text for token in prefix for name, text in self._read_assignment(token)}
         return self._start(ShellCommand(tuple(expanded), variables, command.line), command)
 
-    def _expand_words(self, words: list[Token], line: int) -> list[str]:
+    def _expand_words(self, words: list[ShellToken], line: int) -> list[str]:
         """Expand the words of a command; variables that are not set and stand alone vanish."""
         expanded: list[str] = []
         for token in words:
@@ -242,11 +242,11 @@ class Script:
             expanded += texts
         return expanded
 
-    def _read_assignment(self, token: Token) -> Iterable[tuple[str, str]]:
+    def _read_assignment(self, token: ShellToken) -> Iterable[tuple[str, str]]:
         if token.type == "word" and (match := _ASSIGNMENT.match(token.text)):
             yield match[1], self._expander.expand_text(token.text[match.end() :])
 
-    def _assign(self, token: Token) -> None:
+    def _assign(self, token: ShellToken) -> None:
         match = _ASSIGNMENT.match(token.text)
         if not match:
             return
@@ -265,7 +265,7 @@ class Script:
                 value = (before or "") + text
         self.variables.values[name] = value
 
-    def _start(self, command: ShellCommand, source: Command) -> bool | None:
+    def _start(self, command: ShellCommand, source: SimpleCommand) -> bool | None:
         name, *arguments = command.words
         if name in self._functions:
             return self._call(name, arguments)
@@ -326,7 +326,9 @@ class Script:
         self._depth -= 1
         return True
 
-    def _read(self, arguments: list[str], command: ShellCommand, source: Command, text: str | None) -> bool | None:
+    def _read(
+        self, arguments: list[str], command: ShellCommand, source: SimpleCommand, text: str | None
+    ) -> bool | None:
         """Set the variables that `read` fills from a here-document or a here-string."""
         strings = [self._expander.expand_text(token.text) for op, token in source.redirections if op == "<<<"]
         text = strings[0] if strings else text
@@ -339,7 +341,7 @@ class Script:
             self.variables.values[names[-1]] = mark(f"${names[-1]}") if text is None else text.strip()
         return None
 
-    def _write(self, text: str | None, source: Command, document: str | None, arguments: list[str]) -> bool:
+    def _write(self, text: str | None, source: SimpleCommand, document: str | None, arguments: list[str]) -> bool:
         """Add what a command writes to the output, or keep it as the file that it goes to."""
         targets = [
             self._expander.expand_text(token.text) for op, token in source.redirections if op in (">", ">|", ">>")
@@ -357,7 +359,7 @@ class Script:
         if self._depth >= _MAX_DEPTH:
             return mark(f"$({source})")
         commands = len(self.commands)
-        inner = Script(source, self.path, self.environment, self)
+        inner = ShellScript(source, self.path, self.environment, self)
         del self.commands[commands:]
         return mark(f"$({source})") if inner.output is None else inner.output
 
@@ -365,7 +367,7 @@ class Script:
 def _does_anything(body: list[Statement]) -> bool:
     """Whether a body does more than to write and to end."""
     return not all(
-        isinstance(statement, Command)
+        isinstance(statement, SimpleCommand)
         and statement.words
         and statement.words[0].text in ("echo", "exit", ":", "return")
         for statement in body
@@ -375,36 +377,36 @@ def _does_anything(body: list[Statement]) -> bool:
 def _ends(body: list[Statement]) -> bool:
     """Whether a body ends the script at last."""
     last = body[-1] if body else None
-    if isinstance(last, Group):
+    if isinstance(last, CommandGroup):
         return _ends(last.body)
-    return isinstance(last, Command) and bool(last.words) and last.words[0].text == "exit"
+    return isinstance(last, SimpleCommand) and bool(last.words) and last.words[0].text == "exit"
 
 
 def _asks(statement: Statement) -> bool:
     """Whether a statement asks about the machine, rather than to do something."""
     first = statement.commands[0] if isinstance(statement, Pipeline) else statement
-    return not isinstance(first, Command) or not first.words or first.words[0].text in _QUESTIONS
+    return not isinstance(first, SimpleCommand) or not first.words or first.words[0].text in _QUESTIONS
 
 
-def _is_silent(command: Command) -> bool:
+def _is_silent(command: SimpleCommand) -> bool:
     return any(op in (">", "&>") for op, _ in command.redirections)
 
 
-def _echo(arguments: list[str], _: Variables) -> str:
+def _echo(arguments: list[str], _: ShellVariables) -> str:
     while arguments and re.fullmatch(r"-[neE]+", arguments[0]):
         arguments = arguments[1:]
     return " ".join(arguments)
 
 
-def _print_text(arguments: list[str], _: Variables) -> str | None:
+def _print_text(arguments: list[str], _: ShellVariables) -> str | None:
     return arguments[1] if len(arguments) == 2 and arguments[0] in ("%s", "%s\\n") else None
 
 
-def _print_folder(_: list[str], variables: Variables) -> str | None:
+def _print_folder(_: list[str], variables: ShellVariables) -> str | None:
     return variables.get_text("PWD")
 
 
-def _print_name(arguments: list[str], _: Variables) -> str | None:
+def _print_name(arguments: list[str], _: ShellVariables) -> str | None:
     names = [argument for argument in arguments if argument != "--"]
     if not names or not is_known(names[0]):
         return None
@@ -412,7 +414,7 @@ def _print_name(arguments: list[str], _: Variables) -> str | None:
     return name.removesuffix(names[1]) if len(names) > 1 else name
 
 
-def _print_parent(arguments: list[str], _: Variables) -> str | None:
+def _print_parent(arguments: list[str], _: ShellVariables) -> str | None:
     names = [argument for argument in arguments if argument != "--"]
     return os.path.dirname(names[0].rstrip("/")) or "." if names and is_known(names[0]) else None
 
@@ -422,7 +424,7 @@ def _print_number(arguments: list[str]) -> str | None:
     return None if value is None else str(value)
 
 
-def _print_path(arguments: list[str], _: Variables) -> str | None:
+def _print_path(arguments: list[str], _: ShellVariables) -> str | None:
     return os.path.abspath(arguments[-1]) if arguments and is_known(arguments[-1]) else None
 
 
