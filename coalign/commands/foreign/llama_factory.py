@@ -61,7 +61,6 @@ LLAMA_FACTORY = ForeignKeys(
         "finetuning_type": "lora",
         "lora_r": 8,
         "lora_target_modules": "all",
-        "bf16": False,
     },
     renamed={
         **TRL.renamed,

@@ -25,6 +25,14 @@ TRAINER_CLASSES = {
     "CPOTrainer": "cpo",
     "OnlineDPOTrainer": "online_dpo",
 }
+_POSITIONS = {  # of the arguments of a trainer, where they are not those of SFT
+    "grpo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "rloo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "dpo": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset"),
+    "kto": ("model", "ref_model", "args", "train_dataset", "eval_dataset"),
+    "ppo": ("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
+    "online_dpo": ("model", "ref_model", "reward_funcs", "judge", "args", "data_collator", "train_dataset"),
+}
 _NOT_NEEDED = ("processing_class", "tokenizer", "callbacks", "optimizers", "reward_processing_classes")
 _ADAPTER = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 _ADAPTER |= {"target_modules": "lora_target_modules", "use_rslora": "use_rslora", "use_dora": "use_dora"}
@@ -65,7 +73,11 @@ class _PythonReader:
         self.classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         self.assigned: dict[str, list[ast.expr]] = {}
         self._options: dict[str, ast.expr] | None = None
+        self.changed: dict[str, dict[str, ast.expr]] = {}  # attributes that are set later: `config.max_steps = 5`
         for node in ast.walk(tree):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                    self.changed.setdefault(target.value.id, {})[target.attr] = node.value
             for target, value in _list_assignments(node):
                 self.assigned.setdefault(target, []).append(value)
 
@@ -79,7 +91,7 @@ class _PythonReader:
         if len(trainers) > 1:
             self.notes.append(f"{self.path.name} has {len(trainers)} trainers; this is the first")
         name, call = trainers[0]
-        arguments = self._bind(call, ("model", "reward_funcs" if name in ("grpo", "rloo") else "args"))
+        arguments = self._bind(call, _POSITIONS.get(name, ("model", "args", "data_collator", "train_dataset")))
         values = self._read_config(arguments.pop("args", None) or arguments.pop("config", None))
         for key, node in arguments.items():
             values |= self._read_argument(key, node, values)
@@ -124,6 +136,7 @@ class _PythonReader:
                 "this file; where they come from its command line, give the script or the YAML that starts it"
             )
         arguments = self._bind(config, ("output_dir",)) if isinstance(config, ast.Call) else {}
+        arguments |= self.changed.get(_name(node), {}) if node is not None else {}
         return {name: self.evaluate(value) for name, value in arguments.items()}
 
     def _read_argument(self, key: str, node: ast.expr, config: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +238,7 @@ class _PythonReader:
         for origin in self._list_origins(node):
             for inner in ast.walk(origin):
                 if isinstance(inner, ast.Subscript) and isinstance(name := self.evaluate(inner.slice), str):
-                    return name
+                    return name if is_known(name) else None
         return None
 
     def _name_rows(self, call: ast.Call, split: str) -> str:

@@ -17,6 +17,7 @@ from coalign.commands.foreign.python_source import read_python
 from coalign.commands.foreign.shell.marks import is_known, mark
 from coalign.commands.foreign.shell.script import ShellCommand, ShellScript
 from coalign.config.foreign.messages import find_framework
+from coalign.config.foreign.verl import VERL
 from coalign.config.yaml_reader import parse, parse_scalar
 
 _MODULE = re.compile(r"(verl|recipe|openrlhf\.cli|trl\.scripts|axolotl\.cli|swift\.cli|llamafactory)[\w.]*\.(\w+)")
@@ -206,8 +207,10 @@ class _CommandReader:
             if file.is_file():
                 data, _ = parse(file.read_text(encoding="utf-8"), str(file))
                 values = dict(_flatten(_interpolate(data, file), ""))
-            else:
+            elif any("adv_estimator=" in word for word in words):
                 notes.append(f"{name}.yaml is not at {file}: what it sets beside verl's defaults is not known")
+            else:
+                raise ValueError(f"{self.path}: the configuration that it names, {name}.yaml, is not at {file}")
         if "megatron" in name:
             values["actor_rollout_ref.actor.strategy"] = "megatron"
         return ForeignSource("verl", program, _resolve(values | dict(_read_overrides(words))), tuple(notes))
@@ -231,7 +234,7 @@ def _resolve(values: dict[str, Any]) -> dict[str, Any]:
     """Return values with those that they refer to by `${a.b}`; what is not in them is marked."""
 
     def find(match: re.Match[str]) -> str:
-        value = values.get(match[1])
+        value = values.get(match[1], VERL.defaults.get(match[1]))
         return match[0] if value is None else str(value)
 
     resolved = dict(values)

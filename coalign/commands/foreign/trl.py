@@ -131,7 +131,7 @@ def _set_data(translation: ForeignTranslation) -> None:
     name, config = translation.get("dataset_name"), translation.get("dataset_config")
     mixture = translation.get("datasets")
     train = translation.get("dataset_train_split", "train")
-    test, rows = translation.get("dataset_test_split"), translation.get("train_dataset")
+    test, rows = translation.get("dataset_test_split", "test"), translation.get("train_dataset")
     if name:
         translation.set("data.train", [name_data(name, train, config)])
         if test and translation.get("eval_strategy", "no") != "no":

@@ -301,8 +301,10 @@ def _set_rows(translation: ForeignTranslation) -> None:
         if files := translation.run.get(key):
             files = [files] if isinstance(files, str) else files
             translation.run[key] = [{"path": file, "keys": keys, **limit} for file in files]
-    if images:
+    if images and not translation.has("data.audio_key"):  # which a composed file has, like all keys
         translation.set("data.images", {})
+    elif images:
+        translation.notes.append("data.images: set it where rows have images; verl reads them where the model does")
     if translation.get(f"{_ACTOR}.freeze_vision_tower", False):
         translation.set(f"{TRAINER}.vision.tower", "freeze")
     if str(translation.get(f"{_ACTOR}.router_replay.mode", "disabled")).upper() == "R3":
@@ -312,6 +314,10 @@ def _set_rows(translation: ForeignTranslation) -> None:
 def _refuse_episodes(translation: ForeignTranslation) -> None:
     """List the settings of turns, tools and agents, which are environments here."""
     reason = "turns and tools are an environment here (`rollout`, docs/environments.md)"
+    agent = translation.given.get(f"{_ROLLOUT}.agent.default_agent_loop", "single_turn_agent")
+    if not translation.given.get(f"{_ROLLOUT}.multi_turn.enable") and agent == "single_turn_agent":
+        translation.skip(f"{_ROLLOUT}.multi_turn.*", "the run has one turn")
+        return translation.skip(f"{_ROLLOUT}.agent.*", "the run has one turn")
     for key in list(translation.given):
         if key.startswith((f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.")) and not VERL.find_reason(key):
             translation.refuse(key, reason)

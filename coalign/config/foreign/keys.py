@@ -47,10 +47,12 @@ class ForeignKeys:
 
     def find_name(self, key: str) -> str:
         """Return the name that a key has in the table."""
-        new = _find(self.renamed, key)
-        if new is None:
+        name = key if key in self.renamed else next((name for name in self.renamed if fnmatchcase(key, name)), None)
+        if name is None:
             return key
-        return new.removesuffix("*") + key.rpartition(".")[2] if new.endswith("*") else new
+        new, before = self.renamed[name], name.removesuffix("*").rpartition("*")[2]  # the last star
+        rest = key.partition(before)[2] if name.endswith("*") else key.rpartition(".")[2]
+        return new.removesuffix("*") + rest if new.endswith("*") else new
 
     def find_reason(self, key: str) -> str | None:
         """Return why a key has no counterpart; None for one that has, and for an unknown one."""

@@ -347,3 +347,42 @@ def test_other_files_keep_their_messages(tmp_path, text):
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "run.yaml")
     assert "import-config" not in str(refused.value)
+
+
+def test_positions_and_later_changes_of_a_python_script(read):
+    text = (
+        "def rows(split='train'):\n    return load_dataset('openai/gsm8k', 'main')[split]\n"
+        "config = GRPOConfig('out', num_generations=8)\nconfig.max_steps = 100\n"
+        "GRPOTrainer('org/m', [accuracy_reward, fmt], config, rows())\n"
+    )
+    _, run = read(text, "run.py")
+    assert run["runtime"]["steps"] == 100 and run["data"]["train"] == ["openai/gsm8k:main:train"]
+    assert run["reward"] == [{"fn": "math"}, {"fn": "<a function that calls fmt>"}]
+
+
+def test_a_configuration_that_a_script_names(read, tmp_path):
+    text = "python3 -m verl.trainer.main_ppo --config-name=mine actor_rollout_ref.model.path=m trainer.total_epochs=2"
+    with pytest.raises(ValueError, match="the configuration that it names, mine.yaml, is not at"):
+        read(text)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text("data: {train_files: a}\nalgorithm: {adv_estimator: rloo}\n")
+    _, run = read(text)
+    assert run["algorithm"] == "rloo" and run["runtime"]["epochs"] == 2
+
+
+def test_references_of_a_command_line(read):
+    text = scripts.VERL_ARRAYS.replace("ppo_mini_batch_size=128", "ppo_mini_batch_size='${data.train_batch_size}'")
+    _, run = read(text)
+    assert run["models"]["trainer"]["updates_per_batch"] == 1
+
+
+def test_commands_within_commands(read):
+    command = "python3 -m verl.trainer.main_ppo data.train_files=a actor_rollout_ref.model.path=m"
+    for text in (
+        f'srun --nodes=1 bash -c "{command}"',
+        f"ray job submit -- {command} 2>&1 | tee log",
+        f"nohup {command} &",
+    ):
+        assert read(text)[1]["models"]["policy"]["load"] == "m"
+    yaml, _ = read(f"for n in 1 2; do {command} actor_rollout_ref.rollout.n=$n; done")
+    assert "run.sh starts 2 programs; this is the first" in yaml
