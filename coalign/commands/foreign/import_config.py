@@ -51,6 +51,10 @@ def translate(source: ForeignSource, trainer: str | None = None) -> ForeignTrans
     run = translation.run
     if translation.main == "policy" and not run.get("reward") and run["algorithm"] != "on_policy_distillation":
         run["reward"] = [{"fn": "<math or my.module:function>"}]
+    if run["algorithm"] == "gspo" and run.get("loss.is_level") == "token":
+        translation.notes.append("importance weights of tokens have no place in the loss of `gspo`: the run has none")
+        for key in [key for key in run if key.startswith("loss.is_")]:
+            del run[key]
     if not run.get("data.eval"):  # a run without rows to evaluate has no evaluations
         if run.get("runtime.eval_every"):
             translation.notes.append("runtime.eval_every is left out: there is no data.eval")

@@ -173,10 +173,10 @@ def _set_loss(translation: ForeignTranslation, algorithm: str) -> None:
 
 
 def _set_aggregation(translation: ForeignTranslation, algorithm: str) -> None:
-    """Set the aggregation. GSPO has one of its own, as in verl, whatever `loss_agg_mode` says by default."""
+    """Set the aggregation. GSPO and GMPO have their own, as in verl, whatever `loss_agg_mode` says by default."""
     mode = translation.get(f"{_ACTOR}.loss_agg_mode", "token-mean")
     length = translation.get(f"{_ACTOR}.loss_scale_factor")
-    if mode not in _AGGREGATIONS or (algorithm == "gspo" and mode == "token-mean"):
+    if mode not in _AGGREGATIONS or (algorithm in ("gspo", "gmpo") and mode == "token-mean"):
         return translation.refuse(f"{_ACTOR}.loss_agg_mode", f"`{algorithm}` has no such mean; its own is kept")
     translation.set("loss.aggregation", _AGGREGATIONS[mode])
     if mode == "seq-mean-token-sum-norm":
@@ -239,7 +239,10 @@ def _set_teachers(translation: ForeignTranslation, algorithm: str) -> None:
         path, row = (translation.get(f"{prefix}.teacher_models.{name}.{key}") for key in ("model_path", "key"))
         model = "teacher" if number == 0 else f"teacher_{name}"
         translation.set(f"models.{model}.load", path)
-        translation.set(f"models.{model}.dtype", "bfloat16")
+        if number == 0:
+            translation.set(f"models.{model}.dtype", "bfloat16")
+        else:
+            translation.set(f"models.{model}.like", "teacher")
         if row and len(set(names)) > 1:
             translation.notes.append(f"models.{model} is for rows whose key `teacher` says so (verl: {row})")
     translation.skip(f"{prefix}.teacher_models.*.inference.*", "a teacher is scored by the module fsdp")

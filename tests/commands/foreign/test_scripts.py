@@ -362,7 +362,7 @@ def test_positions_and_later_changes_of_a_python_script(read):
 
 def test_a_configuration_that_a_script_names(read, tmp_path):
     text = "python3 -m verl.trainer.main_ppo --config-name=mine actor_rollout_ref.model.path=m trainer.total_epochs=2"
-    with pytest.raises(ValueError, match="the configuration that it names, mine.yaml, is not at"):
+    with pytest.raises(ValueError, match=r"the configuration that it names, mine\.yaml, is not at"):
         read(text)
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text("data: {train_files: a}\nalgorithm: {adv_estimator: rloo}\n")
@@ -386,3 +386,11 @@ def test_commands_within_commands(read):
         assert read(text)[1]["models"]["policy"]["load"] == "m"
     yaml, _ = read(f"for n in 1 2; do {command} actor_rollout_ref.rollout.n=$n; done")
     assert "run.sh starts 2 programs; this is the first" in yaml
+
+
+def test_settings_that_a_loss_over_sequences_does_not_take(read):
+    weights = "rollout.n=5 algorithm.rollout_correction.rollout_is=token actor_rollout_ref.actor.policy_loss.loss_mode="
+    for loss, algorithm in {"gspo": "gspo", "geo_mean": "gmpo"}.items():
+        yaml, run = read(scripts.VERL_ARRAYS.replace("rollout.n=5", weights + loss))
+        assert run["algorithm"] == algorithm and "aggregation" not in run["loss"]
+        assert ("is_level" not in run["loss"] and "weights of tokens have no place" in yaml) == (algorithm == "gspo")
