@@ -108,6 +108,7 @@ SWIFT = ForeignKeys(
 def translate_swift(program: str, values: dict[str, Any]) -> ForeignTranslation:
     """Translate the arguments of `swift sft`, `pt` or `rlhf`, and of `megatron sft` and so on."""
     engine, _, verb = program.rpartition(" ")
+    verb = "sample" if "sampler_type" in values else verb
     kind = values.get("rlhf_type") or ("dpo" if verb == "rlhf" else None)
     if verb not in ("sft", "pt", "rlhf", "None") or (kind and kind not in _TRAINERS):
         known = ", ".join(_TRAINERS)

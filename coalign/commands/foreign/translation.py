@@ -112,6 +112,9 @@ class ForeignTranslation:
             value = self.get(key)
             if value is None:
                 continue
+            if self.main == "trainer" and all(name.startswith(f"{POLICY}.") for name in names):
+                self.refuse(key, "the run samples nothing")
+                continue
             try:
                 for name in names:
                     self.set(name, convert_value(name, value))
@@ -293,6 +296,8 @@ def set_adapter(translation: ForeignTranslation, rank: str, alpha: str, dropout:
     if dropped := translation.get(dropout):
         translation.set(f"{section}.dropout", float(dropped))
     target_value = translation.get(target)
+    if isinstance(target_value, str) and re.search(r"[()\[\]|\\+^$]", target_value):
+        return translation.refuse(target, "patterns are those of files here (`*.q_proj`); the run takes all-linear")
     if target_value and target_value != "all-linear":
         translation.set(
             f"{section}.target", [name if "*" in name else f"*.{name}" for name in list_values(target_value)]

@@ -294,7 +294,7 @@ def _set_rollout(translation: ForeignTranslation) -> None:
     if not uses:
         return
     translation.set(f"{POLICY}.module", "vllm")
-    if corrects and mode in _CORRECTIONS:
+    if corrects and mode in _CORRECTIONS and translation.run["algorithm"] != "online_dpo":
         level, bound = _CORRECTIONS[mode]
         translation.set("loss.is_level", level)
         translation.set("loss.is_mode", bound)

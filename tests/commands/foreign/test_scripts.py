@@ -394,3 +394,11 @@ def test_settings_that_a_loss_over_sequences_does_not_take(read):
         yaml, run = read(scripts.VERL_ARRAYS.replace("rollout.n=5", weights + loss))
         assert run["algorithm"] == algorithm and "aggregation" not in run["loss"]
         assert ("is_level" not in run["loss"] and "weights of tokens have no place" in yaml) == (algorithm == "gspo")
+
+
+def test_settings_of_samples_in_a_run_without_them(read):
+    text = scripts.AXOLOTL + "temperature: 0.5\n"
+    text = text.replace("lora_target_linear: true", "lora_target_modules: 'layers.[0-9]+.(mlp|attn).up_proj'")
+    yaml, run = read(text, "a.yml")
+    assert "policy" not in run["models"] and "#   temperature = 0.5: the run samples nothing" in yaml
+    assert "target" not in run["models"]["trainer"]["lora"] and "the run takes all-linear" in yaml
