@@ -75,9 +75,10 @@ class _PythonReader:
         self._options: dict[str, ast.expr] | None = None
         self.changed: dict[str, dict[str, ast.expr]] = {}  # attributes that are set later: `config.max_steps = 5`
         for node in ast.walk(tree):
-            for target in node.targets if isinstance(node, ast.Assign) else ():
-                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-                    self.changed.setdefault(target.value.id, {})[target.attr] = node.value
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                        self.changed.setdefault(target.value.id, {})[target.attr] = node.value
             for target, value in _list_assignments(node):
                 self.assigned.setdefault(target, []).append(value)
 

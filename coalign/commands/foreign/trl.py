@@ -264,22 +264,24 @@ def _set_policy_loss(translation: ForeignTranslation, trainer: str) -> None:
 
 def _set_rewards(translation: ForeignTranslation) -> None:
     names, weights = translation.get("reward_funcs"), translation.get("reward_weights")
-    model = translation.get("reward_model_name_or_path")
+    models = translation.get("reward_model_name_or_path")
+    models = [str(model) for model in list_values(models)] if models else []
     parts: list[dict[str, Any]] = []
     for name in list_values(names) if names else []:
         if name in _REWARDS:
             parts.append({"fn": _REWARDS[name]})
             continue
         if "/" in name:  # a model of the hub
-            model = name
+            models.append(name)
             continue
         parts.append({"fn": f"<a function that calls {name}>"})
         translation.notes.append(
             f'reward: {name} has TRL\'s signature; wrap it as docs/writing_a_reward.md, "From another library", shows'
         )
-    if model:
-        translation.set("models.reward", {"module": "fsdp", "load": model, "head": "reward", "frozen": True})
-        parts.append({"model": "reward"})
+    for number, path in enumerate(models, start=1):
+        model = "reward" if number == 1 else f"reward_{number}"
+        translation.set(f"models.{model}", {"module": "fsdp", "load": path, "head": "reward", "frozen": True})
+        parts.append({"model": model})
     for part, weight in zip(parts, list_values(weights) if weights else [], strict=False):
         part["weight"] = float(weight)
     translation.set("reward", parts or None)
