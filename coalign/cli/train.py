@@ -344,15 +344,18 @@ def init(
 def import_config(
     source: Annotated[
         Path,
-        typer.Argument(help="A YAML file of verl, ChatLearn or TRL, or a script with a command line, OpenRLHF's too."),
+        typer.Argument(help="A YAML file, a shell script or a Python script of one of them."),
     ],
     file: Annotated[Path | None, typer.Argument(help="A new file to write; without it the YAML is printed.")] = None,
     trainer: Annotated[
         str | None,
-        typer.Option(help="TRL's trainer, where the file does not say it: sft, dpo, kto, reward, grpo or rloo."),
+        typer.Option(help="TRL's trainer, where the file does not say it, such as sft, dpo or grpo."),
     ] = None,
 ):
-    """Write a run's YAML from one of verl, OpenRLHF, ChatLearn or TRL. It lists what was not translated."""
+    """Write a run's YAML from a file of verl, OpenRLHF, slime, TRL, ChatLearn, LLaMA-Factory, ms-swift or Axolotl.
+
+    It lists what was not translated, and starts nothing of what it reads.
+    """
     from coalign.commands.foreign.import_config import import_config as translate
 
     _write_new(translate(source, trainer), file)

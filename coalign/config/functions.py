@@ -24,7 +24,7 @@ from pydantic.alias_generators import to_snake
 from pydantic.errors import PydanticUserError
 
 from coalign.config.errors import ConfigError, ConfigProblem, describe_error, find_nearest, parse_key, suggest
-from coalign.config.foreign_keys import translate_key
+from coalign.config.foreign.messages import translate_key
 
 THIS_PROCESS = "<this process>"  # in place of the module in names of objects that no import finds
 _FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(?! *File ")(.+))?', re.MULTILINE)

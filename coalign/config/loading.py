@@ -34,7 +34,7 @@ from coalign.config.errors import (
     parse_key,
     suggest,
 )
-from coalign.config.foreign_keys import describe_renaming, is_path_of_verl, translate_key
+from coalign.config.foreign.messages import describe_renaming, is_path_of_verl, name_command, translate_key
 from coalign.config.introspect import find_input, find_type, is_nullable, is_path
 from coalign.config.layers import (
     ConfigLayer,
@@ -52,7 +52,8 @@ from coalign.config.layers import (
 from coalign.config.nearest_key import find_elsewhere, suggest_key
 from coalign.config.schema import KEYS_OF_WEIGHTS, InputPath, RunConfig, Section
 from coalign.config.secrets import remember_secret
-from coalign.config.yaml_reader import parse_scalar
+from coalign.config.yaml_reader import MAX_BYTES, parse, parse_scalar
+from coalign.files import read_bounded
 from coalign.hub import is_hub_name
 from coalign.hub_data import is_dataset, is_url
 
@@ -91,15 +92,30 @@ def load(
 
 
 def _refuse_other_files(layer: ConfigLayer, source: object) -> None:
-    """Refuse what is no run at all: a file without keys, and a pipeline."""
-    if layer.problems or "algorithm" in layer.data or isinstance(source, Mapping):
+    """Refuse what is no run at all: a file of another framework, one without keys, and a pipeline."""
+    if isinstance(layer.data.get("algorithm"), str) or isinstance(source, Mapping):
         return
     place = ConfigLocation(str(source))
+    if message := _name_command(Path(str(source))):
+        raise ConfigError([ConfigProblem((), message, place)])
+    if layer.problems or "algorithm" in layer.data:
+        return
     if not layer.data:
         raise ConfigError([ConfigProblem((), "is empty; `coalign init grpo` prints a run to begin with", place)])
     if "stages" in layer.data:
         message = f"makes this file a pipeline, not a run: start it with `coalign pipeline {source}`"
         raise ConfigError([layer.places.on(ConfigProblem(("stages",), message))])
+
+
+def _name_command(path: Path) -> str | None:
+    """Say which command translates a file of another framework; None for other files."""
+    try:
+        text = read_bounded(path, MAX_BYTES).decode()
+        if path.suffix in (".sh", ".bash", ".py"):
+            return name_command(path, None, text)
+        return name_command(path, parse(text, str(path))[0])
+    except (OSError, ValueError):
+        return None  # it is reported where it is read
 
 
 def load_section(

@@ -10,7 +10,7 @@ from coalign.config.errors import Key, find_nearest, format_key, suggest
 from coalign.config.introspect import list_keys, unwrap_type
 from coalign.config.schema import Section
 
-# What people call keys; names that another framework has are in foreign_keys.
+# What people call keys; names that another framework has are in foreign/.
 _SYNONYMS = {
     "load": ("path", "model", "model_path", "model_name", "name_or_path", "pretrained", "checkpoint"),
     "rank": ("r",),

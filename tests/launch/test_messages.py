@@ -13,9 +13,16 @@ from typer.testing import CliRunner
 
 from coalign import load_config
 from coalign.cli import app, main
+from coalign.commands.foreign.axolotl import AXOLOTL
 from coalign.commands.foreign.chatlearn_keys import CHATLEARN
+from coalign.commands.foreign.llama_factory import LLAMA_FACTORY
+from coalign.commands.foreign.slime import SLIME
+from coalign.commands.foreign.swift import SWIFT
+from coalign.commands.foreign.verl_sft import VERL_SFT
 from coalign.config.errors import ConfigError, parse_key
-from coalign.config.foreign_keys import FRAMEWORKS
+from coalign.config.foreign.openrlhf import OPENRLHF, OPENRLHF_OFFLINE
+from coalign.config.foreign.trl import TRL
+from coalign.config.foreign.verl import VERL
 from coalign.config.introspect import list_keys
 from coalign.launch.check import check
 from coalign.launch.data_check import ROWS
@@ -23,6 +30,7 @@ from coalign.report.display import Display
 from tests.runs import settings
 
 LINES = 5  # of a message
+TABLES = (VERL, VERL_SFT, OPENRLHF, OPENRLHF_OFFLINE, SLIME, TRL, LLAMA_FACTORY, SWIFT, AXOLOTL, CHATLEARN)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +217,7 @@ def test_a_wrong_name_or_key_is_named_with_what_is_right(home, key, value, messa
 
 
 def test_keys_of_other_libraries_are_translated_to_keys_that_exist():
-    names = [ours for keys in (*FRAMEWORKS, CHATLEARN) for ours in (*keys.same.values(), *keys.combined.values())]
+    names = [ours for keys in TABLES for ours in (*keys.same.values(), *keys.combined.values())]
     keys = {key for ours in names for key in re.findall(r"\w+(?:\[\])?(?:\.\w+)+", ours)}
     for text in keys - {"my.module"}:
         *section, last = parse_key(text)

@@ -1,6 +1,6 @@
-"""`coalign import-config`: a run's YAML from the configuration of verl, OpenRLHF, ChatLearn or TRL.
+"""`coalign import-config`: a run's YAML from the configuration of another framework.
 
-Start with ``import_config.py``. ``source.py`` reads files and command lines, ``translation.py`` keeps what became of
-each key, and ``verl.py``, ``openrlhf.py``, ``chatlearn.py`` and ``trl.py`` have what several keys decide together. The
-tables of keys are `coalign/config/foreign_keys.py`, which error messages read, too, and ``chatlearn_keys.py``.
+Start with ``import_config.py``. ``source.py`` reads files and command lines, with ``shell/`` and ``python_source.py``,
+which start nothing. ``translation.py`` keeps what became of each key, and a file for each framework has what several
+keys decide together. The tables of keys are there, or in `coalign/config/foreign/`, which error messages read, too.
 """

@@ -13,7 +13,7 @@ from coalign.commands.foreign.translation import (
     set_policy_parallel,
     set_trackers,
 )
-from coalign.config.foreign_keys import POLICY, SAMPLING, TRAINER, VALUE
+from coalign.config.foreign.keys import POLICY, SAMPLING, TRAINER, VALUE
 
 _ENGINES = {"rlhf": "ppo", "grpo": "grpo", "online_dpo": "online_dpo"}
 _NAMES = {"policy": "policy", "policy_trainer": "trainer", "ref_policy": "reference", "reward": "reward"}
@@ -28,10 +28,9 @@ _MEGATRON = {
 }
 
 
-def translate_chatlearn(values: dict[str, Any], notes: tuple[str, ...]) -> ForeignTranslation:
+def translate_chatlearn(values: dict[str, Any]) -> ForeignTranslation:
     """Translate the settings of a GRPO or PPO run, by dotted keys. ValueError for a file of another algorithm."""
     translation = ForeignTranslation(CHATLEARN, values, main="policy")
-    translation.notes += notes
     algorithm = _choose_algorithm(translation)
     translation.set("algorithm", algorithm)
     translation.copy_same()
@@ -102,13 +101,14 @@ def _set_data(translation: ForeignTranslation) -> None:
     keys = {"keys": {"answer": "reward_model.ground_truth"}}
     ratios, most = translation.get(f"{RUNTIME}.data_ratio"), translation.get(f"{RUNTIME}.training_data_num_limit", -1)
     shares = list_values(ratios) if ratios else []
-    files = list_values(translation.get(f"{RUNTIME}.data_path", "<runtime_args.data_path>"))
+    paths = translation.get(f"{RUNTIME}.data_path")
+    files = list_values(paths) if paths else []
     sources: list[dict[str, Any]] = [{"path": name_data(file), **keys} for file in files]
     for source, share in zip(sources, shares, strict=False):
         source |= {"weight": float(share)} if len(sources) > 1 else {}
     for source in sources:
         source |= {"max_samples": int(most)} if most > 0 else {}
-    translation.set("data.train", sources)
+    translation.set("data.train", sources or None)
     if evaluated := translation.get(f"{RUNTIME}.eval_data_path"):
         translation.set("data.eval", [{"path": name_data(file), **keys} for file in list_values(evaluated)])
     if translation.get(f"{RUNTIME}.enable_resume_training", True) is False:
@@ -118,7 +118,7 @@ def _set_data(translation: ForeignTranslation) -> None:
 def _set_weights(translation: ForeignTranslation, algorithm: str) -> None:
     """Set where weights are. Megatron's own checkpoints are not loaded: each backend reads Hugging Face directories."""
     policy, trainer = translation.get(f"{ROLLOUT}.load"), translation.get(f"{LEARNER}.load")
-    translation.set(f"{POLICY}.load", policy or trainer or "<models.policy.load>")
+    translation.set(f"{POLICY}.load", policy or trainer)
     if trainer not in (None, policy):
         if policy is not None and translation.run.get(f"{TRAINER}.module") != "megatron":
             translation.set(f"{TRAINER}.load", trainer)

@@ -6,7 +6,7 @@ Files of before 2025 are read by the same names: `runtime` is `runtime_args`, an
 
 from __future__ import annotations
 
-from coalign.config.foreign_keys import POLICY, SAMPLING, TRAINER, VALUE, ForeignKeys
+from coalign.config.foreign.keys import POLICY, SAMPLING, TRAINER, VALUE, ForeignKeys
 
 RUNTIME, ROLLOUT, LEARNER = "runtime_args", "models.policy", "models.policy_trainer"
 OLD_NAMES = {"ppo_policy": "policy_trainer", "ppo_value": "value_trainer", "reference": "ref_policy"}
@@ -54,6 +54,7 @@ _OPTIMIZER = {"lr": "lr", "weight_decay": "weight_decay", "clip_grad": "clip_gra
 
 CHATLEARN = ForeignKeys(
     "ChatLearn",
+    inputs=("`models.policy.load`", "`runtime_args.data_path`"),
     same={
         f"{RUNTIME}.num_episode": "runtime.steps",
         f"{RUNTIME}.num_training_epoch": f"{TRAINER}.epochs_per_batch",

@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from coalign.commands.foreign.chatlearn_keys import CHATLEARN, OLD_NAMES
+from coalign.commands.foreign.shell.marks import mark
 from coalign.config.yaml_reader import parse, parse_scalar
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")  # `${NAME}`, `${NAME:default}`; a path has dots: `${models.a.b}`
 _SECTIONS = ("runtime_args", "runtime", "rlhf")
-
-
-def is_chatlearn(data: Mapping[str, Any]) -> bool:
-    """Whether a YAML is ChatLearn's: it has models, and counts in episodes."""
-    sections = [data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping)]
-    return "models" in data and any({"num_episode", "sample_per_episode"} & set(section) for section in sections)
 
 
 class ChatLearnReader:
@@ -76,4 +71,5 @@ class ChatLearnReader:
         text = self.variables.get(variable[1], variable[2])
         if text is None:
             self._unset.append(variable[1])
+            return mark(f"${variable[1]}")  # without braces, which refer to other keys
         return None if text in (None, "", "None") else parse_scalar(text)

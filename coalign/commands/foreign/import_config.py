@@ -1,4 +1,4 @@
-"""`coalign import-config`: writes a run's YAML from the configuration of verl, OpenRLHF, ChatLearn or TRL."""
+"""`coalign import-config`: writes a run's YAML from the configuration of another framework."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from coalign.commands.foreign.axolotl import translate_axolotl
 from coalign.commands.foreign.chatlearn import translate_chatlearn
-from coalign.commands.foreign.openrlhf import PROGRAMS, translate_openrlhf, translate_openrlhf_offline
+from coalign.commands.foreign.llama_factory import translate_llama_factory
+from coalign.commands.foreign.openrlhf import translate_openrlhf
+from coalign.commands.foreign.slime import translate_slime
 from coalign.commands.foreign.source import ForeignSource, read_source
+from coalign.commands.foreign.swift import translate_swift
 from coalign.commands.foreign.translation import ForeignTranslation
 from coalign.commands.foreign.trl import TRAINERS, find_trainer, translate_trl
 from coalign.commands.foreign.verl import translate_verl
-from coalign.config.errors import suggest
+from coalign.commands.foreign.verl_sft import translate_verl_sft
+from coalign.config.errors import ConfigError, suggest
 from coalign.config.layers import escape_references
 from coalign.config.yaml_edit import emit_inline
 from coalign.config.yaml_reader import emit
@@ -22,31 +27,74 @@ _ORDER += ("loss", "kl", "models")
 
 
 def import_config(path: Path, trainer: str | None = None) -> str:
-    """Return the YAML of a run for a file of another framework, with a list of what was not translated.
+    """Return the YAML of a run for a file of another framework, with lists of what a person has to know and to do.
 
-    ``trainer`` names TRL's trainer where the file does not. ValueError for a file of an unknown framework or program.
+    ``trainer`` names TRL's trainer where the file does not. ValueError for a file of an unknown framework or program,
+    and for one that names no model or no data.
     """
     source = read_source(path)
-    return write_translation(translate(source, trainer), path.name)
+    try:
+        translation = translate(source, trainer)
+        _require_inputs(translation, path)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if message.startswith(str(path)) else f"{path}: {message}") from error
+    return write_translation(translation, path.name)
 
 
 def translate(source: ForeignSource, trainer: str | None = None) -> ForeignTranslation:
     """Translate the settings of a source. ValueError for a program that has no recipe here."""
+    translation = _translate(source, trainer)
+    translation.notes += source.notes
+    run = translation.run
+    if translation.main == "policy" and not run.get("reward") and run["algorithm"] != "on_policy_distillation":
+        run["reward"] = [{"fn": "<math or my.module:function>"}]
+    if run["algorithm"] == "gspo" and run.get("loss.is_level") == "token":
+        translation.notes.append("importance weights of tokens have no place in the loss of `gspo`: the run has none")
+        for key in [key for key in run if key.startswith("loss.is_")]:
+            del run[key]
+    if not run.get("data.eval"):  # a run without rows to evaluate has no evaluations
+        if run.get("runtime.eval_every"):
+            translation.notes.append("runtime.eval_every is left out: there is no data.eval")
+        for key in [key for key in run if key.startswith("runtime.eval_")]:
+            del run[key]
+    return translation
+
+
+def _translate(source: ForeignSource, trainer: str | None) -> ForeignTranslation:
+    program = str(source.program)
     if source.framework == "verl":
-        return translate_verl(source.values)
+        name = program.rpartition(".")[2]
+        if name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer"):
+            return translate_verl_sft(source.values)
+        return translate_verl(program, source.values)
     if source.framework == "chatlearn":
-        return translate_chatlearn(source.values, source.notes)
+        return translate_chatlearn(source.values)
     if source.framework == "openrlhf":
-        if source.program == "train_ppo_ray":
-            return translate_openrlhf(source.values)
-        if source.program not in PROGRAMS:
-            known = ["train_ppo_ray", *PROGRAMS]
-            raise ValueError(f"openrlhf.cli.{source.program} has no recipe here{suggest(str(source.program), known)}")
-        return translate_openrlhf_offline(source.program, source.values)
-    name = trainer or (source.program if source.program in TRAINERS else find_trainer(source.values))
+        return translate_openrlhf(program, source.values)
+    if source.framework == "slime":
+        return translate_slime(source.values)
+    if source.framework == "llama_factory":
+        return translate_llama_factory(source.values, source.folder)
+    if source.framework == "swift":
+        return translate_swift(program, source.values)
+    if source.framework == "axolotl":
+        return translate_axolotl(source.values)
+    name = trainer or find_trainer(source.program, source.values)
     if name not in TRAINERS:
-        raise ValueError(f"--trainer is '{name}'{suggest(name, TRAINERS)}")
+        raise ValueError(f"TRL's trainer is '{name}'{suggest(name, TRAINERS)}")
     return translate_trl(name, source.values)
+
+
+def _require_inputs(translation: ForeignTranslation, path: Path) -> None:
+    """Refuse a file from which no model or no data was read: it would begin a run of defaults."""
+    keys = (("model", f"models.{translation.main}.load"), ("data", "data.train"))
+    for (what, key), name in zip(keys, translation.keys.inputs, strict=True):
+        if not translation.run.get(key):
+            ended = "".join(f"; {note}" for note in translation.notes if "begins no command" in note)
+            raise ValueError(f"{path}: no {what} was read; in files of {translation.keys.name} it is {name}{ended}")
 
 
 def write_translation(translation: ForeignTranslation, file: str) -> str:
@@ -57,8 +105,10 @@ def write_translation(translation: ForeignTranslation, file: str) -> str:
         f"Defaults of {name} that change results are written out; the rest is Coalign's default.",
     ]
     untranslated = [_describe(*entry) for entry in translation.list_untranslated()]
+    unknown = [f"{key}: {text}" for key, text in translation.list_unknown()]
+    lines += _list_under(f"To fill in ({len(unknown)}):", unknown)
     lines += _list_under(f"Not translated ({len(untranslated)}):", untranslated)
-    lines += _list_under("To know:", translation.notes)
+    lines += _list_under("To know:", dict.fromkeys(translation.notes))
     lines += _list_under("Not needed here:", [_describe(*entry) for entry in translation.list_unneeded()])
     nested = _nest(translation.run)
     ordered = sorted(nested, key=lambda key: _ORDER.index(key) if key in _ORDER else len(_ORDER))
@@ -67,7 +117,7 @@ def write_translation(translation: ForeignTranslation, file: str) -> str:
 
 
 def _describe(key: str, value: Any, reason: str) -> str:
-    written = emit_inline(value)
+    written = emit_inline(value).replace("\n", " ")
     return f"{key} = {written}" + (f": {reason}" if reason else "")
 
 

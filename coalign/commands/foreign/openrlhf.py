@@ -11,10 +11,13 @@ from coalign.commands.foreign.translation import (
     name_data,
     set_adapter,
     set_policy_parallel,
+    set_reference,
     set_trackers,
 )
 from coalign.commands.foreign.verl import KL_IN_REWARD
-from coalign.config.foreign_keys import OPENRLHF, OPENRLHF_OFFLINE, POLICY, TRAINER, VALUE
+from coalign.config.errors import suggest
+from coalign.config.foreign.keys import POLICY, SAMPLING, TRAINER, VALUE
+from coalign.config.foreign.openrlhf import OPENRLHF, OPENRLHF_OFFLINE
 
 _ESTIMATORS = {
     "gae": "ppo",
@@ -33,13 +36,23 @@ PROGRAMS = {
 }
 
 
-def translate_openrlhf(values: dict[str, Any]) -> ForeignTranslation:
-    """Translate the flags of `openrlhf.cli.train_ppo_ray`."""
+def translate_openrlhf(program: str, values: dict[str, Any]) -> ForeignTranslation:
+    """Translate the flags of a program such as `train_ppo_ray`. ValueError for one that has no recipe here."""
+    if program in PROGRAMS:
+        return _translate_offline(program, values)
+    if program != "train_ppo_ray":
+        known = ["train_ppo_ray", *PROGRAMS]
+        raise ValueError(f"openrlhf.cli.{program} has no recipe here{suggest(program, known)}")
+    return _translate_online(values)
+
+
+def _translate_online(values: dict[str, Any]) -> ForeignTranslation:
     translation = ForeignTranslation(OPENRLHF, values, main="policy")
     estimator = translation.get("advantage_estimator")
-    algorithm = _ESTIMATORS.get(estimator, "grpo")
     if estimator not in _ESTIMATORS:
-        translation.refuse("advantage_estimator", "no recipe here; the run is `grpo`, see docs/algorithms.md")
+        known = ", ".join(_ESTIMATORS)
+        raise ValueError(f"the advantage estimator {estimator} has no recipe here; there are recipes for {known}")
+    algorithm = _ESTIMATORS[estimator]
     if translation.get("policy_loss_type", "ppo") == "gspo":
         if algorithm == "grpo":
             algorithm = "gspo"
@@ -48,9 +61,11 @@ def translate_openrlhf(values: dict[str, Any]) -> ForeignTranslation:
     translation.set("algorithm", algorithm)
     translation.copy_same()
     translation.set(f"{POLICY}.load", translation.get("pretrain"))
+    _set_lengths(translation)
     _set_advantage(translation, algorithm)
     _set_loss(translation, algorithm)
     _set_kl(translation, algorithm)
+    set_reference(translation)
     _set_rewards(translation)
     _set_value(translation, algorithm)
     _set_rollout(translation)
@@ -63,8 +78,7 @@ def translate_openrlhf(values: dict[str, Any]) -> ForeignTranslation:
     return translation
 
 
-def translate_openrlhf_offline(program: str, values: dict[str, Any]) -> ForeignTranslation:
-    """Translate the flags of `openrlhf.cli.train_sft`, `train_rm`, `train_dpo`, `train_kto` or `train_prm`."""
+def _translate_offline(program: str, values: dict[str, Any]) -> ForeignTranslation:
     translation = ForeignTranslation(OPENRLHF_OFFLINE, values, main="trainer")
     algorithm = PROGRAMS[program]
     if translation.get("pretrain_mode", False) and algorithm == "sft":
@@ -95,6 +109,8 @@ def translate_openrlhf_offline(program: str, values: dict[str, Any]) -> ForeignT
 
 def _set_common(translation: ForeignTranslation) -> None:
     """Set what all programs share: templates, adapters, schedule, averages, trackers."""
+    if _is_newer(translation):  # its default
+        translation.run.setdefault(f"models.{translation.main}.compute_dtype", "bfloat16")
     templated = translation.get("apply_chat_template", False)
     translation.set("data.chat_template", "auto" if templated else "none")
     if template := translation.get("input_template"):
@@ -107,15 +123,17 @@ def _set_common(translation: ForeignTranslation) -> None:
         translation.set(f"{TRAINER}.module", "deepspeed")
     else:
         translation.run.pop(f"{TRAINER}.deepspeed.offload_optimizer", None)
+    least = translation.get("min_lr_ratio", 0.1)
     if translation.get("lr_scheduler") == "cosine_with_min_lr":
-        translation.set(f"{TRAINER}.optimizer.min_lr_ratio", 0.1)
+        translation.set(f"{TRAINER}.optimizer.min_lr_ratio", float(least))
     translation.convert_warmup("lr_warmup_ratio")
     decay = translation.get("ema_beta", 0.992)
     if translation.get("enable_ema", False):
         translation.set(f"{TRAINER}.ema.decay", float(decay))
-    trackers = [
-        name for name, key in {"wandb": "use_wandb", "tensorboard": "use_tensorboard"}.items() if translation.get(key)
-    ]
+    used = {"wandb": "use_wandb", "tensorboard": "use_tensorboard"}
+    trackers = [name for name, key in used.items() if key in translation.unknown or translation.get(key)]
+    for key in used.values():
+        translation.hide(key)  # a secret, or a folder
     translation.set("runtime.trackers", trackers or None)
     set_trackers(translation, "wandb_project", "wandb_run_name")
 
@@ -161,10 +179,39 @@ def _set_loss(translation: ForeignTranslation, algorithm: str) -> None:
         translation.set("loss.entropy_coef", float(entropy))
     elif entropy is not None:
         translation.set("loss.measure_entropy", True)
-    threshold = translation.get("vllm_is_truncated_threshold", 2.0)
-    if translation.get("enable_vllm_is_correction", False):
-        translation.set("loss.is_level", "token")
-        translation.set("loss.is_high", float(threshold))
+    _set_correction(translation)
+
+
+def _set_correction(translation: ForeignTranslation) -> None:
+    """Set the importance weights of sampled tokens; since 0.9.3 they have two thresholds."""
+    bounds = list_values(translation.get("vllm_is_truncated_threshold", (0.5, 5.0) if _is_newer(translation) else 2.0))
+    method = translation.get("vllm_is_correction_type", "tis")
+    if not translation.get("enable_vllm_is_correction", False):
+        return
+    translation.set("loss.is_level", "sequence" if method == "seq-mask-tis" else "token")
+    translation.set("loss.is_mode", None if method == "tis" else "mask")
+    if len(bounds) > 1:
+        translation.set("loss.is_low", float(bounds[0]))
+    translation.set("loss.is_high", float(bounds[-1]))
+
+
+def _is_newer(translation: ForeignTranslation) -> bool:
+    """Whether the flags are those since 0.10, which have sections."""
+    return any("." in name for name in translation.names.values())
+
+
+def _set_lengths(translation: ForeignTranslation) -> None:
+    """Set the limits of prompts and answers. Since 0.10 one limit is for both together."""
+    total, prompt = translation.get("max_len", 2048), translation.get("prompt_max_len")
+    answer = translation.run.get(f"{SAMPLING}.max_new_tokens")
+    if prompt is None and answer is None:
+        if not translation.has("max_len"):
+            prompt, answer = 1024, 1024  # before 0.10
+        else:
+            translation.notes.append(f"OpenRLHF bounds prompt and answer together to {total}; here each has a limit")
+    prompt = prompt or (total - answer if answer and answer < total and translation.has("max_len") else None)
+    translation.set("data.max_prompt_tokens", prompt or (total if translation.has("max_len") else 1024))
+    translation.set(f"{SAMPLING}.max_new_tokens", answer or (total if translation.has("max_len") else 1024))
 
 
 def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
@@ -214,7 +261,7 @@ def _set_rewards(translation: ForeignTranslation) -> None:
         parts.append({"fn": "remote", "url": urls, **common})
     buffer, factor = translation.get("overlong_buffer_len"), translation.get("overlong_penalty_factor", 1.0)
     if buffer:
-        limit = translation.get("generate_max_len")
+        limit = translation.run[f"{SAMPLING}.max_new_tokens"]
         parts.append({"fn": "length_penalty", "weight": float(factor), "max_tokens": limit, "buffer": int(buffer)})
     translation.set("reward", parts or None)
 

@@ -9,11 +9,14 @@ from coalign.commands.foreign.translation import (
     count_updates,
     set_adapter,
     set_policy_parallel,
+    set_reference,
     set_trackers,
 )
-from coalign.config.foreign_keys import TRAINER, VALUE, VERL
+from coalign.config.foreign.keys import PLACED, TRAINER, VALUE
+from coalign.config.foreign.verl import MEGATRON, VERL
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_PROGRAMS = ("trainer.main_ppo", "trainer.main_ppo_sync", "one_step_off_policy.main_ppo", "dapo.main_dapo")
 _ESTIMATORS = {
     "gae": "ppo",
     "grpo": "grpo",
@@ -23,6 +26,8 @@ _ESTIMATORS = {
     "remax": "remax",
     "opo": "opo",
     "gpg": "gpg",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
 }
 _LOSSES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo", "clip_cov": "clip_cov"}
 _LOSSES |= {"kl_cov": "kl_cov", "gpg": "gpg"}
@@ -33,26 +38,40 @@ _AGGREGATIONS = {
     "seq-mean-token-sum-norm": "constant",
 }
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL_ESTIMATORS |= {"k1+": "k1", "k2+": "k2", "k3+": "k3", "low_var_kl+": "k3"}
+_DISTILLATION = "on_policy_distillation"
 KL_IN_REWARD = ("ppo", "rloo", "reinforce_pp", "remax")
 _CLIPPED = ("ppo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gspo", "gmpo", "clip_cov")
+_CLIPPED += (_DISTILLATION,)
 
 
-def translate_verl(values: dict[str, Any]) -> ForeignTranslation:
-    """Translate the settings of `verl.trainer.main_ppo`, by dotted keys."""
+def translate_verl(program: str, values: dict[str, Any]) -> ForeignTranslation:
+    """Translate the settings of `verl.trainer.main_ppo`, by dotted keys. ValueError for what has no recipe here."""
+    if not program.endswith(_PROGRAMS):
+        known = ", ".join(_PROGRAMS)
+        raise ValueError(f"verl's program {program} has no recipe here; sft_trainer has, and {known}")
     translation = ForeignTranslation(VERL, values, main="policy")
     algorithm = _choose_algorithm(translation)
     translation.copy_same()
+    if "one_step_off_policy" in program:
+        translation.set("runtime.max_staleness", 1)
+        translation.notes.append("runtime.max_staleness is 1: verl's program samples one step ahead")
+    set_engine(translation, _ACTOR)
     _set_advantage(translation, algorithm)
     _set_loss(translation, algorithm)
     _set_kl(translation, algorithm)
-    _set_rewards(translation)
+    set_reference(translation)
+    _set_teachers(translation, algorithm)
+    _set_rewards(translation, algorithm)
     _set_sizes(translation)
     _set_value(translation, algorithm)
     _set_filter(translation)
     _set_evaluation(translation)
-    set_adapter(translation, f"{_MODEL}.lora_rank", f"{_MODEL}.lora_alpha", "", f"{_MODEL}.target_modules")
+    set_template_arguments(translation)
+    _set_adapter(translation)
+    _refuse_episodes(translation)
     set_trackers(translation, "trainer.project_name", "trainer.experiment_name")
-    translation.convert_warmup(f"{_ACTOR}.optim.lr_warmup_steps_ratio")
+    set_schedule(translation, f"{_ACTOR}.optim")
     set_policy_parallel(translation)
     return translation
 
@@ -60,21 +79,72 @@ def translate_verl(values: dict[str, Any]) -> ForeignTranslation:
 def _choose_algorithm(translation: ForeignTranslation) -> str:
     estimator = translation.get("algorithm.adv_estimator")
     mode = translation.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
-    algorithm = _ESTIMATORS.get(estimator, "grpo")
     if estimator not in _ESTIMATORS:
-        translation.refuse("algorithm.adv_estimator", "no recipe here; the run is `grpo`, see docs/algorithms.md")
-    if algorithm == "grpo" and mode in _LOSSES:
+        known = ", ".join(_ESTIMATORS)
+        raise ValueError(f"algorithm.adv_estimator={estimator} has no recipe here; there are recipes for {known}")
+    algorithm = _ESTIMATORS[estimator]
+    if translation.get("distillation.enabled", False):
+        algorithm = "on_policy_distillation"
+    elif algorithm == "grpo" and mode in _LOSSES:
         algorithm = _LOSSES[mode]
     elif mode not in ("vanilla", algorithm):
-        translation.refuse(f"{_ACTOR}.policy_loss.loss_mode", f"no such loss beside the advantage of `{algorithm}`")
+        raise ValueError(
+            f"{_ACTOR}.policy_loss.loss_mode={mode} with algorithm.adv_estimator={estimator} has no recipe here; "
+            f"beside the advantage grpo there are {', '.join(_LOSSES)}"
+        )
     translation.set("algorithm", algorithm)
     return algorithm
+
+
+def set_engine(translation: ForeignTranslation, prefix: str) -> None:
+    """Set the trainer's module and data types: verl multiplies in bfloat16 unless its file says otherwise."""
+    strategy, megatron = translation.get(f"{prefix}.strategy", "fsdp"), f"{prefix}.megatron."
+    modules = {"fsdp": "fsdp", "fsdp2": "fsdp", "dp": "fsdp", "megatron": "megatron"}
+    module = modules.get(strategy, "fsdp")
+    if strategy not in modules:
+        translation.refuse(f"{prefix}.strategy", "trainers are fsdp, deepspeed and megatron; the run takes fsdp")
+    translation.set(f"{TRAINER}.module", module)
+    for theirs, ours in MEGATRON.items():
+        value = translation.get(f"{megatron}{theirs}")
+        if module == "megatron":
+            translation.set(f"{TRAINER}.megatron.{ours}", value)
+    if module == "megatron":
+        granularity = translation.get(f"{megatron}override_transformer_config.recompute_granularity")
+        translation.run.pop(f"{TRAINER}.activation_checkpointing", None)
+        translation.set(f"{TRAINER}.activation_checkpointing", granularity)
+    for name in ("aux", "z"):
+        coef = translation.get(f"{megatron}override_transformer_config.moe_{name}_loss_coeff")
+        translation.set(f"{TRAINER}.router_{name}_loss_coef", None if coef is None else float(coef))
+    _set_dtypes(translation, prefix)
+
+
+def _set_dtypes(translation: ForeignTranslation, prefix: str) -> None:
+    names = ("fsdp_config.mixed_precision.param_dtype", "fsdp_config.dtype", "megatron.dtype")
+    products = [translation.get(f"{prefix}.{name}") for name in names]
+    single = any(value in ("fp32", "float32") for value in products)
+    translation.set(f"models.{translation.main}.compute_dtype", "float32" if single else "bfloat16")
+    for name, value in zip(names, products, strict=True):
+        if value in ("fp16", "float16"):
+            translation.refuse(f"{prefix}.{name}", "products are in bfloat16 or float32; the run takes bfloat16")
+    stored = translation.get(f"{prefix}.fsdp_config.model_dtype", "fp32")
+    translation.set(f"{TRAINER}.dtype", "bfloat16" if stored in ("bf16", "bfloat16") else None)
+
+
+def set_schedule(translation: ForeignTranslation, prefix: str) -> None:
+    """Set the warm-up, and the least rate where the schedule falls to one."""
+    translation.convert_warmup(f"{prefix}.lr_warmup_steps_ratio")
+    least, ratio = translation.get(f"{prefix}.min_lr"), f"{TRAINER}.optimizer.min_lr_ratio"
+    if least and translation.run.get(f"{TRAINER}.optimizer.lr"):
+        translation.set(ratio, round(float(least) / float(translation.run[f"{TRAINER}.optimizer.lr"]), 6))
+    if translation.run.get(f"{TRAINER}.optimizer.schedule", "constant") == "constant":
+        translation.run.pop(ratio, None)
 
 
 def _set_advantage(translation: ForeignTranslation, algorithm: str) -> None:
     gamma, lam = float(translation.get("algorithm.gamma")), float(translation.get("algorithm.lam"))
     translation.set_discounts(algorithm, gamma, lam)
-    if not translation.get("algorithm.norm_adv_by_std_in_grpo", True):
+    scaled = translation.get("algorithm.norm_adv_by_std_in_grpo", True)
+    if not scaled and algorithm not in ("ppo", "rloo", "remax", "opo", "gpg", "reinforce_pp", _DISTILLATION):
         translation.set("advantage.scale", "none")
 
 
@@ -103,10 +173,10 @@ def _set_loss(translation: ForeignTranslation, algorithm: str) -> None:
 
 
 def _set_aggregation(translation: ForeignTranslation, algorithm: str) -> None:
-    """Set the aggregation. GSPO has one of its own, as in verl, whatever `loss_agg_mode` says by default."""
+    """Set the aggregation. GSPO and GMPO have their own, as in verl, whatever `loss_agg_mode` says by default."""
     mode = translation.get(f"{_ACTOR}.loss_agg_mode", "token-mean")
     length = translation.get(f"{_ACTOR}.loss_scale_factor")
-    if mode not in _AGGREGATIONS or (algorithm == "gspo" and mode == "token-mean"):
+    if mode not in _AGGREGATIONS or (algorithm in ("gspo", "gmpo") and mode == "token-mean"):
         return translation.refuse(f"{_ACTOR}.loss_agg_mode", f"`{algorithm}` has no such mean; its own is kept")
     translation.set("loss.aggregation", _AGGREGATIONS[mode])
     if mode == "seq-mean-token-sum-norm":
@@ -138,6 +208,9 @@ def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
         translation.get(key)
         if adaptive and in_reward:
             translation.refuse(key, "verl's target is nats per token, Coalign's `kl.target` nats per response")
+    penalty = translation.get("algorithm.kl_penalty", "kl")
+    if in_reward and penalty not in ("kl", "k1"):
+        translation.refuse("algorithm.kl_penalty", "the divergence in the reward is k1")
     if algorithm in KL_IN_REWARD:
         translation.set("kl.coef", coef if in_reward else 0.0)
         if adaptive and in_reward:
@@ -154,24 +227,58 @@ def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
         translation.refuse(f"{_ACTOR}.kl_loss_type", "estimators are k1, k2 and k3; the recipe's own is kept")
 
 
-def _set_rewards(translation: ForeignTranslation) -> None:
+def _set_teachers(translation: ForeignTranslation, algorithm: str) -> None:
+    """Set the teachers of on-policy distillation. ValueError for one that also counts the reward of a task."""
+    prefix = "distillation"
+    if algorithm != _DISTILLATION:
+        return translation.skip(f"{prefix}.*", "the run does not distil")
+    if translation.get(f"{prefix}.distillation_loss.use_task_rewards", True):
+        raise ValueError(f"{prefix}.distillation_loss.use_task_rewards=True: no recipe here adds rewards to a teacher")
+    names = [key.split(".")[2] for key in translation.given if key.endswith(".model_path") and key.startswith(prefix)]
+    for number, name in enumerate(dict.fromkeys(names)):
+        path, row = (translation.get(f"{prefix}.teacher_models.{name}.{key}") for key in ("model_path", "key"))
+        model = "teacher" if number == 0 else f"teacher_{name}"
+        translation.set(f"models.{model}.load", path)
+        if number == 0:
+            translation.set(f"models.{model}.dtype", "bfloat16")
+        else:
+            translation.set(f"models.{model}.like", "teacher")
+        if row and len(set(names)) > 1:
+            translation.notes.append(f"models.{model} is for rows whose key `teacher` says so (verl: {row})")
+    translation.skip(f"{prefix}.teacher_models.*.inference.*", "a teacher is scored by the module fsdp")
+    translation.skip(f"{prefix}.*n*", PLACED)
+    _set_distance(translation, f"{prefix}.distillation_loss")
+
+
+def _set_distance(translation: ForeignTranslation, prefix: str) -> None:
+    mode, top = translation.get(f"{prefix}.loss_mode", "k3"), translation.get(f"{prefix}.topk", 32)
+    if mode == "forward_kl_topk":
+        translation.run = {key: value for key, value in translation.run.items() if not key.startswith("loss.")}
+        translation.set("loss.fn", "distillation")
+        translation.set("models.teacher.candidates", top)
+        translation.set("loss.divergence", "forward")
+    elif mode != "k1" or not translation.get(f"{prefix}.use_policy_gradient", False):
+        translation.refuse(f"{prefix}.loss_mode", "the teacher's log-prob less the student's is the advantage (k1)")
+    translation.get(f"{prefix}.use_policy_gradient")
+
+
+def _set_rewards(translation: ForeignTranslation, algorithm: str) -> None:
     """Set rewards, and read the truth from where verl's rows have it."""
-    old, new = "custom_reward_function", "reward.custom_reward_function"
-    path = translation.get(f"{old}.path") or translation.get(f"{new}.path")
-    name = translation.get(f"{old}.name") or translation.get(f"{new}.name", "compute_score")
-    model_path = translation.get("reward_model.model.path") or translation.get("reward.reward_model.model_path")
-    uses_model = translation.get("reward_model.enable", False) or translation.get("reward.reward_model.enable", False)
-    parts: list[dict[str, Any]] = []
-    if path:
-        parts.append({"fn": f"<a function that calls {path}:{name}>"})
+    path, name = (
+        translation.get_text("custom_reward_function.path"),
+        translation.get_text("custom_reward_function.name"),
+    )
+    model_path, parts = translation.get("reward_model.model.path"), []
+    if path or "custom_reward_function.path" in translation.unknown:
+        name = f"{path or translation.unknown['custom_reward_function.path']}:{name or 'compute_score'}"
+        parts.append({"fn": f"<a function that calls {name}>"})
         translation.notes.append(
-            f"reward: {name} of {path} has verl's signature; wrap it as docs/writing_a_reward.md, \"From another "
-            'library", shows'
+            f'reward: {name} has verl\'s signature; wrap it as docs/writing_a_reward.md, "From another library", shows'
         )
-    if uses_model and model_path:
+    if translation.get("reward_model.enable", False) and model_path:
         translation.set("models.reward", {"module": "fsdp", "load": str(model_path), "head": "reward", "frozen": True})
         parts.append({"model": "reward"})
-    if not parts:
+    if not parts and algorithm != _DISTILLATION:
         parts.append({"fn": "math"})
         translation.notes.append("reward: verl chooses a function by `data_source`; `math` is that of gsm8k and MATH")
     prefix = "reward_model.overlong_buffer"
@@ -179,10 +286,53 @@ def _set_rewards(translation: ForeignTranslation) -> None:
     if translation.get(f"{prefix}.enable", False) and length:
         limit = translation.get("data.max_response_length")
         parts.append({"fn": "length_penalty", "weight": float(factor), "max_tokens": limit, "buffer": length})
-    translation.set("reward", parts)
+    translation.set("reward", parts or None)
+    manager = translation.get("reward_model.reward_manager", "naive")
+    if manager not in ("naive", "dapo", "batch", "prime", "rate_limited"):
+        translation.notes.append(
+            f"reward: verl's manager is {manager}; here the parts of `reward` are summed by weight"
+        )
+    _set_rows(translation)
+
+
+def _set_rows(translation: ForeignTranslation) -> None:
+    """Set what of verl's rows is read: the truth, images, and how many."""
+    most, images = translation.get("data.train_max_samples", -1), translation.get_text("data.image_key")
+    keys = {"answer": "reward_model.ground_truth"} | ({"images": images} if images not in (None, "images") else {})
     for key in ("data.train", "data.eval"):
+        limit = {"max_samples": most} if key == "data.train" and most > 0 else {}
         if files := translation.run.get(key):
-            translation.run[key] = [{"path": file, "keys": {"answer": "reward_model.ground_truth"}} for file in files]
+            files = [files] if isinstance(files, str) else files
+            translation.run[key] = [{"path": file, "keys": keys, **limit} for file in files]
+    if images and not translation.has("data.audio_key"):  # which a composed file has, like all keys
+        translation.set("data.images", {})
+    elif images:
+        translation.notes.append("data.images: set it where rows have images; verl reads them where the model does")
+    if translation.get(f"{_ACTOR}.freeze_vision_tower", False):
+        translation.set(f"{TRAINER}.vision.tower", "freeze")
+    if str(translation.get(f"{_ACTOR}.router_replay.mode", "disabled")).upper() == "R3":
+        translation.set("rollout.routing_replay", True)
+
+
+def _refuse_episodes(translation: ForeignTranslation) -> None:
+    """List the settings of turns, tools and agents, which are environments here."""
+    reason = "turns and tools are an environment here (`rollout`, docs/environments.md)"
+    agent = translation.given.get(f"{_ROLLOUT}.agent.default_agent_loop", "single_turn_agent")
+    if not translation.given.get(f"{_ROLLOUT}.multi_turn.enable") and agent == "single_turn_agent":
+        translation.skip(f"{_ROLLOUT}.multi_turn.*", "the run has one turn")
+        return translation.skip(f"{_ROLLOUT}.agent.*", "the run has one turn")
+    for key in list(translation.given):
+        if key.startswith((f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.")) and not VERL.find_reason(key):
+            translation.refuse(key, reason)
+    if translation.given.get(f"{_ROLLOUT}.multi_turn.enable"):
+        translation.notes.append(f"rollout: verl's episodes have several turns; {reason}")
+
+
+def _set_adapter(translation: ForeignTranslation) -> None:
+    set_adapter(translation, f"{_MODEL}.lora_rank", f"{_MODEL}.lora_alpha", "", f"{_MODEL}.target_modules")
+    adapter = translation.get_text(f"{_MODEL}.lora_adapter_path")
+    if adapter and f"{TRAINER}.lora.rank" in translation.run:
+        translation.set(f"{TRAINER}.lora.load", adapter)
 
 
 def _set_sizes(translation: ForeignTranslation) -> None:
@@ -201,9 +351,9 @@ def _set_sizes(translation: ForeignTranslation) -> None:
 def _set_value(translation: ForeignTranslation, algorithm: str) -> None:
     """Set the value model, which is like the trainer where the file says nothing."""
     if algorithm != "ppo":
-        for key in [key for key in translation.given if key.startswith("critic.") or key == "trainer.critic_warmup"]:
-            translation.refuse(key, f"`{algorithm}` has no value model")
-        return
+        reason = f"`{algorithm}` has no value model"
+        translation.skip("critic.*", reason)
+        return translation.skip("trainer.critic_warmup", reason)
     path = translation.get("critic.model.path")
     if path != translation.run.get("models.policy.load"):
         translation.set(f"{VALUE}.load", path)
@@ -211,6 +361,9 @@ def _set_value(translation: ForeignTranslation, algorithm: str) -> None:
         value = translation.get(f"critic.optim.{name}")
         translation.set(f"{VALUE}.optimizer.{ours}", None if value is None else float(value))
     translation.set(f"{VALUE}.epochs_per_batch", translation.get("critic.ppo_epochs"))
+    translation.set(f"{VALUE}.max_tokens_per_micro", translation.get("critic.ppo_max_token_len_per_gpu"))
+    warmup = translation.get("critic.optim.lr_warmup_steps", -1)
+    translation.set(f"{VALUE}.optimizer.warmup", warmup if warmup > 0 else None)
     if update := translation.get("critic.ppo_mini_batch_size"):
         batch = translation.get("data.train_batch_size")
         translation.set(f"{VALUE}.updates_per_batch", count_updates(translation, batch, update, "critic's"))
@@ -232,3 +385,13 @@ def _set_evaluation(translation: ForeignTranslation) -> None:
     temperature, draws = translation.get(f"{prefix}.temperature"), translation.get(f"{prefix}.do_sample", False)
     if draws and temperature:
         translation.set("runtime.eval_sampling.temperature", float(temperature))
+    elif translation.run.get("runtime.eval_samples", 1) > 1:
+        translation.refuse(f"{prefix}.n", "without val_kwargs.do_sample and a temperature all samples are the same")
+        del translation.run["runtime.eval_samples"]
+
+
+def set_template_arguments(translation: ForeignTranslation) -> None:
+    """Set the arguments of the chat template, each of which is a key."""
+    prefix = "data.apply_chat_template_kwargs."
+    arguments = {key.removeprefix(prefix): translation.get(key) for key in translation.given if key.startswith(prefix)}
+    translation.set("data.chat_template_kwargs", arguments or None)

@@ -142,7 +142,7 @@ def test_chatlearn_overrides_of_a_script(home):
     config = load_config(file)
     assert config.algorithm == "gspo" and "means over tokens, `gspo` over responses" in yaml
     assert config.loss.arguments["clip_high"] == 0.001 and config.runtime.prompts_per_step == 32
-    assert "reference" not in yaml.split("\n\n")[-1] and "no value here: num_device" in yaml
+    assert "reference" not in yaml.split("\n\n")[-1] and "models.policy.num_gpu = $num_device: num_gpu is auto" in yaml
 
 
 def test_chatlearn_files_with_a_file_for_each_model(tmp_path, monkeypatch):
@@ -185,7 +185,9 @@ def test_chatlearn_files_with_a_file_for_each_model(tmp_path, monkeypatch):
     assert (optimizer["min_lr_ratio"], optimizer["betas"], optimizer["weight_decay"]) == (0.5, [0.9, 0.95], 0.01)
     assert models["value"]["optimizer"]["lr"] == 5e-6 and models["value"]["loss"]["clip"] == 0.1
     assert (models["trainer"]["num_gpu"], models["policy"]["num_gpu"]) == (16, 8)
-    assert settings["runtime"]["colocation"] == [["policy", "reference"], ["trainer", "value"]]
+    assert settings["runtime"]["colocation"] == [["policy", "reference", "reward"], ["trainer", "value"]]
+    assert settings["data"]["train"][0]["path"] == "<$data_path>" and models["reward"]["load"] == "<$reward_load>"
+    assert "To fill in (2):\n#   data.train: <$data_path>" in yaml
     assert settings["kl"]["coef"] == 0.02 and settings["advantage"]["lam"] == 0.95
 
 
@@ -233,7 +235,11 @@ def test_the_command_writes_a_new_file(home, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "algorithm: grpo\n", r"neither verl's \(`actor_rollout_ref`\), ChatLearn's .* nor TRL's"),
+        (
+            "a.yaml",
+            "algorithm: grpo\n",
+            r"neither verl's \(`actor_rollout_ref`\), ChatLearn's .*, TRL's or LLaMA-Factory's",
+        ),
         ("a.yaml", "models: {ppo_policy: {}}\nruntime: {num_episode: 1}\n", "without a model that generates"),
         ("a.sh", "python entry.py -c none.yaml\n", "none.yaml"),
         ("a.sh", "python train.sh\n", "no command of verl"),

@@ -1,0 +1,67 @@
+"""The table of one framework's keys, and the words that all tables share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+TRAINER, POLICY, VALUE = "models.trainer", "models.policy", "models.value"
+SAMPLING = f"{POLICY}.sampling"
+MICRO = "micro-batches follow from models.trainer.max_tokens_per_micro"
+PLACED = "num_gpu is auto: the models share in turn the GPUs that are there"
+MEMORY = "models that share a device leave it by themselves (docs/memory.md)"
+PACKED = "sequences are packed wherever the architecture can"
+LOGGED = "every step is logged"
+
+
+@dataclass(frozen=True)
+class ForeignKeys:
+    """The keys of one framework, or of one of its programs.
+
+    ``same`` maps a key to the dotted keys here (separated by blanks) that take its value, ``combined`` one that counts
+    together with others to a description, and ``unneeded`` one without a counterpart, or a pattern (`profiler.*`), to
+    the reason. ``defaults`` are the framework's own, where they change results and differ from Coalign's. ``renamed``
+    maps other names of a key, of newer or older versions, to that in the table; a star at the end stays what it is.
+    ``inputs`` are the framework's names of the model and of the data, for messages.
+    """
+
+    name: str
+    same: Mapping[str, str]
+    combined: Mapping[str, str]
+    unneeded: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    inputs: tuple[str, str] = ("", "")
+
+    def describe(self, key: str) -> str | None:
+        """Say what a key is called here, as a part of a sentence; None for an unknown one."""
+        key = self.find_name(key)
+        if key in self.same:
+            return " and ".join(self.same[key].split())
+        if description := _find(self.combined, key):
+            return description
+        reason = self.find_reason(key)
+        return None if reason is None else f"not needed ({reason})"
+
+    def find_name(self, key: str) -> str:
+        """Return the name that a key has in the table."""
+        name = key if key in self.renamed else next((name for name in self.renamed if fnmatchcase(key, name)), None)
+        if name is None:
+            return key
+        new, before = self.renamed[name], name.removesuffix("*").rpartition("*")[2]  # the last star
+        rest = key.partition(before)[2] if name.endswith("*") else key.rpartition(".")[2]
+        return new.removesuffix("*") + rest if new.endswith("*") else new
+
+    def find_reason(self, key: str) -> str | None:
+        """Return why a key has no counterpart; None for one that has, and for an unknown one."""
+        has_counterpart = key not in self.unneeded and (key in self.same or _find(self.combined, key))
+        return None if has_counterpart else _find(self.unneeded, key)
+
+
+def _find(table: Mapping[str, str], key: str) -> str | None:
+    """Return the value of a key, or of the first pattern that it matches."""
+    if key in table:
+        return table[key]
+    return next((value for name, value in table.items() if "*" in name and fnmatchcase(key, name)), None)
