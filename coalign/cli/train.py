@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -25,6 +26,9 @@ Overrides = Annotated[
 Cluster = Annotated[
     str | None,
     typer.Option(help="Place the run on this cluster, which need not be there: NODESxGPUS:NAME, `4x8:H100`."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object: facts and problems. Exit code 1: there are problems.")
 ]
 NoCode = Annotated[
     bool, typer.Option("--no-code", help="Run no code that the file or this directory names: for files of strangers.")
@@ -92,23 +96,26 @@ def check(
     overrides: Overrides = None,
     no_code: NoCode = False,
     cluster: Cluster = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: facts, warnings, problems. Exit code 1: problems.")
-    ] = False,
+    as_json: AsJson = False,
 ):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     _refuse(no_code)
+    _report(lambda display, facts: _examine(config, overrides, cluster, display, facts), as_json)
+
+
+def _report(work: Callable[[Display, dict[str, Any]], None], as_json: bool) -> None:
+    """Let ``work`` show its results; or, as JSON, print the facts that it collects and the problems that it raises."""
     from coalign.report.display import Display
 
     if not as_json:
-        return _examine(config, overrides, cluster, Display(), {})
+        return work(Display(), {})
     from rich.console import Console
 
     from coalign.cli.problems import report_as_json
 
     facts: dict[str, Any] = {}
     with report_as_json(facts):
-        _examine(config, overrides, cluster, Display(out=Console(file=StringIO())), facts)
+        work(Display(out=Console(file=StringIO())), facts)
 
 
 def _examine(
@@ -155,16 +162,35 @@ def plan(
         bool, typer.Option("--measure", help="Measure this machine first, keep the figures, and plan for it.")
     ] = False,
     no_code: NoCode = False,
+    as_json: AsJson = False,
 ):
     """Predict the seconds, memory and cost of a step on a cluster that need not be there, and search better layouts."""
     _refuse(no_code)
+    wanted = _PlanWish(cluster, lengths, objective, top, price, write, trace, measure)
+    _report(lambda display, facts: facts.update(_plan(config, overrides, wanted, display)), as_json)
+
+
+class _PlanWish(NamedTuple):
+    """The options of `coalign plan`."""
+
+    cluster: str | None
+    lengths: str | None
+    objective: str
+    top: int
+    price: float | None
+    write: Path | None
+    trace: Path | None
+    measure: bool
+
+
+def _plan(config: Path, overrides: list[str] | None, wanted: _PlanWish, display: Display) -> dict[str, Any]:
     from coalign.api import load_config
     from coalign.config.yaml_edit import emit_inline
     from coalign.planner.constants import Constants
     from coalign.planner.gpus import ClusterSpec
     from coalign.planner.job import LengthDistribution
-    from coalign.report.display import Display
 
+    cluster, measure, objective = wanted.cluster, wanted.measure, wanted.objective
     if cluster is None and not measure:
         raise ValueError("--cluster is missing: NODESxGPUS:NAME, such as `--cluster 4x8:H100`, or `here`")
     if measure and cluster not in (None, "here"):
@@ -173,7 +199,7 @@ def plan(
         raise ValueError(f"--objective is '{objective}'; expected seconds or gpu-hours")
     here = measure or cluster == "here"
     simulated = None if here or cluster is None else ClusterSpec.parse(cluster)
-    distribution = LengthDistribution.parse(lengths) if lengths else None
+    distribution = LengthDistribution.parse(wanted.lengths) if wanted.lengths else None
 
     configured = load_config(config, overrides, planned=True)
 
@@ -187,11 +213,13 @@ def plan(
         plan_run,
     )  # slow to import: a wrong file is named before
 
-    display, constants, devices = Display(), Constants(), None
+    constants, devices = Constants(), None
     if simulated is None:
         simulated, constants, devices = find_machine(measure=measure, display=display)
-    request = PlanRequest(simulated, constants, distribution, objective, top, price, write, trace, devices)
-    plan_run(config, load, request, display)
+    request = PlanRequest(
+        simulated, constants, distribution, objective, wanted.top, wanted.price, wanted.write, wanted.trace, devices
+    )
+    return plan_run(config, load, request, display)
 
 
 def pipeline(
@@ -241,12 +269,16 @@ def evaluate(
             help="Of --model. auto: bfloat16 if it is stored in 16 bits or fewer and the device multiplies it."
         ),
     ] = "auto",
+    as_json: AsJson = False,
 ):
     """Measure a model on the evaluation set of a run: mean@n, pass@k (or the loss, for SFT)."""
     from coalign import api
-    from coalign.report.display import Display
 
-    Display().table("evaluation", api.evaluate(config, overrides, model=model, dtype=dtype))
+    def measure(display: Display, facts: dict[str, Any]) -> None:
+        facts["metrics"] = api.evaluate(config, overrides, model=model, dtype=dtype)
+        display.table("evaluation", facts["metrics"])
+
+    _report(measure, as_json)
 
 
 def inspect_data(
@@ -310,12 +342,17 @@ def diagnose(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ):
-    """Name the cause of a run that ended badly, from its logs: evidence, where it began, how sure it is, what to do."""
+    """Name the cause of a run that ended badly, from its logs: evidence, where it began, how sure it is, what to do.
+
+    Exit code 1 if the logs hold no cause that it knows.
+    """
     from coalign.diagnosis.report import to_json, write_report
     from coalign.diagnosis.verdict import judge_paths
 
     verdict, read = judge_paths(logs)
     typer.echo(json.dumps(to_json(verdict, read), indent=1) if as_json else write_report(verdict, read))
+    if verdict.cause is None or verdict.cause.rule is None:
+        raise typer.Exit(1)
 
 
 def _complete_recipe(begun: str) -> list[str]:

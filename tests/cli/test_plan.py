@@ -186,3 +186,16 @@ def test_edits_of_yaml_keep_everything_else():
         assert comment in edited
     with pytest.raises(ValueError, match=r"run\.yaml:11: g\.j\.i is an alias"):
         edit_yaml(text, "run.yaml", {"g.j.i": 2})
+
+
+def test_the_figures_as_json(folder):
+    words = ["plan", str(folder / "run.yaml"), "--cluster", "1x8:H100", "--top", "2", "--json"]
+    done = CliRunner().invoke(app, words)
+    told = json.loads(done.stdout)
+    assert done.exit_code == 0 and told["problems"] == [] and told["cluster"] == "1x8:H100"
+    configured, layouts = told["configured"], told["layouts"]
+    assert configured["gpu_hours"] == pytest.approx(configured["seconds"] * 8 / 3600)
+    assert sum(load["devices"] for load in told["memory"]) >= 8 and all(load["peak"] > 0 for load in told["memory"])
+    assert layouts and layouts[0]["settings"] and layouts[0]["seconds"] <= configured["seconds"]
+    refused = CliRunner().invoke(app, ["plan", str(folder / "run.yaml"), "--json"])
+    assert refused.exit_code == 1 and "--cluster is missing" in json.loads(refused.stdout)["problems"][0]["message"]

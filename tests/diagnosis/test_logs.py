@@ -83,7 +83,7 @@ def test_files_standard_input_and_json(monkeypatch, capsys, tmp_path):
     assert code == 0 and out.startswith("cause: device memory ran out in the backward pass (2.00 GiB asked for)\n")
     assert "b.log.gz:4: torch.OutOfMemoryError" in out and "do: Smaller micro-batches" in out
     code, out, _ = run(monkeypatch, capsys, "--json", tmp_path / "a.log")
-    assert code == 0 and json.loads(out) == {"cause": None, "files": 1, "survived_errors": 0}
+    assert code == 1 and json.loads(out) == {"cause": None, "files": 1, "survived_errors": 0}
     code, out, _ = run(monkeypatch, capsys, tmp_path / "a.log")
     assert out.startswith("no failure found in")
 

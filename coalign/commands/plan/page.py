@@ -89,6 +89,41 @@ class PlanPage:
         lines += ["", _ruled("why the others lose"), *self._losers(search, own)]
         return "\n".join([*lines, ""])
 
+    def list_facts(self, configured: ConfiguredLayout, proposed: Sequence[ProposedLayout]) -> dict[str, Any]:
+        """Return the figures of the page as plain values: seconds of a step, bytes, GPU-hours, settings."""
+        prediction = configured.prediction
+        return {
+            "cluster": str(self.cluster),
+            "configured": None if prediction is None else self._list_figures(prediction),
+            "problem": configured.problem,
+            "memory": [
+                {"slot": load.slot, "devices": load.count, "peak": load.peak, "turn": load.turn}
+                for load in configured.loads
+            ],
+            "layouts": [
+                {
+                    "settings": dict(one.lines),
+                    "max_staleness": one.layout.staleness,
+                    "peak": round(one.layout.peak),
+                    **self._list_figures(one.layout.prediction),
+                }
+                for one in proposed
+            ],
+        }
+
+    def _list_figures(self, prediction: StepPrediction) -> dict[str, Any]:
+        hours = prediction.seconds * self._count_devices(prediction) / 3600
+        return {
+            "seconds": prediction.seconds,
+            "phases": prediction.phase_seconds(),
+            "tokens_per_second": prediction.tokens_per_second,
+            "mfu": prediction.mfu,
+            "trainer_mfu": prediction.trainer_mfu,
+            "idle": prediction.idle,
+            "gpu_hours": hours,
+            "dollars": hours * self.dollars,
+        }
+
     # ---- the configured layout -------------------------------------------------------------------------------------
 
     def _title(self) -> str:

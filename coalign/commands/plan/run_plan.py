@@ -42,12 +42,13 @@ class PlanRequest:
     devices: int | None = None  # that `num_gpu: auto` may use, if not all of the cluster
 
 
-def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Display) -> None:
-    """Print the prediction of a run's step on a cluster, and the layouts that would do better.
+def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Display) -> dict[str, Any]:
+    """Print the prediction of a run's step on a cluster, and the layouts that would do better; return the figures.
 
     ``load`` gives the configuration of the file ``source`` with further settings. Raises ValueError for a run that
     cannot be planned, and for files to write that are there already.
     """
+    proposed: list[ProposedLayout] = []
     for file in (request.write, request.trace):
         if file is not None and file.exists():
             raise ValueError(f"{file} is there already, and is left as it is; name another file")
@@ -71,11 +72,13 @@ def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Displa
                     display.show(f"with more such nodes, a layout fits: --cluster {larger}")
             if request.write is not None:
                 write_layout(source, request.write, proposed, display)
+    facts = page.list_facts(configured, proposed)
     if request.trace is not None:
         best = configured.prediction
         if best is None:
             raise ValueError("--trace: the configured layout cannot be predicted, so there is nothing to draw")
         display.show(draw_trace(best, Path(config.output), request.trace))
+    return facts
 
 
 def find_machine(*, measure: bool, display: Display) -> tuple[ClusterSpec, Constants, int]:
