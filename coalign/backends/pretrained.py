@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import logging
@@ -35,7 +36,7 @@ from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.templates import read_template, store_arguments
 from coalign.devices import seed_generator
-from coalign.files import list_weight_files, read_json_object
+from coalign.files import list_weight_files, read_json_object, read_model_config
 from coalign.hub import find_directory
 from coalign.roles import Context
 from coalign.weights.model_files import check_model_files, check_tokenizer_files, has_tokenizer, read_stored
@@ -81,6 +82,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         raise ValueError(f"models.*.load: '{directory}' is not a Hugging Face model directory (no config.json there)")
     from transformers import AutoConfig  # here and below: two seconds, which `coalign check` of a plain model saves
 
+    check_architecture(directory)
     hf = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     text = hf.get_text_config()
     text.use_cache = False
@@ -91,6 +93,23 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     if config.head == "reward" and not config.frozen:
         hf.score_at = TRAINED_AT
     return hf
+
+
+def check_architecture(directory: Path) -> None:
+    """Refuse (ValueError) a model type that transformers does not know and whose directory names no code for it."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = read_model_config(directory)
+    kind = fields.get("model_type")
+    if "auto_map" in fields or kind is None or kind in CONFIG_MAPPING:
+        return
+    nearest = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=1)
+    hint = f"did you mean `{nearest[0]}`?" if nearest else "update transformers, or take another model"
+    raise ValueError(
+        f"'{directory}/config.json' has the model type `{kind}`, which transformers {transformers.__version__} "
+        f"does not know; {hint}"
+    )
 
 
 def find_score_at(config: ModelConfig, hf: PretrainedConfig) -> ScoreAt:

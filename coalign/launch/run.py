@@ -42,6 +42,7 @@ from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import describe_assigned_layout, describe_start
 from coalign.launch.plan import prepare
+from coalign.launch.validate import check_folders
 from coalign.report.contact_sheet import write_sample_sheet
 from coalign.report.display import Display
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
@@ -84,6 +85,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
     plan = prepare(config)
     config = plan.config
     graph = trace(plan)
+    with locate_problems(config):
+        check_folders(config)
     with closing(RunFolder(config.output, config.runtime.keep_rollouts)) as folder, _logged(folder, display):
         goodput = Goodput(folder.metrics)
         write_commits(folder.path, named, config)

@@ -45,11 +45,17 @@ def check_loads(models: Iterable[PlannedModel]) -> None:
 
 
 def check_directories(models: Iterable[PlannedModel]) -> None:
-    """Refuse directories in which there is no model, or one of another format."""
+    """Refuse directories in which there is no model, or one of another format or of an unknown architecture."""
+    from coalign.backends.known_models import find_known_model
+    from coalign.backends.pretrained import check_architecture
+
     for model in models:
         if model.config.load:
             with located_at("models", model.name, "load"):
-                read_model_config(find_directory(model.config.load))
+                directory = find_directory(model.config.load)
+                read_model_config(directory)
+                if find_known_model(model.config) is None:
+                    check_architecture(directory)
 
 
 def check_weights(models: Iterable[PlannedModel], *, simulated: bool = False) -> None:

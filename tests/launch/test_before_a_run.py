@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from coalign import load_config
+from coalign import load_config, train
 from coalign.cli import app
 from coalign.commands.evaluate import show_data
 from coalign.commands.judges import choose_device
@@ -59,6 +59,17 @@ def test_what_init_marks_is_enough(home, recipe):
         assert config == plain  # both forms are the recipe as it is
     assert len(text.splitlines()) <= 25
     assert "no problem found" in said(check, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in CLASSES if name != "rlaif"])  # a random judge says nothing
+def test_what_check_passes_of_init_trains(home, recipe):
+    file = home / f"{recipe}.yaml"
+    file.write_text(fill_in(RunTemplate(recipe).write(), home))
+    size = "tokens_per_step" if "tokens_per_step" in file.read_text() else "prompts_per_step"
+    more = {"runtime.steps": 1, f"runtime.{size}": 64 if size == "tokens_per_step" else 2, "output": str(home / recipe)}
+    result = train(file, more, quiet=True)
+    assert len(result.metrics) == 1 and result.model
 
 
 def test_the_long_form_has_the_arguments_of_functions_and_no_section_that_is_not_read():

@@ -6,12 +6,13 @@ import copy
 import io
 import json
 import re
+import shutil
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from coalign import load_config
+from coalign import load_config, train
 from coalign.cli import app, main
 from coalign.commands.foreign.axolotl import AXOLOTL
 from coalign.commands.foreign.chatlearn_keys import CHATLEARN
@@ -249,3 +250,18 @@ def test_commands_name_what_was_mixed_up(home, tmp_path, monkeypatch):
     }.items():
         done = CliRunner().invoke(app, command.split())
         assert message in str(done.exception), (command, done.output)
+
+
+def test_an_architecture_that_transformers_does_not_know_is_named_with_its_key(home, tmp_path):
+    shutil.copytree(settings(home, "sft")["models"]["trainer"]["load"], tmp_path / "model")
+    fields = json.loads((tmp_path / "model" / "config.json").read_text()) | {"model_type": "qwen22"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    said = refuse(home, "sft", {"models.trainer.load": str(tmp_path / "model")})
+    assert re.search(
+        r"run\.yaml:\d+: models\.trainer\.load: .*model type `qwen22`, which transformers .* `qwen2`", said
+    )
+
+
+def test_a_run_refuses_a_folder_that_cannot_be_written_by_its_key(home):
+    with pytest.raises(ConfigError, match=r"output: nothing can be written in '/proc"):
+        train(settings(home, "sft"), {"output": "/proc/run"}, quiet=True)
