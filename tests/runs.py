@@ -100,12 +100,16 @@ def other_model(directory: Path, **settings: Any) -> Path:
 
 
 def run(config: dict[str, Any], *overrides: str) -> int:
-    """Train in this process; the exit code."""
+    """Train in this process; the exit code. All metrics that the run logs must have an entry in metrics.yaml."""
     from coalign import load_config
     from coalign.launch.run import train
     from coalign.report.display import Display
+    from coalign.run_files.metric_table import find_entry
 
-    return train(load_config(config, overrides), Display(quiet=True))
+    code = train(load_config(config, overrides), Display(quiet=True))
+    names = {name for line in metrics(config) for name in line if name != "step"}
+    assert not (unknown := {name for name in names if find_entry(name) is None}), unknown
+    return code
 
 
 @contextmanager
