@@ -153,6 +153,24 @@ def test_a_link_shows_the_same_curves(board, open_page):
     other.check(board)
 
 
+@pytest.mark.parametrize(("locale", "words"), [("en-GB", "Mean reward over the evaluation data"), ("zh-CN", "平均奖励")])
+def test_a_metric_says_what_it_means_by_mouse_and_by_keys(board, open_page, locale, words):
+    watched = open_page(locale=locale)
+    page = watched.page
+    watched.show(f"{board.url}/#/run/sums%2Fseed0/overview")
+    name = page.locator('section[aria-label="eval/mean"]').first.get_by_role("button", name="eval/mean")
+    name.hover()
+    assert words in page.locator("[role=tooltip]:not([hidden])").inner_text()
+    page.mouse.move(0, 0)
+    page.locator("[role=tooltip]:not([hidden])").wait_for(state="detached")
+    name.focus()
+    assert words in page.locator("[role=tooltip]:not([hidden])").inner_text()
+    assert find_barriers(page) == []
+    page.keyboard.press("Escape")
+    page.locator("[role=tooltip]:not([hidden])").wait_for(state="detached")
+    watched.check(board)
+
+
 def test_a_run_that_is_written_cut_in_mid_line_and_resumed(board, open_page, runs):
     folder = make_run(runs / "live")
     watched = open_page()

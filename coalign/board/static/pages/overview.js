@@ -45,6 +45,7 @@ export async function render(root, run, state) {
     groups.draw((chart) => {
       if (!store.series.has(chart.name)) return;
       const curve = { ...store.select(chart.name, settings.along), label: chart.name, number: 0 };
+      chart.explain(store.meanings[chart.name]);
       chart.draw([curve], settings.along, settings.weight, store.latest[chart.name]);
     });
   }
