@@ -100,15 +100,17 @@ def other_model(directory: Path, **settings: Any) -> Path:
 
 
 def run(config: dict[str, Any], *overrides: str) -> int:
-    """Train in this process; the exit code. All metrics that the run logs must have an entry in metrics.yaml."""
+    """Train in this process; the exit code. What a recipe of Coalign logs must have an entry in metrics.yaml."""
     from coalign import load_config
     from coalign.launch.run import train
     from coalign.report.display import Display
     from coalign.run_files.metric_table import find_entry
 
-    code = train(load_config(config, overrides), Display(quiet=True))
-    names = {name for line in metrics(config) for name in line if name != "step"}
-    assert not (unknown := {name for name in names if find_entry(name) is None}), unknown
+    loaded = load_config(config, overrides)
+    code = train(loaded, Display(quiet=True))
+    names = {name for line in metrics({"output": loaded.output}) for name in line if name != "step"}
+    unknown = {name for name in names if find_entry(name) is None}
+    assert not unknown or ":" in loaded.algorithm, unknown  # a recipe of the test's own may log anything
     return code
 
 

@@ -153,7 +153,9 @@ def test_a_link_shows_the_same_curves(board, open_page):
     other.check(board)
 
 
-@pytest.mark.parametrize(("locale", "words"), [("en-GB", "Mean reward over the evaluation data"), ("zh-CN", "平均奖励")])
+@pytest.mark.parametrize(
+    ("locale", "words"), [("en-GB", "Mean reward over the evaluation data"), ("zh-CN", "平均奖励")]
+)
 def test_a_metric_says_what_it_means_by_mouse_and_by_keys(board, open_page, locale, words):
     watched = open_page(locale=locale)
     page = watched.page

@@ -3,6 +3,7 @@ import { append, fill, formatNumber, h, markCode } from "../board.js";
 import { makeAxisControls, makeChoiceControls } from "../axis.js";
 import { ChartGroups } from "../charts.js";
 import { CurveStore, groupMetrics } from "../curves.js";
+import { nameGroup } from "../groups.js";
 import { t } from "../i18n.js";
 
 export const title = "overview.title";
@@ -72,12 +73,14 @@ export async function render(root, run, state) {
   };
 }
 
-function makeSample({ prompt, response, reward, ...rest }) {
+function makeSample({ step, question, response, reward, ...rest }) {
+  const [phase, status] = [t(`rollouts.${rest.phase === "eval" ? "eval" : "train"}`), rest.status ? t(`rollouts.status_${rest.status}`) : "–"];
+  const facts = { step, phase, status, group: nameGroup(rest.group), reward: formatNumber(reward) };
   return h(
     "article",
     { class: "sample" },
-    h("p", { class: "facts" }, t("overview.sample", { ...rest, reward: formatNumber(reward) })),
-    h("p", { class: "prompt" }, prompt),
+    h("p", { class: "facts" }, t("overview.sample", facts)),
+    h("p", { class: "prompt" }, question),
     h("p", { class: "response" }, response),
   );
 }
