@@ -19,7 +19,14 @@ from tests.runs import command, settings, wait_for
 pytestmark = pytest.mark.slow
 
 COMPARED = "#/compare?runs=" + json.dumps(["sums/seed0", "sums/seed1", "other run"]).replace(" ", "%20")
-PAGES = ["#/", "#/run/sums%2Fseed0/overview", "#/run/sums%2Fseed0/log", "#/run/sums%2Fseed0/configuration", COMPARED]
+PAGES = [
+    "#/",
+    "#/run/other%20run",
+    "#/run/sums%2Fseed0/overview",
+    "#/run/sums%2Fseed0/log",
+    "#/run/sums%2Fseed0/configuration",
+    COMPARED,
+]
 
 
 @pytest.fixture
@@ -56,7 +63,9 @@ def test_every_page(board, open_page, width, colours, locale):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             f"{address} is wider than the screen"
         )
-        missing = page.evaluate(r"document.body.innerText.match(/\b(?:shell|runs|overview|compare|log)\.[a-z_]+\b/g)")
+        missing = page.evaluate(
+            r"document.body.innerText.match(/\b(?:shell|runs|cause|overview|compare|log(?!\.txt))\.[a-z_]+\b/g)"
+        )
         assert not missing, missing
     watched.check(board)
 
@@ -100,14 +109,41 @@ def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page, run
     page.keyboard.press("Escape")
     page.keyboard.press("j")
     page.keyboard.press("o")
-    page.locator(".page-overview").wait_for()
-    for expected in ("rollouts", "timeline", "placement", "checkpoints", "goodput", "flow", "log", "configuration"):
+    page.locator(".page-cause").wait_for()
+    for expected in ("overview", "timeline", "flow", "log", "configuration", "cause"):
         page.keyboard.press("]")
         page.locator(f".page-{expected}").wait_for()
     page.keyboard.press("?")
     assert page.get_by_role("dialog").get_by_text("next page of the run").is_visible()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="detached")
+    watched.check(board)
+
+
+def test_a_failed_run_opens_on_its_cause(start_board, open_page, tmp_path):
+    folder = make_run(tmp_path / "runs" / "mine")
+    trace = 'Traceback (most recent call last):\n  File "/home/me/my_rewards.py", line 12, in score\n    return 1 / 0\n'
+    add_log(
+        folder, f"ERROR coalign.launch.run: the run ended with an error\n{trace}ZeroDivisionError: division by zero"
+    )
+    board = start_board(folder.parent)
+    watched = open_page()
+    page = watched.page
+    watched.show(f"{board.url}/#/")
+    page.get_by_role("link", name="mine").click()
+    page.locator(".evidence").get_by_text("/home/me/my_rewards.py:12").wait_for()
+    assert "division by zero" in page.locator(".cause").inner_text()
+    assert page.locator(".tabs a").all_inner_texts() == ["Cause", "Log and stalls", "Configuration"]
+    assert find_barriers(page) == []
+    watched.show(f"{board.url}/#/run/mine")  # without the name of a page
+    page.locator(".page-cause .evidence").wait_for()
+    for name in ("overview", "rollouts", "placement"):
+        watched.show(f"{board.url}/#/run/mine/{name}")
+        page.get_by_text("The run ended before its first step.").first.wait_for()
+        assert page.get_by_text("log_samples").count() == 0
+    page.get_by_role("link", name="Cause").click()
+    page.get_by_role("link", name="Errors of the log").click()
+    page.get_by_role("log").get_by_text("ZeroDivisionError").wait_for()
     watched.check(board)
 
 

@@ -126,7 +126,7 @@ def test_what_differs_between_runs(client):
     [
         ("/api/runs/nothing/metrics", 404, "there is no run 'nothing'"),
         ("/api/runs/sums/metrics", 404, "there is no run 'sums'"),
-        ("/api/runs/sums/seed0/metric", 404, "there are answer, checkpoints, configuration"),
+        ("/api/runs/sums/seed0/metric", 404, "there are answer, cause, checkpoints, configuration"),
         ("/api/runs/sums/seed0/metrics?names=x", 400, "expected a list"),
         ("/api/runs/sums/seed0/metrics?from=x&to=3", 400, "from is 'x'; expected a step"),
         ("/api/runs/sums/seed0/metrics?from=nan", 400, "from is 'nan'; expected a step"),

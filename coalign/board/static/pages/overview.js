@@ -5,6 +5,7 @@ import { ChartGroups } from "../charts.js";
 import { CurveStore, groupMetrics } from "../curves.js";
 import { nameGroup } from "../groups.js";
 import { t } from "../i18n.js";
+import { explainNothing } from "../status.js";
 
 export const title = "overview.title";
 
@@ -37,7 +38,7 @@ export async function render(root, run, state) {
   function arrange() {
     groups.filter = search.value.toLowerCase();
     groups.arrange(groupMetrics(store.names));
-    hint.textContent = store.names.length ? t("overview.hint") : t("overview.no_metrics");
+    hint.textContent = store.names.length ? t("overview.hint") : explainNothing(run.summary, "status.no_step_yet");
     progress.textContent = store.complete ? "" : t("overview.reading", { size: Math.round(store.read / 1e6) });
     unzoom.hidden = store.range === null;
   }
@@ -63,7 +64,7 @@ export async function render(root, run, state) {
     const { samples: newest } = await run.fetch("samples", { last: 4 });
     const shown = newest.length
       ? h("div", { class: "samples" }, newest.map(makeSample))
-      : h("p", { class: "quiet" }, markCode(t("overview.no_samples")));
+      : h("p", { class: "quiet" }, markCode(explainNothing(run.summary, "rollouts.no_samples")));
     fill(samples, h("h2", { id: "samples" }, t("overview.newest_samples")), shown);
   }
 

@@ -4,6 +4,7 @@ import { formatSpread, makeComponents, nameGroup, NO_GROUP } from "../groups.js"
 import { t } from "../i18n.js";
 import { LongList } from "../long_list.js";
 import { drawSample } from "../sample_view.js";
+import { explainNothing } from "../status.js";
 
 export const title = "rollouts.title";
 const FILTERS = ["step", "phase", "group", "search", "sort", "order"]; // parameters of the list of samples
@@ -26,7 +27,7 @@ export async function render(root, run, state) {
     drawRow: drawStep,
     choose: ({ step, phase }) => attempt(() => choose({ step, phase, group: null })),
     isChosen: ({ step, phase }) => step === state.number("step") && phase === (state.get("phase") ?? "train"),
-    empty: markCode(t("rollouts.no_samples")),
+    empty: markCode(explainNothing(run.summary, "rollouts.no_samples")),
   });
   const groupList = new LongList({
     label: t("rollouts.groups"),

@@ -2,7 +2,7 @@
 import { append, bindKey, fill, formatNumber, formatSeconds, h, makeAddress, markCode, request } from "../board.js";
 import { formatAge, t } from "../i18n.js";
 import { makeDifferences } from "../differences.js";
-import { describeCause, makeStatus } from "../status.js";
+import { describeCause, findFirstPage, makeStatus } from "../status.js";
 
 export const title = "runs.title";
 
@@ -36,7 +36,7 @@ export async function render(root, _run, state) {
   const columns = [
     {
       key: "name",
-      cell: (run) => h("a", { href: makeAddress(["run", run.id, "overview"]) }, run.id),
+      cell: (run) => h("a", { href: makeAddress(["run", run.id, findFirstPage(run)]) }, run.id),
       value: (run) => run.id,
     },
     {
@@ -158,7 +158,7 @@ export async function render(root, _run, state) {
     root,
     "o",
     "runs.open",
-    () => focusedRun() && (location.hash = makeAddress(["run", focusedRun(), "overview"])),
+    () => focusedRun() && (location.hash = findRow(focusedRun()).querySelector("a").getAttribute("href")),
   );
   bindKey(root, "x", "runs.mark", () => {
     const id = focusedRun();
