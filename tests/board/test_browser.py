@@ -120,6 +120,46 @@ def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page, run
     watched.check(board)
 
 
+def test_evaluations_are_named_and_ordered_by_what_they_measure(start_board, open_page, tmp_path):
+    for name, metric, value in (
+        ("sft", "eval/loss/value", 0.3),
+        ("better sft", "eval/loss/value", 0.2),
+        ("dpo", "eval/loss/accuracy", 0.75),
+        ("grpo", "eval/mean", 0.25),
+        ("better grpo", "eval/mean", 0.5),
+        ("none", "reward/max", 0.9),
+    ):
+        add_steps(make_run(tmp_path / "runs" / name), range(1, 21), **{metric: lambda _, value=value: value})
+    board = start_board(tmp_path / "runs")
+    watched = open_page()
+    page = watched.page
+    watched.show(f"{board.url}/#/?order=eval")
+    cells = page.locator("tbody td[data-label=Evaluation]").all_inner_texts()
+    assert cells == ["0.500 reward", "0.250 reward", "0.750 accuracy", "0.200 loss", "0.300 loss", "–"]
+    watched.check(board)
+
+
+def test_the_settings_that_were_written_are_one_click_away(board, open_page, runs):
+    written = {"runtime.steps": "run.yaml:4", "seed": "override", "reward[0].fn": "run.yaml:6"}
+    (runs / "sums" / "seed0" / "written.json").write_text(json.dumps(written))
+    watched = open_page()
+    page = watched.page
+    watched.show(f"{board.url}/#/run/sums%2Fseed0/overview")
+    page.get_by_role("link", name="Configuration").click()
+    rows = page.locator(".written tbody tr")
+    rows.first.wait_for()
+    assert rows.all_inner_texts() == [
+        "runtime.steps\t20\trun.yaml:4",
+        "seed\t0\toverride",
+        "reward[0].fn\tmath\trun.yaml:6",
+    ]
+    assert "lr: 0.0001" in page.get_by_role("region", name="Text of the configuration").inner_text()
+    assert find_barriers(page) == []
+    watched.show(f"{board.url}/#/run/sums%2Fseed1/configuration")  # of a run that does not say
+    assert page.locator(".written").count() == 0
+    watched.check(board)
+
+
 def test_a_failed_run_opens_on_its_cause(start_board, open_page, tmp_path):
     folder = make_run(tmp_path / "runs" / "mine")
     trace = 'Traceback (most recent call last):\n  File "/home/me/my_rewards.py", line 12, in score\n    return 1 / 0\n'

@@ -108,6 +108,16 @@ def test_stalls_and_their_stacks(client, runs):
         assert client.get(run, params={"time": time, "file": file}).status_code in (400, 404)
 
 
+def test_settings_that_a_person_wrote(client, runs):
+    folder = runs / "sums" / "seed0"
+    assert client.get("/api/runs/sums/seed0/configuration").json()["written"] is None
+    (folder / "written.json").write_text('{"seed": "override", "runtime.steps": "run.yaml:2", "gone": "run.yaml:3"}')
+    written = client.get("/api/runs/sums/seed0/configuration").json()["written"]
+    assert written == [["seed", "0", "override"], ["runtime.steps", "20", "run.yaml:2"], ["gone", None, "run.yaml:3"]]
+    (folder / "written.json").write_text("[1, 2]")
+    assert client.get("/api/runs/sums/seed0/configuration").json()["written"] is None
+
+
 def test_what_differs_between_runs(client):
     compare = lambda *runs: client.get("/api/compare", params={"runs": json.dumps(runs)})  # noqa: E731
     answer = compare("sums/seed0", "sums/seed1", "other run").json()
