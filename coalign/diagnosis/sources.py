@@ -74,14 +74,14 @@ def _is_binary(data: bytes) -> bool:
 def _read_directory(path: Path) -> list[LogFile]:
     """Read the logs of a run folder, or all texts below another directory, the oldest first."""
     is_run = (path / "log.txt").exists() and (path / "config.yaml").exists()
-    files = list_run_logs(path) if is_run else _list_texts(path)
+    files = _list_run(path) if is_run else _list_texts(path)
     logs = [log for file in files if (log := read_log(file)).data.strip() and not _is_binary(log.data)]
     if not logs:
         raise ValueError(f"{path}: holds no log (a text that is not empty)")
     return logs
 
 
-def list_run_logs(path: Path) -> list[Path]:
+def _list_run(path: Path) -> list[Path]:
     """List a run's log, other logs that were put beside it, and the newest stacks."""
     beside = [file for pattern in ("*.log", "*.out", "*.err") for file in sorted(path.glob(pattern))]
     stalls = sorted((path / "stalls").glob("*/"))[-1:]

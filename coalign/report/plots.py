@@ -73,7 +73,7 @@ def style_axes(axes: Axes, title: str, unit: str, size: int = 12) -> Axes:
     return axes
 
 
-def format_tick(value: float, _: int | None = None) -> str:
+def format_tick(value: float, _: float = 0.0) -> str:
     """Write a number of an axis whole: an exponent for the axis (`1e-6`) would stand where the title begins."""
     return f"{value:.10g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 

@@ -12,10 +12,10 @@ from threading import Lock
 from typing import Any
 
 from coalign.board.catalog import find_within
-from coalign.diagnosis.sources import list_run_logs
 
 _MOST_RUNS = 16  # whose causes are kept
 _SECONDS = 60  # for logs of a gigabyte
+_LOGS = ("*.txt", "*.log", "*.out", "*.err", "stalls/*/*.txt")  # what `coalign diagnose` may read of a run's folder
 
 
 class CauseReader:
@@ -30,7 +30,7 @@ class CauseReader:
 
         ValueError for logs that lead out of the folder, or that it cannot read.
         """
-        files = [find_within(folder, file) for file in list_run_logs(folder)]
+        files = [find_within(folder, file) for pattern in _LOGS for file in sorted(folder.glob(pattern))]
         state = [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         if not any(size for _, size, _ in state):
             return {"cause": None, "files": 0, "survived_errors": 0}
