@@ -269,7 +269,7 @@ def test_lanes_of_processes_and_devices(start_board, open_page, made):
     assert names.all_inner_texts() == ["", "a, device 0", "a, device 1"]
     assert page.locator(".lanes .lane-idle").all_inner_texts() == ["idle", "10 %", "80 %"]
     assert page.get_by_role("cell", name="process lost").count() == 1
-    assert page.get_by_text("Processes were started again in the steps 2.").count() == 1
+    assert page.get_by_text("Processes were started again in step 2.").count() == 1
     watched.check(board)
 
 
