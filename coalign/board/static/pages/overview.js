@@ -62,9 +62,10 @@ export async function render(root, run, state) {
 
   async function showSamples() {
     const { samples: newest } = await run.fetch("samples", { last: 4 });
+    if (!newest.length && run.summary.step === null) return fill(samples); // the hint above says so
     const shown = newest.length
       ? h("div", { class: "samples" }, newest.map(makeSample))
-      : h("p", { class: "quiet" }, markCode(explainNothing(run.summary, "rollouts.no_samples")));
+      : h("p", { class: "quiet" }, markCode(t("rollouts.no_samples")));
     fill(samples, h("h2", { id: "samples" }, t("overview.newest_samples")), shown);
   }
 
