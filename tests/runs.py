@@ -100,12 +100,18 @@ def other_model(directory: Path, **settings: Any) -> Path:
 
 
 def run(config: dict[str, Any], *overrides: str) -> int:
-    """Train in this process; the exit code."""
+    """Train in this process; the exit code. What a recipe of Coalign logs must have an entry in metrics.yaml."""
     from coalign import load_config
     from coalign.launch.run import train
     from coalign.report.display import Display
+    from coalign.run_files.metric_table import find_entry
 
-    return train(load_config(config, overrides), Display(quiet=True))
+    loaded = load_config(config, overrides)
+    code = train(loaded, Display(quiet=True))
+    names = {name for line in metrics({"output": loaded.output}) for name in line if name != "step"}
+    unknown = {name for name in names if find_entry(name) is None}
+    assert not unknown or ":" in loaded.algorithm, unknown  # a recipe of the test's own may log anything
+    return code
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 from coalign.board.access import RequestGuard, list_own_names, read_token
 from coalign.board.catalog import RunCatalog
 from coalign.board.readers import Reader, read_list
+from coalign.board.readers.cause import CauseReader
 from coalign.board.readers.checkpoints import read_checkpoints, read_verification
 from coalign.board.readers.configuration import compare_configurations, read_configuration
 from coalign.board.readers.flow import read_flow
@@ -56,6 +57,7 @@ def make_readers() -> dict[str, Reader]:
     """Return what answers `/api/runs/RUN/NAME`, by name: functions of the run's folder and the request's parameters."""
     samples = SampleReader()
     return {
+        "cause": CauseReader().read,
         "checkpoints": read_checkpoints,
         "configuration": read_configuration,
         "flow": read_flow,

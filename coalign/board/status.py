@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from coalign.board.catalog import find_within
 from coalign.board.curves import round_value
+from coalign.board.readers.checkpoints import has_checkpoints
 from coalign.files import open_regular
 from coalign.report.step_line import format_fields, format_goodput, format_idle, format_seconds
 from coalign.run_files.lock import is_going, read_owner
@@ -24,6 +25,7 @@ _GUARDED = re.compile(rb"^[^\n]* ERROR coalign\.engine\.hooks\.guards: stopping:
 _STOPPED = re.compile(rb" WARNING [\w.]+: (SIG[A-Z]+): ")
 _ORDERLY = re.compile(rb"^[^\n]* (?:goodput: \d+%|the rest of the time: |of the generated tokens )", re.MULTILINE)
 _NUMBERS = ("reward/mean", "eval/mean", "loss/value", "eval/loss/value", "loss/accuracy", "eval/loss/accuracy")
+_COPIES = re.compile(r"^  save_copies_to: (?!null)", re.MULTILINE)
 _TEXT = re.compile(r"^(algorithm|seed): *(.*)$", re.MULTILINE)
 
 
@@ -61,7 +63,32 @@ class RunSummaries:
             "updated": None if updated is None else updated / 1e9,
             "now": time.time(),
             "growth": token,
+            "pages": list(_list_pages(folder, growth, status, ends)),
         }
+
+
+def _list_pages(
+    folder: Path, growth: Mapping[str, tuple[int, int]], status: str, ends: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the pages of the run that have something to show, in the order of their tabs.
+
+    A run that is going will have curves; one that ended before its first step has none.
+    """
+    has_steps = ends["step"] is not None
+    has = {name for name, (size, _) in growth.items() if size}
+    shown = {
+        "cause": status == "failed",
+        "overview": has_steps or status in ("running", "stalled"),
+        "rollouts": "samples.jsonl" in has,
+        "timeline": has_steps or "timeline" in has,
+        "placement": "placement.json" in has,
+        "checkpoints": ends["has_copies"] or has_checkpoints(folder),
+        "goodput": ends["has_goodput"],
+        "flow": "flow.json" in has,
+        "log": "log.txt" in has or "stalls" in has,
+        "configuration": "config.yaml" in has,
+    }
+    return (name for name, is_shown in shown.items() if is_shown)
 
 
 def _judge(ends: Mapping[str, Any], going: bool) -> tuple[str, str | None]:
@@ -90,6 +117,8 @@ def _read_ends(folder: Path) -> dict[str, Any]:
         "numbers": numbers,
         "line": _format_line(newest),
         "seconds": newest.get("time/run"),
+        "has_copies": _COPIES.search(config) is not None,
+        "has_goodput": any(name.startswith("goodput/") for name in newest),
         "algorithm": settings.get("algorithm", "").strip("'\""),
         "stall": _find_stall(folder),
         "ending": _find_ending(log[lines[-1].start() :] if lines else log, step, last),

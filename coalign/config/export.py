@@ -14,13 +14,13 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
-from coalign.config.errors import Key
+from coalign.config.errors import ConfigLocation, Key, format_key
 from coalign.config.functions import get_annotations, list_arguments, list_functions, resolve, shorten_name
 from coalign.config.introspect import find_section, unwrap_type
 from coalign.config.layers import escape_references
 from coalign.config.schema import Function, ModelConfig, RunConfig, Section
 from coalign.config.secrets import hide_secrets
-from coalign.config.yaml_reader import emit
+from coalign.config.yaml_reader import emit, flatten
 
 _WIDTH = 110
 
@@ -31,6 +31,27 @@ def dump(config: RunConfig) -> str:
     It refers to environment variables that are named like secrets, as the source did.
     """
     return emit(hide_secrets(escape_references(config.model_dump())))
+
+
+def list_written(config: RunConfig) -> dict[str, str]:
+    """Return the keys that a person wrote, and where: `{"runtime.steps": "run.yaml:4", "seed": "override"}`.
+
+    Defaults, also those of the recipe, are left out, and what a model takes from another by `like`.
+    """
+    written = {}
+    for key, _ in flatten(config.model_dump(exclude_unset=True)):
+        place = config.places.find(key)
+        if place is None or place.source.startswith("defaults of ") or _is_inherited(config, key, place):
+            continue
+        written[format_key(key)] = str(place) if place.line else place.source.partition(" '")[0]  # without its value
+    return written
+
+
+def _is_inherited(config: RunConfig, key: Key, place: ConfigLocation) -> bool:
+    if len(key) < 3 or key[0] != "models":
+        return False
+    like = config.models[str(key[1])].like
+    return like is not None and config.places.find(("models", like, *key[2:])) == place
 
 
 def build_json_schema() -> dict[str, Any]:

@@ -11,6 +11,7 @@ not distinguish a missing value from null.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import yaml
@@ -128,6 +129,18 @@ def parse_scalar(text: str) -> Any:
         return parse(text, "")[0]
     except ConfigError:
         return text
+
+
+def flatten(content: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield the settings of a configuration: each key with its value, which is no mapping and no list of such."""
+    if isinstance(content, Mapping) and content:
+        for name, value in content.items():
+            yield from flatten(value, (*key, str(name)))
+    elif isinstance(content, list | tuple) and any(isinstance(item, Mapping | list | tuple) for item in content):
+        for number, value in enumerate(content):
+            yield from flatten(value, (*key, number))
+    else:
+        yield key, content
 
 
 def emit(value: Any, flow: bool | None = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import signal
 from collections import Counter
@@ -15,6 +16,7 @@ from coalign.cluster.base import choose_cluster, start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.torchrun import TorchrunRank, serve_rank
 from coalign.config import dump, locate_problems
+from coalign.config.export import list_written
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
 from coalign.diagnosis.ending import explain_ending
@@ -35,7 +37,7 @@ from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.engine.reference import precompute
-from coalign.files import RecordFile, RecordHandler, Sink
+from coalign.files import RecordFile, RecordHandler, Sink, write_text_atomically
 from coalign.launch.check import trace
 from coalign.launch.data_load import load_data
 from coalign.launch.devices import check_devices
@@ -180,6 +182,7 @@ def _learn(
         log.warning("runtime.plots: no curves will be drawn: %s", NEEDS_MATPLOTLIB)
     first = engine.step
     folder.begin(dump(config), engine.step)
+    write_text_atomically(folder.path / "written.json", json.dumps(list_written(config), indent=1))
     record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)

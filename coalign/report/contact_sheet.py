@@ -23,6 +23,7 @@ from coalign.data.images.files import read_content
 from coalign.data.images.videos import read_frames
 from coalign.data.sources import BadRow
 from coalign.run_files.records import parse_record, read_end
+from coalign.run_files.sample_text import name_group
 
 SIDE = 192  # pixels of a thumbnail's longer side
 FRAMES = 4  # of a video that are shown
@@ -68,7 +69,7 @@ def _describe_sample(record: Mapping[str, Any]) -> list[Text]:
     reward = record.get("reward")
     what = "" if reward is None else f", reward {reward:g}"
     return [
-        Text(f"step {record['step']}, {record.get('phase')}: group {record.get('group')}{what}", style="bold"),
+        Text(f"step {record['step']}, {record.get('phase')}: {name_group(record.get('group'))}{what}", style="bold"),
         *(link_image(path, path) for path in record["images"]),
         Text(str(record.get("prompt"))),
         Text(str(record.get("response")), style="bold green"),

@@ -47,6 +47,7 @@ from coalign.report.step_line import (
     list_step_fields,
     smooth_metrics,
 )
+from coalign.run_files.sample_text import name_group
 
 if TYPE_CHECKING:
     from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need
@@ -200,7 +201,7 @@ class Display:
 
     def sample(self, sample: Sample) -> None:
         """Print one rollout: prompt, response and reward."""
-        title = f"group {sample.group}, sample {sample.index}"
+        title = f"{name_group(sample.group)}, sample {sample.index}"
         text = Group(
             Text(sample.prompt.rstrip(), style="dim"), Rule(style="dim"), Text(sample.response.rstrip() or "(empty)")
         )

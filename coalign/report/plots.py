@@ -64,11 +64,18 @@ def style_axes(axes: Axes, title: str, unit: str, size: int = 12) -> Axes:
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(format_tick)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
     return axes
+
+
+def format_tick(value: float, _: float = 0.0) -> str:
+    """Write a number of an axis whole: an exponent for the axis (`1e-6`) would stand where the title begins."""
+    return f"{value:.10g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -290,8 +297,11 @@ def plot_settings(points: Mapping[str, Sequence[tuple[Any, float]]], metric: str
         settings, values = [setting for setting, _ in pairs], [value for _, value in pairs]
         numeric = all(isinstance(each, int | float) and not isinstance(each, bool) for each in settings)
         axes.scatter(settings if numeric else list(map(str, settings)), values, color=pick_colors(1)[0], s=22)
+        axes.yaxis.set_major_formatter(format_tick)
         if numeric and settings and min(settings) > 0 and max(settings) > 30 * min(settings):
             axes.set_xscale("log")
+        elif numeric:
+            axes.xaxis.set_major_formatter(format_tick)
         axes.set_title(key, loc="left", fontsize=9)
         axes.set_ylabel(metric)
         axes.spines[["top", "right"]].set_visible(False)

@@ -18,6 +18,7 @@ from coalign.report.plots import PLOTS, Curve, CurvePlot, choose_curves
 from coalign.report.step_line import describe_goodput, format_metric, format_number, list_step_fields, smooth_metrics
 from coalign.run_files.lock import is_going, read_owner
 from coalign.run_files.records import START, follow_growth, follow_records, follow_text, parse_record, select_numbers
+from coalign.run_files.sample_text import name_group
 
 SAMPLES, LOG_LINES = 200, 500  # that are kept, the newest ones
 MOST_POINTS = 2000  # of a curve; a longer one loses every second point
@@ -146,7 +147,7 @@ def describe_sample(sample: Mapping[str, Any]) -> str:
     parts = [
         f"step {sample.get('step')}",
         str(sample.get("phase", "")),
-        f"group {sample.get('group')}, sample {sample.get('index')}",
+        f"{name_group(sample.get('group'))}, sample {sample.get('index')}",
         f"reward {_format(reward)}" if isinstance(reward, int | float) else "no reward",
         str(sample.get("status", "")),
     ]

@@ -16,6 +16,8 @@ from textual_plotext import PlotextPlot
 
 from coalign.report.plots import Curve, CurvePlot
 from coalign.report.run_view import RunView, describe_sample
+from coalign.run_files.metric_table import describe_metric
+from coalign.run_files.sample_text import find_question
 
 REFRESH_SECONDS = 1.0
 PLOTS_SHOWN = 4  # at once
@@ -30,7 +32,8 @@ class WatchScreen(App[None]):
     TITLE = "coalign watch"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    #state, #step, #goodput { height: auto; padding: 0 1; }
+    #table { height: 1fr; }
+    #state, #step, #goodput, #meaning { height: auto; padding: 0 1; }
     #pages, ContentSwitcher, TabPane { height: 1fr; }
     TabPane { padding: 0 1; }
     #state { text-style: bold; }
@@ -65,6 +68,7 @@ class WatchScreen(App[None]):
                     yield PlotextPlot(id=f"plot{number}")
             with TabPane("Metrics", id="metrics"):
                 yield DataTable(id="table", cursor_type="row", zebra_stripes=True)
+                yield Static(id="meaning", markup=False)
             with TabPane("Samples", id="samples"):
                 yield Input(placeholder="text of prompts and responses, or `step 12`", id="search")
                 with VerticalScroll(id="scroll"):
@@ -122,6 +126,11 @@ class WatchScreen(App[None]):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.query_one("#scroll").focus()
+
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        """Say below the table what the metric under the cursor means."""
+        name = event.data_table.get_row_at(event.cursor_row)[0] if event.data_table.row_count else ""
+        self.query_one("#meaning", Static).update((describe_metric(name) or {"en": ""})["en"])
 
     # ---- pages -----------------------------------------------------------------------------------------------------
 
@@ -186,10 +195,12 @@ def draw_plot(widget: PlotextPlot, plot: CurvePlot, curves: Mapping[str, Curve])
 
 
 def format_sample(sample: Mapping[str, Any]) -> Text:
-    """Return a sample as text: its heading, the prompt, and the response."""
-    prompt, response = (hide_controls(str(sample.get(name, ""))).strip() for name in ("prompt", "response"))
+    """Return a sample as text: its heading, the user's last turn, and the response."""
+    question, response = (
+        hide_controls(text).strip() for text in (find_question(sample), str(sample.get("response", "")))
+    )
     text = Text(f"\n{describe_sample(sample)}\n", style="bold")
-    return text.append(f"{prompt}\n", style="dim").append(f"{response or '(empty)'}\n")
+    return text.append(f"{question}\n", style="dim").append(f"{response or '(empty)'}\n")
 
 
 def hide_controls(text: str) -> str:

@@ -19,7 +19,14 @@ from tests.runs import command, settings, wait_for
 pytestmark = pytest.mark.slow
 
 COMPARED = "#/compare?runs=" + json.dumps(["sums/seed0", "sums/seed1", "other run"]).replace(" ", "%20")
-PAGES = ["#/", "#/run/sums%2Fseed0/overview", "#/run/sums%2Fseed0/log", "#/run/sums%2Fseed0/configuration", COMPARED]
+PAGES = [
+    "#/",
+    "#/run/other%20run",
+    "#/run/sums%2Fseed0/overview",
+    "#/run/sums%2Fseed0/log",
+    "#/run/sums%2Fseed0/configuration",
+    COMPARED,
+]
 
 
 @pytest.fixture
@@ -56,7 +63,9 @@ def test_every_page(board, open_page, width, colours, locale):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             f"{address} is wider than the screen"
         )
-        missing = page.evaluate(r"document.body.innerText.match(/\b(?:shell|runs|overview|compare|log)\.[a-z_]+\b/g)")
+        missing = page.evaluate(
+            r"document.body.innerText.match(/\b(?:shell|runs|cause|overview|compare|log(?!\.txt))\.[a-z_]+\b/g)"
+        )
         assert not missing, missing
     watched.check(board)
 
@@ -100,14 +109,81 @@ def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page, run
     page.keyboard.press("Escape")
     page.keyboard.press("j")
     page.keyboard.press("o")
-    page.locator(".page-overview").wait_for()
-    for expected in ("rollouts", "timeline", "placement", "checkpoints", "goodput", "flow", "log", "configuration"):
+    page.locator(".page-cause").wait_for()
+    for expected in ("overview", "timeline", "flow", "log", "configuration", "cause"):
         page.keyboard.press("]")
         page.locator(f".page-{expected}").wait_for()
     page.keyboard.press("?")
     assert page.get_by_role("dialog").get_by_text("next page of the run").is_visible()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="detached")
+    watched.check(board)
+
+
+def test_evaluations_are_named_and_ordered_by_what_they_measure(start_board, open_page, tmp_path):
+    for name, metric, value in (
+        ("sft", "eval/loss/value", 0.3),
+        ("better sft", "eval/loss/value", 0.2),
+        ("dpo", "eval/loss/accuracy", 0.75),
+        ("grpo", "eval/mean", 0.25),
+        ("better grpo", "eval/mean", 0.5),
+        ("none", "reward/max", 0.9),
+    ):
+        add_steps(make_run(tmp_path / "runs" / name), range(1, 21), **{metric: lambda _, value=value: value})
+    board = start_board(tmp_path / "runs")
+    watched = open_page()
+    page = watched.page
+    watched.show(f"{board.url}/#/?order=eval")
+    cells = page.locator("tbody td[data-label=Evaluation]").all_inner_texts()
+    assert cells == ["0.500 reward", "0.250 reward", "0.750 accuracy", "0.200 loss", "0.300 loss", "–"]
+    watched.check(board)
+
+
+def test_the_settings_that_were_written_are_one_click_away(board, open_page, runs):
+    written = {"runtime.steps": "run.yaml:4", "seed": "override", "reward[0].fn": "run.yaml:6"}
+    (runs / "sums" / "seed0" / "written.json").write_text(json.dumps(written))
+    watched = open_page()
+    page = watched.page
+    watched.show(f"{board.url}/#/run/sums%2Fseed0/overview")
+    page.get_by_role("link", name="Configuration").click()
+    rows = page.locator(".written tbody tr")
+    rows.first.wait_for()
+    assert rows.all_inner_texts() == [
+        "runtime.steps\t20\trun.yaml:4",
+        "seed\t0\toverride",
+        "reward[0].fn\tmath\trun.yaml:6",
+    ]
+    assert "lr: 0.0001" in page.get_by_role("region", name="Text of the configuration").inner_text()
+    assert find_barriers(page) == []
+    watched.show(f"{board.url}/#/run/sums%2Fseed1/configuration")  # of a run that does not say
+    assert page.locator(".written").count() == 0
+    watched.check(board)
+
+
+def test_a_failed_run_opens_on_its_cause(start_board, open_page, tmp_path):
+    folder = make_run(tmp_path / "runs" / "mine")
+    trace = 'Traceback (most recent call last):\n  File "/home/me/my_rewards.py", line 12, in score\n    return 1 / 0\n'
+    add_log(
+        folder, f"ERROR coalign.launch.run: the run ended with an error\n{trace}ZeroDivisionError: division by zero"
+    )
+    board = start_board(folder.parent)
+    watched = open_page()
+    page = watched.page
+    watched.show(f"{board.url}/#/")
+    page.get_by_role("link", name="mine").click()
+    page.locator(".evidence").get_by_text("/home/me/my_rewards.py:12").wait_for()
+    assert "division by zero" in page.locator(".cause").inner_text()
+    assert page.locator(".tabs a").all_inner_texts() == ["Cause", "Log and stalls", "Configuration"]
+    assert find_barriers(page) == []
+    watched.show(f"{board.url}/#/run/mine")  # without the name of a page
+    page.locator(".page-cause .evidence").wait_for()
+    for name in ("overview", "rollouts", "placement"):
+        watched.show(f"{board.url}/#/run/mine/{name}")
+        page.get_by_text("The run ended before its first step.").first.wait_for()
+        assert page.get_by_text("log_samples").count() == 0
+    page.get_by_role("link", name="Cause").click()
+    page.get_by_role("link", name="Errors of the log").click()
+    page.get_by_role("log").get_by_text("ZeroDivisionError").wait_for()
     watched.check(board)
 
 
@@ -151,6 +227,26 @@ def test_a_link_shows_the_same_curves(board, open_page):
     other.page.get_by_role("button", name="All steps").wait_for(state="hidden")
     watched.check(board)
     other.check(board)
+
+
+@pytest.mark.parametrize(
+    ("locale", "words"), [("en-GB", "Mean reward over the evaluation data"), ("zh-CN", "平均奖励")]
+)
+def test_a_metric_says_what_it_means_by_mouse_and_by_keys(board, open_page, locale, words):
+    watched = open_page(locale=locale)
+    page = watched.page
+    watched.show(f"{board.url}/#/run/sums%2Fseed0/overview")
+    name = page.locator('section[aria-label="eval/mean"]').first.get_by_role("button", name="eval/mean")
+    name.hover()
+    assert words in page.locator("[role=tooltip]:not([hidden])").inner_text()
+    page.mouse.move(0, 0)
+    page.locator("[role=tooltip]:not([hidden])").wait_for(state="detached")
+    name.focus()
+    assert words in page.locator("[role=tooltip]:not([hidden])").inner_text()
+    assert find_barriers(page) == []
+    page.keyboard.press("Escape")
+    page.locator("[role=tooltip]:not([hidden])").wait_for(state="detached")
+    watched.check(board)
 
 
 def test_a_run_that_is_written_cut_in_mid_line_and_resumed(board, open_page, runs):

@@ -120,3 +120,13 @@ def test_steps_that_are_logged_now_and_then_have_no_empty_points(tmp_path):
             file.write(json.dumps({"step": step, "x": float(step)}) + "\n")
     answer = CurveReader().read(tmp_path, {"names": '["x"]'})
     assert answer["steps"] == list(range(1000, 2001, 100)) == answer["series"]["x"]["mean"]
+
+
+def test_an_answer_says_what_the_metrics_mean(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval/loss/value": 1.0, "mine/seen": 2.0}\n')
+    reader, names = CurveReader(), json.dumps(["eval/loss/value", "mine/seen"])
+    answer = reader.read(tmp_path, {"names": names})
+    assert answer["meanings"]["eval/loss/value"]["en"].startswith("eval: The number that is minimised")
+    assert set(answer["meanings"]["eval/loss/value"]) == {"en", "zh"} and answer["meanings"]["mine/seen"] is None
+    since = f"{answer['generation']}:{answer['width']}:0"
+    assert reader.read(tmp_path, {"names": names, "since": since})["meanings"] == {}

@@ -18,7 +18,7 @@ from coalign.board.readers.checkpoints import read_checkpoints, read_verificatio
 from coalign.board.readers.flow import assign_layers, read_flow
 from coalign.board.readers.placement import read_placement
 from coalign.board.readers.rollouts import read_row
-from coalign.board.readers.sample_lists import SampleReader
+from coalign.board.readers.sample_lists import SampleReader, read_newest_samples
 from coalign.board.readers.timeline import merge_narrow, read_timeline, read_trace
 from coalign.board.server import build_board
 from tests.board.folders import make_run
@@ -85,12 +85,38 @@ def test_a_run_without_samples_has_empty_lists(tmp_path):
 
 def test_groups_of_a_step(folder):
     groups = SampleReader().read_groups(folder, {"step": "1"})["groups"]
-    assert [(g["group"], g["samples"], g["flat"], g["prompt"]) for g in groups] == [
+    assert [(g["group"], g["samples"], g["flat"], g["question"]) for g in groups] == [
         (0, 2, False, "What is 0?"),
         (1, 2, True, "What is 1?"),
     ]
     with pytest.raises(FileNotFoundError, match=r"no samples of step 7 \(train\)"):
         SampleReader().read_groups(folder, {"step": "7"})
+
+
+def test_a_group_has_the_question_and_the_spread_of_each_component(folder):
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 2 + 2?"}]
+    rewards = [{"right": 1.0, "short": 0.25}, {"right": 0.0, "short": None}, {"right": math.nan, "short": 0.75}]
+    lines = [sample(1, 0, i, 0.5, rewards=parts, row={"messages": asked}) for i, parts in enumerate(rewards)]
+    write_lines(folder / "samples.jsonl", lines)
+    (group,) = SampleReader().read_groups(folder, {"step": "1"})["groups"]
+    assert group["question"] == "And 2 + 2?" and group["reward_std"] == 0
+    assert group["rewards"] == {"right": [0.5, 0.5], "short": [0.5, 0.25]}
+    assert SampleReader().read_page(folder, {})["samples"][0]["question"] == "And 2 + 2?"
+    assert read_newest_samples(folder, {})["samples"][0]["question"] == "And 2 + 2?"
+
+
+def test_samples_without_a_group_are_found_as_such(folder):
+    lines = [sample(1, 0, 0, 1.0), sample(1, 0, 1, 0.5), sample(1, 0, 2, None) | {"group": None}]
+    del lines[1]["group"]
+    write_lines(folder / "samples.jsonl", lines)
+    reader = SampleReader()
+    groups = reader.read_groups(folder, {"step": "1"})["groups"]
+    assert [(group["group"], group["samples"]) for group in groups] == [(0, 1), (None, 2)]
+    assert [each["index"] for each in reader.read_page(folder, {"group": "none"})["samples"]] == [1, 2]
+    assert [each["index"] for each in reader.read_page(folder, {"group": "0"})["samples"]] == [0]
+    assert reader.read_sample(folder, {"step": "1", "group": "none", "index": "2"})["members"] == [1, 2]
+    with pytest.raises(FileNotFoundError, match="no sample 5 of no group at step 1"):
+        reader.read_sample(folder, {"step": "1", "group": "none", "index": "5"})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import sys
 import zlib
@@ -135,7 +136,7 @@ def test_search_and_order(start_board, open_page, made):
     rows = page.get_by_role("listbox", name="Samples").get_by_role("option")
     page.keyboard.press("/")
     page.keyboard.type("FOUR.")
-    page.get_by_text("1 samples", exact=True).wait_for()
+    page.get_by_text("1 sample", exact=True).wait_for()
     assert rows.locator("mark").inner_text() == "four."
     page.get_by_role("searchbox").fill("")
     page.get_by_text("4 samples", exact=True).wait_for()
@@ -143,6 +144,43 @@ def test_search_and_order(start_board, open_page, made):
     page.get_by_label("Order").select_option("down")
     rows.first.get_by_text("group 1 · 0").wait_for()
     assert "search" not in page.url and "sort=reward" in page.url
+    watched.check(board)
+
+
+def test_lists_say_what_was_asked_and_how_rewards_spread(start_board, open_page, made):
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 2 + 2?"}]
+    lines = [
+        sample(1, 0, i, reward, rewards={"right": reward, "short": 0.5}, row={"messages": asked})
+        for i, reward in enumerate((1.0, 0.0, 0.5))
+    ]
+    lines.append(sample(1, -1, 0, 0.75, phase="eval"))
+    lines.append(sample(2, 0, 0, None) | {"group": None})
+    write_lines(made / "samples.jsonl", lines)
+    shutil.rmtree(made / "rollouts")  # tokens of other samples
+    board = start_board(made)
+    watched = open_page()
+    page = watched.page
+    watched.show(f"{board.url}/#/run/made/rollouts")
+    steps, groups, samples = (page.get_by_role("listbox", name=name) for name in ("Steps", "Groups", "Samples"))
+    assert "1 group · 3 samples" in steps.inner_text() and "1 group · 1 sample" in steps.inner_text()
+    assert "1 groups" not in steps.inner_text() and "1 samples" not in steps.inner_text()
+    assert "evaluation prompt 1" in samples.inner_text() and "no group" in samples.inner_text()
+    assert "group -1" not in samples.inner_text() and "And 2 + 2?" in samples.inner_text()
+    page.get_by_role("button", name="Lowest reward").click()
+    page.get_by_role("heading", name="Sample 1 of group 0, step 1").wait_for()
+    page.get_by_role("button", name="Highest reward").click()
+    page.get_by_role("heading", name="Sample 0 of group 0, step 1").wait_for()
+    steps.get_by_role("option").filter(has_text="3 samples").click()
+    groups.get_by_text("right 0.500 ± 0.408 · short 0.500 ± 0").wait_for()
+    groups.get_by_role("option").first.click()
+    page.locator(".rollouts-list dl").get_by_text("0.500 ± 0.408").wait_for()
+    assert find_barriers(page) == []
+    watched.show(f"{board.url}/#/run/made/rollouts?sample=2.train.none.0")
+    page.get_by_role("heading", name="Sample 0 of no group, step 2").wait_for()
+    watched.show(f"{board.url}/#/run/made/rollouts?sample=1.eval.-1.0")
+    page.get_by_role("heading", name="Sample 0 of evaluation prompt 1, step 1").wait_for()
+    watched.show(f"{board.url}/#/run/made/overview")
+    assert "step 1, evaluation, evaluation prompt 1, reward 0.750, complete" in page.locator(".samples").inner_text()
     watched.check(board)
 
 
@@ -182,7 +220,7 @@ def test_ten_thousand_samples_are_a_few_rows(start_board, open_page, made):
     assert samples.get_by_text(f"step {MANY} ").count() == 1
     assert samples.get_by_role("option").count() < 40
     page.get_by_role("searchbox").fill("It is 19998.")
-    page.get_by_text("1 samples", exact=True).wait_for()
+    page.get_by_text("1 sample", exact=True).wait_for()
     figures["RSS, MB"] = board.read_status("VmRSS") / 1024
     sys.stderr.write(f"{json.dumps(figures)}\n")
     assert figures["RSS, MB"] <= 60
@@ -231,7 +269,7 @@ def test_lanes_of_processes_and_devices(start_board, open_page, made):
     assert names.all_inner_texts() == ["", "a, device 0", "a, device 1"]
     assert page.locator(".lanes .lane-idle").all_inner_texts() == ["idle", "10 %", "80 %"]
     assert page.get_by_role("cell", name="process lost").count() == 1
-    assert page.get_by_text("Processes were started again in the steps 2.").count() == 1
+    assert page.get_by_text("Processes were started again in step 2.").count() == 1
     watched.check(board)
 
 

@@ -108,6 +108,16 @@ def test_stalls_and_their_stacks(client, runs):
         assert client.get(run, params={"time": time, "file": file}).status_code in (400, 404)
 
 
+def test_settings_that_a_person_wrote(client, runs):
+    folder = runs / "sums" / "seed0"
+    assert client.get("/api/runs/sums/seed0/configuration").json()["written"] is None
+    (folder / "written.json").write_text('{"seed": "override", "runtime.steps": "run.yaml:2", "gone": "run.yaml:3"}')
+    written = client.get("/api/runs/sums/seed0/configuration").json()["written"]
+    assert written == [["seed", "0", "override"], ["runtime.steps", "20", "run.yaml:2"], ["gone", None, "run.yaml:3"]]
+    (folder / "written.json").write_text("[1, 2]")
+    assert client.get("/api/runs/sums/seed0/configuration").json()["written"] is None
+
+
 def test_what_differs_between_runs(client):
     compare = lambda *runs: client.get("/api/compare", params={"runs": json.dumps(runs)})  # noqa: E731
     answer = compare("sums/seed0", "sums/seed1", "other run").json()
@@ -126,7 +136,7 @@ def test_what_differs_between_runs(client):
     [
         ("/api/runs/nothing/metrics", 404, "there is no run 'nothing'"),
         ("/api/runs/sums/metrics", 404, "there is no run 'sums'"),
-        ("/api/runs/sums/seed0/metric", 404, "there are answer, checkpoints, configuration"),
+        ("/api/runs/sums/seed0/metric", 404, "there are answer, cause, checkpoints, configuration"),
         ("/api/runs/sums/seed0/metrics?names=x", 400, "expected a list"),
         ("/api/runs/sums/seed0/metrics?from=x&to=3", 400, "from is 'x'; expected a step"),
         ("/api/runs/sums/seed0/metrics?from=nan", 400, "from is 'nan'; expected a step"),

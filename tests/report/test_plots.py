@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from coalign.report.plots import PLOTS, choose_curves, plot_run, smooth
+from coalign.report import plots
+from coalign.report.plots import PLOTS, choose_curves, format_tick, new_figure, plot_run, plot_settings, smooth
 
 
 def write(folder, rows, tail=""):
@@ -85,3 +86,41 @@ def test_smoothing_keeps_a_straight_line_inside_and_constants_everywhere():
     assert smooth([2.0] * 7, 3) == [2.0] * 7
     assert smooth([0.0, 1.0, 2.0, 3.0, 4.0], 1) == [0.5, 1.0, 2.0, 3.0, 3.5]
     assert smooth([1.0, 5.0], 0) == [1.0, 5.0]
+
+
+RANGES = [(1e-6, 5e-6), (-3e-7, 2e-7), (1e9, 4e9), (1_000_000.1, 1_000_000.5), (0.0, 3e-12), (2e5, 9e5), (0.1, 0.3)]
+
+
+def list_ticks(figure):
+    """The exponents beside the axes of a figure, and the texts of all ticks of each axis."""
+    figure.canvas.draw()
+    axes = [axis for each in figure.axes for axis in (each.xaxis, each.yaxis)]
+    return "".join(a.get_offset_text().get_text() for a in axes), [
+        [t.get_text() for t in a.get_ticklabels()] for a in axes
+    ]
+
+
+@pytest.mark.parametrize("ends", RANGES)
+def test_no_exponent_of_an_axis_stands_where_the_title_is(ends):
+    figure, axes = new_figure("Loss", "")
+    axes.plot([5_000_000, 9_000_000], ends)
+    exponent, ticks = list_ticks(figure)
+    assert exponent == "" and all(len(set(texts)) == len(texts) > 1 for texts in ticks)
+
+
+def test_settings_of_a_sweep_have_no_exponent_either(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    trials = {
+        "lr": [(1e-6, 1e-7), (2e-6, 2e-7)],
+        "loss.fn": [("dpo", 1e9), ("ipo", 2e9)],
+        "seed": [(1, 1.0), (99, 2.0)],
+    }
+    plot_settings(trials, "eval/loss/value", tmp_path / "settings.png")
+    exponent, ticks = list_ticks(figures[0])
+    assert exponent == "" and ticks[2] == ["dpo", "ipo"]  # names stay names
+
+
+@pytest.mark.parametrize(("value", "text"), [(3e-06, "3e-6"), (0.1 + 0.2, "0.3"), (2e7, "20000000"), (1e-10, "1e-10")])
+def test_a_tick_is_short(value, text):
+    assert format_tick(value) == text

@@ -77,6 +77,21 @@ def test_samples_are_found_by_what_they_say(folder):
     assert find("TWO") == ["tWo and three", "Two [bold]"] and find("step 1 ") == ["three"] and find("four") == []
 
 
+def test_a_sample_is_headed_by_its_group_and_shows_the_question():
+    watch = pytest.importorskip("coalign.report.watch")
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 2 + 2?"}]
+    record = sample(2, "four") | {
+        "phase": "eval",
+        "group": -3,
+        "prompt": "<|system|>Be brief.",
+        "row": {"messages": asked},
+    }
+    text = watch.format_sample(record).plain
+    assert text == "\nstep 2 · eval · evaluation prompt 3, sample 0 · reward 0.500 · ok\nAnd 2 + 2?\nfour\n"
+    del record["group"]
+    assert "· no group, sample 0 ·" in watch.format_sample(record).plain
+
+
 def test_long_curves_lose_points_and_keep_their_ends(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append(path, *({"step": step, "loss": float(step)} for step in range(2 * MOST_POINTS)))
@@ -123,6 +138,9 @@ def test_the_screen_follows_a_run_and_obeys_its_keys(folder):
             assert "Reward" in shown and "Loss" in shown and re.search("[\u2801-\u28ff]", shown)
             await pilot.press("m")
             assert re.search(r"reward/mean +0\.500 +0\.250 +0\.250", read_screen(app))
+            await pilot.press("ctrl+end", "up", "up")
+            await pilot.pause()
+            assert "Mean reward of the samples that are trained on. [reward]" in read_screen(app)
             await pilot.press("s")
             assert "2 samples, the newest first" in read_screen(app) and "[two]\ufffd[31m\ufffd" in read_screen(app)
             await pilot.press("slash", *"thr")

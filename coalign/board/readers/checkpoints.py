@@ -60,6 +60,12 @@ def read_checkpoints(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Whether there is a checkpoint of a run on this machine: on the disk, whole or being written, or in memory."""
+    on_disk = any((folder / "checkpoints").glob("*step_*"))
+    return on_disk or any(list_steps(memory) for memory in _list_memory_folders(folder))
+
+
 def read_verification(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """Read all files of the checkpoint on disk of a `step`, and compare their contents with its manifest.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coalign.board.catalog import find_within
-from coalign.config.errors import ConfigError
-from coalign.config.yaml_reader import parse
-from coalign.files import read_bounded
+from coalign.config.errors import ConfigError, format_key
+from coalign.config.yaml_reader import flatten, parse
+from coalign.files import read_bounded, read_json_object
 
 _LARGEST = 1 << 18  # bytes of a config.yaml: one of this size takes seconds to parse
 # Of runs that are alike but for these, the curves are those of one experiment with several seeds.
@@ -20,13 +20,25 @@ _OF_ONE_START = ("seed", "output", "runtime.resume", "runtime.allow_changed", "r
 def read_configuration(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """Return `text`, the run's config.yaml (`file`: that of an earlier start), and the names of these `files`.
 
+    `written` are the settings of the newest start that a person wrote, each with its value and where; null if the run
+    does not say.
+
     Secrets are references to environment variables there, and stay such.
     """
     files = ["config.yaml", *sorted((path.name for path in folder.glob("config.*.yaml")), key=_number)]
     name = params.get("file", "config.yaml")
     if name not in files:
         raise FileNotFoundError(f"there is no {name[:80]}; there are {', '.join(files)}")
-    return {"text": _read_text(folder, name), "files": files}
+    return {"text": _read_text(folder, name), "files": files, "written": _read_written(folder)}
+
+
+def _read_written(folder: Path) -> list[list[str | None]] | None:
+    try:  # it is made by coalign.config.export.list_written; the page shows config.yaml without it, too
+        written = read_json_object(find_within(folder, folder / "written.json"), _LARGEST)
+        settings = read_settings(folder)
+    except (OSError, ValueError):
+        return None
+    return [[key, _show(settings, key), str(place)] for key, place in written.items()]
 
 
 def compare_configurations(folders: Sequence[Path]) -> dict[str, Any]:
@@ -56,22 +68,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise ValueError(f"config.yaml of {folder.name} cannot be read: {str(problem)[:200]}") from problem
     if not isinstance(content, Mapping):
         raise ValueError(f"config.yaml of {folder.name} holds no settings")
-    return dict(_flatten(content, ""))
-
-
-def _flatten(content: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(content, Mapping) and content:
-        for key, value in content.items():
-            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(content, Sequence) and not isinstance(content, str) and any(map(_is_nested, content)):
-        for number, value in enumerate(content):
-            yield from _flatten(value, f"{prefix}[{number}]")
-    else:
-        yield prefix, content
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Mapping | list)
+    return {format_key(key): value for key, value in flatten(content)}
 
 
 def _show(settings: Mapping[str, Any], key: str) -> str | None:

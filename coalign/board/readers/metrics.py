@@ -12,6 +12,7 @@ from typing import Any
 from coalign.board.catalog import find_within
 from coalign.board.curves import FEWEST_BUCKETS, MetricCurves, round_value
 from coalign.board.readers import read_list
+from coalign.run_files.metric_table import describe_metric
 from coalign.run_files.records import is_number
 
 _MOST_RUNS = 16  # whose curves are kept in memory
@@ -33,6 +34,7 @@ class CurveReader:
         sent. `complete` is false while a long file is being read: ask again. Points have `steps`, `tokens` and
         `seconds`; each series has the `mean` of its buckets, and `low` and `high` where a bucket has several steps.
         `all` are the names of all metrics, `latest` their newest values. `skipped` counts the lines that hold no step.
+        `meanings` says what the metrics mean, in each language of the page; with `since` it was sent before.
         """
         names = read_list(params, "names", _MOST_NAMES)
         find_within(folder, folder / "metrics.jsonl")
@@ -48,6 +50,7 @@ class CurveReader:
                     name: round_value(value) if is_number(value) else None for name, value in curves.latest.items()
                 },
                 "all": sorted(curves.series),
+                "meanings": {} if "since" in params else {name: describe_metric(name) for name in names},
                 **_select(curves, names, params),
             }
 

@@ -23,7 +23,7 @@ class SampleSummary:
 
     ``row`` counts the lines of the same step, from 0. ``offset`` and ``size`` are bytes of the file. ``tokens`` were
     generated, by the weight ``versions`` (the lowest and the highest). ``turns`` are the policy's, of an
-    episode; 0 for a plain response.
+    episode; 0 for a plain response. ``group`` is below 0 in evaluations, None in a line that names none.
     """
 
     row: int
@@ -31,7 +31,7 @@ class SampleSummary:
     size: int
     step: int
     phase: str
-    group: int
+    group: int | None
     index: int
     reward: float | None
     status: str
@@ -80,7 +80,7 @@ class SampleIndex:
                 size=len(line),
                 step=step,
                 phase=PHASES[phase == PHASES[1]],
-                group=record.get("group", 0),
+                group=record.get("group"),
                 index=record.get("index", 0),
                 reward=reward if is_number(reward) else None,
                 status=intern(str(record.get("status", ""))[:_LONGEST_STATUS]),  # one text for all lines
@@ -97,7 +97,7 @@ def is_sample(record: Mapping[str, Any]) -> bool:
     """Whether a record has what a sample has, each of its type, as far as the board reads it."""
     versions, messages = record.get("versions") or [], record.get("messages") or []
     return (
-        _is_count(record.get("group", 0), least=-LARGEST_STEP)
+        (record.get("group") is None or _is_count(record["group"], least=-LARGEST_STEP))
         and _is_count(record.get("index", 0))
         and isinstance(versions, list)
         and all(isinstance(run, list) and len(run) == 2 and all(map(_is_count, run)) for run in versions)

@@ -9,9 +9,8 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from threading import Lock
 from typing import Any
 
@@ -22,6 +21,7 @@ from coalign.board.readers.sample_index import NAME, PHASES, SampleIndex, Sample
 from coalign.files import open_regular, read_bounded
 from coalign.run_files.records import is_number, parse_record, read_end
 from coalign.run_files.rollouts import list_rollout_steps
+from coalign.run_files.sample_text import find_question, name_group
 
 _MOST_RUNS = 16  # whose index is kept in memory
 _MOST = 200  # steps or samples of one answer
@@ -38,7 +38,7 @@ _SIGNATURES = {
     b"GIF8": "image/gif",
     b"BM": "image/bmp",
 }
-_get_group = attrgetter("group")
+_NO_GROUP = "none"  # in addresses
 
 
 class SampleReader:
@@ -74,24 +74,26 @@ class SampleReader:
             steps.setdefault((sample.step, sample.phase), []).append(sample)
         page, recorded = [], set(list_rollout_steps(folder))
         for step, phase in sorted(steps, reverse=True)[offset : offset + limit]:
-            samples = sorted(steps[step, phase], key=_get_group)
-            groups = [list(group) for _, group in groupby(samples, key=_get_group)]
+            groups = _split_groups(steps[step, phase])
             counts = {"groups": len(groups), "flat": sum(map(is_flat, groups)), "tokens_recorded": step in recorded}
-            page.append({"step": step, "phase": phase, **counts, **_summarise(samples)})
+            page.append({"step": step, "phase": phase, **counts, **_summarise(steps[step, phase])})
         return {"total": len(steps), "offset": offset, "steps": page, "skipped": skipped}
 
     def read_groups(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return the groups of a `step` and a `phase` (train, eval), each with the end of its prompt."""
+        """Return the groups of a `step` and a `phase` (train, eval), each with the user's last turn, as `question`.
+
+        `rewards` has mean and standard deviation of each component of the reward.
+        """
         step, phase = read_count(params, "step"), read_choice(params, "phase", PHASES)
         members = [each for each in self.list_summaries(folder) if each.step == step and each.phase == phase]
         if not members:
             raise FileNotFoundError(f"{NAME} has no samples of step {step} ({phase})")
         groups = []
         with open_regular(folder / NAME) as file:
-            for number, group in groupby(sorted(members, key=_get_group), key=_get_group):
-                samples = list(group)
-                prompt = str(read_record(file, samples[0]).get("prompt", ""))[-_EXCERPT:]
-                groups.append({"group": number, "flat": is_flat(samples), "prompt": prompt, **_summarise(samples)})
+            for samples in _split_groups(members):
+                records = [read_record(file, sample) for sample in samples]
+                about = {"question": find_question(records[0])[:_EXCERPT], "rewards": _summarise_rewards(records)}
+                groups.append({"group": samples[0].group, "flat": is_flat(samples), **about, **_summarise(samples)})
         return {"step": step, "phase": phase, "groups": groups}
 
     def read_page(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -101,10 +103,12 @@ class SampleReader:
         `sort` is file, reward or length, and `order` up or down; samples without a reward come last.
         """
         chosen = self.list_summaries(folder)
-        for name, least in (("step", 0), ("group", None)):
-            if params.get(name):
-                number = read_count(params, name, least=least)
-                chosen = [each for each in chosen if getattr(each, name) == number]
+        if params.get("step"):
+            step = read_count(params, "step")
+            chosen = [each for each in chosen if each.step == step]
+        if params.get("group"):
+            group = _read_group(params)
+            chosen = [each for each in chosen if each.group == group]
         if params.get("phase"):
             phase = read_choice(params, "phase", PHASES)
             chosen = [each for each in chosen if each.phase == phase]
@@ -162,12 +166,12 @@ class SampleReader:
     def _find(self, folder: Path, params: Mapping[str, str]) -> tuple[SampleSummary, dict[str, Any]]:
         phase = read_choice(params, "phase", PHASES)
         step, index = read_count(params, "step"), read_count(params, "index")
-        group = read_count(params, "group", least=None)  # those of evaluations are below 0
+        group = _read_group(params)
         for summary in self.list_summaries(folder):
             if (summary.step, summary.phase, summary.group, summary.index) == (step, phase, group, index):
                 with open_regular(folder / NAME) as file:
                     return summary, read_record(file, summary)
-        raise FileNotFoundError(f"{NAME} has no sample {index} of group {group} at step {step} ({phase})")
+        raise FileNotFoundError(f"{NAME} has no sample {index} of {name_group(group)} at step {step} ({phase})")
 
 
 def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -181,7 +185,8 @@ def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, An
         if (record := parse_record(line)) and is_sample(record):
             reward, rewards = record.get("reward"), record.get("rewards") or {}
             parts = {name: value for name, value in rewards.items() if is_number(value)}
-            shown = {key: str(record.get(key, ""))[:_LONGEST] for key in ("prompt", "response", "phase", "status")}
+            shown = {key: str(record.get(key, ""))[:_LONGEST] for key in ("response", "phase", "status")}
+            shown |= {"question": find_question(record)[:_LONGEST]}
             shown |= {key: record.get(key) for key in ("step", "group", "index")}
             records.append({**shown, "reward": reward if is_number(reward) else None, "rewards": parts})
     return {"samples": records}
@@ -193,13 +198,38 @@ def is_flat(samples: Iterable[SampleSummary]) -> bool:
     return len(rewards) > 1 and min(rewards) == max(rewards)
 
 
+def _split_groups(samples: Iterable[SampleSummary]) -> list[list[SampleSummary]]:
+    """Return the samples of each group, those without a group last."""
+
+    def order(sample: SampleSummary) -> tuple[bool, int]:
+        return sample.group is None, sample.group or 0
+
+    return [list(group) for _, group in groupby(sorted(samples, key=order), key=order)]
+
+
+def _read_group(params: Mapping[str, str]) -> int | None:
+    """Return the parameter `group`, below 0 in evaluations; None for `none`, the samples without one."""
+    return None if params.get("group") == _NO_GROUP else read_count(params, "group", least=None)
+
+
+def _summarise_rewards(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the mean and the standard deviation of each component of the reward, of the samples that have a value."""
+    values: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in (record.get("rewards") or {}).items():
+            if is_number(value):
+                values.setdefault(name, []).append(value)
+    return {name: [fmean(some), pstdev(some)] for name, some in values.items()}
+
+
 def _summarise(samples: Sequence[SampleSummary]) -> dict[str, Any]:
-    """Return number, mean, lowest and highest reward (null: none has one), mean length, lowest and highest version."""
+    """Return number, mean length, lowest and highest version, and of rewards (null: none has one) mean and spread."""
     versions = [version for sample in samples for version in sample.versions or ()]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     return {
         "samples": len(samples),
         "reward": fmean(rewards) if rewards else None,
+        "reward_std": pstdev(rewards) if rewards else None,
         "reward_range": [min(rewards), max(rewards)] if rewards else None,
         "tokens": fmean(sample.tokens for sample in samples),
         "versions": [min(versions), max(versions)] if versions else None,
@@ -239,7 +269,7 @@ def _find_text(record: Mapping[str, Any], needle: str) -> str | None:
 def _show(summary: SampleSummary, record: Mapping[str, Any], needle: str) -> dict[str, Any]:
     names = ("step", "phase", "group", "index", "reward", "status", "tokens", "versions", "turns", "images")
     shown = {name: getattr(summary, name) for name in names}
-    shown["prompt"] = str(record.get("prompt", ""))[-_EXCERPT:]
+    shown["question"] = find_question(record)[:_EXCERPT]
     shown["response"] = str(record.get("response", ""))[:_EXCERPT]
     return shown | ({"found": _find_text(record, needle)} if needle else {})
 

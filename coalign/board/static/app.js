@@ -15,10 +15,10 @@ import {
 } from "./board.js";
 import { makeControls } from "./controls.js";
 import { formatAge, getLanguage, LANGUAGES, setLanguage, t } from "./i18n.js";
-import { describeCause, makeStatus } from "./status.js";
+import { describeCause, findFirstPage, makeStatus } from "./status.js";
 
-// Pages of a run, in the order of their tabs: pages/NAME.js with the text `NAME.title`.
-const RUN_PAGES = ["overview", "rollouts", "timeline", "placement", "checkpoints", "goodput", "flow", "log", "configuration"];
+// Pages of a run, in the order of their tabs: pages/NAME.js with the text `NAME.title`. The server says which have content.
+const RUN_PAGES = ["cause", "overview", "rollouts", "timeline", "placement", "checkpoints", "goodput", "flow", "log", "configuration"];
 const POLL_MILLISECONDS = 2000;
 
 const app = document.getElementById("app");
@@ -38,18 +38,20 @@ const runs = new Map(); // those that were looked at, with what their pages keep
 async function show() {
   const { path, query } = readAddress();
   const ticket = shown.ticket + 1;
-  const [kind, id, page = "overview"] = path;
+  const [kind, id, page] = path;
   const run = kind === "run" && id ? (runs.get(id) ?? new Run(id)) : null;
   if (run) runs.set(id, run);
   shown = { ticket, run, update: null, growth: null, showRun: null };
-  const name = run ? (RUN_PAGES.includes(page) ? page : "overview") : kind === "compare" ? "compare" : "runs";
+  let name = run ? page : kind === "compare" ? "compare" : "runs";
   const state = new PageState(query);
-  const root = h("div", { class: `page page-${name}` });
   try {
-    const [module] = await Promise.all([
-      import(`./pages/${name}.js`),
-      run && !run.summary ? run.fetch("state").then((summary) => (run.summary = summary)) : null,
-    ]);
+    const summary = run && !run.summary ? run.fetch("state").then((answer) => (run.summary = answer)) : null;
+    if (run && !RUN_PAGES.includes(name)) {
+      await summary;
+      name = findFirstPage(run.summary);
+    }
+    const root = h("div", { class: `page page-${name}` });
+    const [module] = await Promise.all([import(`./pages/${name}.js`), summary]);
     if (ticket !== shown.ticket) return;
     const title = t(module.title);
     document.title = `${run ? `${run.id} · ` : ""}${title} · Coalign`;
@@ -151,21 +153,24 @@ function scrollToTab(tabs) {
   tabs.scrollLeft = open.offsetLeft - tabs.offsetLeft - (tabs.clientWidth - open.offsetWidth) / 2;
 }
 
+/** The pages of a run that have content, and the one that is open. */
+function listPages(run, name) {
+  return RUN_PAGES.filter((page) => page === name || run.summary.pages.includes(page));
+}
+
 /** Draw what stands above all pages of a run, and return the function that draws it anew. */
 function makeRunHead(head, run, name) {
   const status = h("div", { class: "run-status" });
   const line = h("p", { class: "step-line", role: "group", "aria-label": t("shell.step_line") });
-  const tabs = h(
-    "nav",
-    { class: "tabs", "aria-label": t("shell.pages") },
-    RUN_PAGES.map((each) =>
-      h(
-        "a",
-        { href: makeAddress(["run", run.id, each]), "aria-current": each === name ? "page" : null },
-        t(`${each}.title`),
-      ),
-    ),
-  );
+  const tabs = h("nav", { class: "tabs", "aria-label": t("shell.pages") });
+  let drawn = "";
+  const drawTabs = () => {
+    const pages = listPages(run, name);
+    if (String(pages) === drawn) return; // the focus may be there
+    drawn = String(pages);
+    const link = (page) => h("a", { href: makeAddress(["run", run.id, page]), "aria-current": page === name ? "page" : null }, t(`${page}.title`));
+    fill(tabs, pages.map(link));
+  };
   const controls = run.summary.can_control ? makeControls(run) : null;
   const draw = () => {
     const summary = run.summary;
@@ -184,6 +189,7 @@ function makeRunHead(head, run, name) {
     line.textContent = summary.line;
     line.hidden = !summary.line;
     controls?.draw();
+    drawTabs();
   };
   draw();
   append(head, [status, controls?.element, line, tabs]);
@@ -238,8 +244,8 @@ function goToContent(event) {
 function bindPageKeys(root, run, name) {
   if (!run) return;
   const go = (by) => {
-    const place = (RUN_PAGES.indexOf(name) + by + RUN_PAGES.length) % RUN_PAGES.length;
-    location.hash = makeAddress(["run", run.id, RUN_PAGES[place]]);
+    const pages = listPages(run, name);
+    location.hash = makeAddress(["run", run.id, pages.at((pages.indexOf(name) + by) % pages.length)]);
   };
   bindKey(root, "]", "help.next_page", () => go(1));
   bindKey(root, "[", "help.previous_page", () => go(-1));

@@ -1,6 +1,7 @@
 // Charts: a curve or several, each with its band, drawn by uPlot in the colours of the theme.
 import { fill, formatNumber, formatSeconds, h } from "./board.js";
-import { t } from "./i18n.js";
+import { getLanguage, t } from "./i18n.js";
+import { makeExplained } from "./explained.js";
 import { smooth } from "./curves.js";
 
 const STYLES = ["solid", "dashed", "dotted"];
@@ -40,12 +41,9 @@ export class MetricChart {
     this.holes = h("span", { class: "holes" });
     this.value = h("output", {});
     this.box = h("div", { class: "plot", role: "img", "aria-label": name, ondblclick: () => zoom() });
-    this.element = h(
-      "section",
-      { class: "chart", "aria-label": name },
-      h("h3", {}, h("span", { class: "name" }, name), this.holes, this.value),
-      this.box,
-    );
+    this.title = h("h3", {}, h("span", { class: "name" }, name), this.holes, this.value);
+    this.element = h("section", { class: "chart", "aria-label": name }, this.title, this.box);
+    this.isExplained = false;
     this.plot = null;
     this.shape = "";
     this.sizes = new ResizeObserver(() => this.resize());
@@ -55,6 +53,13 @@ export class MetricChart {
   resize() {
     const width = this.box.clientWidth;
     if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.box.clientHeight });
+  }
+
+  /** Let the name say what the metric means, {en, zh}, where it is pointed at or reached by Tab. */
+  explain(meaning) {
+    if (!meaning || this.isExplained) return;
+    this.isExplained = true;
+    this.title.firstChild.replaceWith(makeExplained(this.name, meaning[getLanguage()]));
   }
 
   /** Draw curves: [{label, x, mean, low, high, number, holes}], along `steps`, `tokens` or `seconds`. */

@@ -14,6 +14,7 @@ export class CurveStore {
     this.complete = false;
     this.names = [];
     this.latest = {};
+    this.meanings = {}; // {name: {en, zh}}, null for a metric of the run's own
     this.newest = -1;
     this.read = 0;
     this.clear();
@@ -60,6 +61,7 @@ export class CurveStore {
     this.complete = answer.complete;
     this.names = answer.all;
     this.latest = answer.latest;
+    Object.assign(this.meanings, answer.meanings);
     this.newest = answer.newest;
     this.read = answer.read;
     const key = `${answer.generation}:${answer.width}`;

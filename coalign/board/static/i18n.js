@@ -18,10 +18,12 @@ export function setLanguage(name) {
   keepSetting("language", name);
 }
 
-/** The text of a key; `{name}` in it is replaced by `values.name`. */
+/** The text of a key; `{name}` in it is replaced by `values.name`, and `{name|step|steps}` by the word for that many. */
 export function t(key, values = {}) {
   const text = TEXTS[language][key] ?? en[key] ?? key;
-  return text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
+  return text
+    .replace(/\{(\w+)\|([^|}]*)\|([^}]*)\}/g, (_, name, one, several) => (String(values[name]) === "1" ? one : several))
+    .replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
 }
 
 const UNITS = [

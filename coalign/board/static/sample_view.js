@@ -1,5 +1,6 @@
 // One sample: its facts, images, turns, and its tokens in colours.
 import { fill, formatNumber, h, keepSetting, markCode, readSetting } from "./board.js";
+import { NO_GROUP, nameGroup } from "./groups.js";
 import { t } from "./i18n.js";
 import { colourValue, listLegend, makeScale, MEASURES } from "./token_colours.js";
 
@@ -15,7 +16,7 @@ export function drawSample(root, run, sample, state, show) {
     h(
       "div",
       { class: "sample-head" },
-      h("h2", {}, t("rollouts.sample_of", { index: sample.index, group: sample.group, step: sample.step })),
+      h("h2", {}, t("rollouts.sample_of", { index: sample.index, group: nameGroup(sample.group), step: sample.step })),
       h("span", { class: "quiet" }, t("rollouts.place", { place: place + 1, count: sample.members.length })),
       go(-1),
       go(1),
@@ -46,7 +47,8 @@ function makeFacts(sample) {
 
 function makeImages(run, sample) {
   if (!sample.images?.length) return null;
-  const { step, phase, group, index } = sample;
+  const { step, phase, index } = sample;
+  const group = sample.group ?? NO_GROUP;
   return h(
     "div",
     { class: "thumbnails" },

@@ -18,3 +18,14 @@ export function describeCause(summary) {
 export function isGoing(summary) {
   return summary.status === "running" || summary.status === "stalled";
 }
+
+/** The page on which a run opens: a failed one on its cause. */
+export function findFirstPage(summary) {
+  return summary.status === "failed" ? "cause" : "overview";
+}
+
+/** Why there is nothing to show: the run has no step, or else the text of `key`. */
+export function explainNothing(summary, key) {
+  if (summary.step !== null) return t(key);
+  return t(isGoing(summary) ? "status.no_step_yet" : "status.no_step");
+}

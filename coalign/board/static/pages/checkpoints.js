@@ -65,7 +65,7 @@ function listFacts({ best, keep, copies_to: copies, copied, writing }) {
   return [
     best ? [t("checkpoints.best"), t("checkpoints.best_value", { metric: best.metric ?? "–", value: formatNumber(best.value), step: best.step, mode: t(`checkpoints.mode_${best.mode}`) })] : null,
     keep ? [t("checkpoints.kept"), t("checkpoints.newest", { count: keep })] : null,
-    copies ? [t("checkpoints.copies"), t("checkpoints.copied", { place: copies, steps: copied.join(", ") || "–" })] : null,
+    copies ? [t("checkpoints.copies"), t("checkpoints.copied", { place: copies, steps: copied.join(", ") || "–", count: copied.length })] : null,
     writing.length ? [t("checkpoints.writing"), writing.join(", ")] : null,
   ].filter(Boolean);
 }

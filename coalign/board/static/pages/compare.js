@@ -79,6 +79,7 @@ export async function render(root, _run, state) {
         const parts = members.map((i) => stores[i].select(chart.name, settings.along)).filter((part) => part.x.length);
         return { ...(parts.length === 1 ? parts[0] : joinCurves(parts)), label, number };
       });
+      chart.explain(stores.find((store) => store.meanings[chart.name])?.meanings[chart.name]);
       chart.draw(curves, settings.along, settings.weight);
     });
   }

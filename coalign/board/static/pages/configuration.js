@@ -38,6 +38,7 @@ export async function render(root, run, state) {
   }
 
   text.textContent = first.text;
+  const written = first.written?.length ? makeWritten(first.written) : null;
   append(root, [
     h("h1", {}, t("configuration.title")),
     h(
@@ -47,9 +48,29 @@ export async function render(root, run, state) {
       h("label", {}, t("configuration.other"), other),
     ),
     differences,
+    written,
+    h("h2", {}, t("configuration.all")),
     text,
   ]);
   await compare();
+}
+
+/** The settings that a person wrote, as opposed to defaults. */
+function makeWritten(settings) {
+  const columns = ["setting", "value", "place"];
+  return [
+    h("h2", {}, t("configuration.written")),
+    h(
+      "div",
+      { class: "scroll fit", tabindex: 0, role: "region", "aria-label": t("configuration.written") },
+      h(
+        "table",
+        { class: "written" },
+        h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, t(`configuration.${name}`))))),
+        h("tbody", {}, settings.map(([key, value, place]) => h("tr", {}, h("th", { scope: "row" }, key), h("td", {}, value ?? "–"), h("td", { class: "quiet" }, place)))),
+      ),
+    ),
+  ];
 }
 
 const only = (file) => (file ? { file } : {});

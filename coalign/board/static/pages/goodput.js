@@ -5,7 +5,7 @@ import { CurveStore } from "../curves.js";
 import { t } from "../i18n.js";
 
 export const title = "goodput.title";
-// From the bottom of the picture to its top; other causes follow. docs/observability.md says what each is.
+// From the bottom of the picture to its top; other causes follow. docs/metrics.md says what each is.
 const CAUSES = ["trained", "rollout", "sync", "checkpoint", "evaluation", "hooks", "start", "restart", "redone"];
 const DROPPED = ["filter", "expired", "given_up", "cut"];
 const HUES = 9; // areas in style.css

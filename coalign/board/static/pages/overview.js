@@ -3,7 +3,9 @@ import { append, fill, formatNumber, h, markCode } from "../board.js";
 import { makeAxisControls, makeChoiceControls } from "../axis.js";
 import { ChartGroups } from "../charts.js";
 import { CurveStore, groupMetrics } from "../curves.js";
+import { nameGroup } from "../groups.js";
 import { t } from "../i18n.js";
+import { explainNothing } from "../status.js";
 
 export const title = "overview.title";
 
@@ -36,7 +38,7 @@ export async function render(root, run, state) {
   function arrange() {
     groups.filter = search.value.toLowerCase();
     groups.arrange(groupMetrics(store.names));
-    hint.textContent = store.names.length ? t("overview.hint") : t("overview.no_metrics");
+    hint.textContent = store.names.length ? t("overview.hint") : explainNothing(run.summary, "status.no_step_yet");
     progress.textContent = store.complete ? "" : t("overview.reading", { size: Math.round(store.read / 1e6) });
     unzoom.hidden = store.range === null;
   }
@@ -45,6 +47,7 @@ export async function render(root, run, state) {
     groups.draw((chart) => {
       if (!store.series.has(chart.name)) return;
       const curve = { ...store.select(chart.name, settings.along), label: chart.name, number: 0 };
+      chart.explain(store.meanings[chart.name]);
       chart.draw([curve], settings.along, settings.weight, store.latest[chart.name]);
     });
   }
@@ -59,9 +62,10 @@ export async function render(root, run, state) {
 
   async function showSamples() {
     const { samples: newest } = await run.fetch("samples", { last: 4 });
+    if (!newest.length && run.summary.step === null) return fill(samples); // the hint above says so
     const shown = newest.length
       ? h("div", { class: "samples" }, newest.map(makeSample))
-      : h("p", { class: "quiet" }, markCode(t("overview.no_samples")));
+      : h("p", { class: "quiet" }, markCode(t("rollouts.no_samples")));
     fill(samples, h("h2", { id: "samples" }, t("overview.newest_samples")), shown);
   }
 
@@ -71,12 +75,14 @@ export async function render(root, run, state) {
   };
 }
 
-function makeSample({ prompt, response, reward, ...rest }) {
+function makeSample({ step, question, response, reward, ...rest }) {
+  const [phase, status] = [t(`rollouts.${rest.phase === "eval" ? "eval" : "train"}`), rest.status ? t(`rollouts.status_${rest.status}`) : "–"];
+  const facts = { step, phase, status, group: nameGroup(rest.group), reward: formatNumber(reward) };
   return h(
     "article",
     { class: "sample" },
-    h("p", { class: "facts" }, t("overview.sample", { ...rest, reward: formatNumber(reward) })),
-    h("p", { class: "prompt" }, prompt),
+    h("p", { class: "facts" }, t("overview.sample", facts)),
+    h("p", { class: "prompt" }, question),
     h("p", { class: "response" }, response),
   );
 }

@@ -3,6 +3,7 @@ import { fill, h, markCode } from "../board.js";
 import { findStyle, MetricChart } from "../charts.js";
 import { CurveStore } from "../curves.js";
 import { t } from "../i18n.js";
+import { explainNothing } from "../status.js";
 
 export const title = "placement.title";
 
@@ -13,7 +14,7 @@ export async function render(root, run) {
   const chart = new MetricChart(t("placement.memory_axis"), () => {});
   const table = h("table");
   const sizes = h("div", { class: "scroll fit", tabindex: "0", role: "region", "aria-label": t("placement.memory") }, table);
-  const nothing = h("p", { class: "empty" }, t("placement.no_memory"));
+  const nothing = h("p", { class: "empty" }, explainNothing(run.summary, "placement.no_memory"));
   fill(
     root,
     h("h1", { class: "unseen" }, t(title)),

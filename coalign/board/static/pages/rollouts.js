@@ -1,8 +1,10 @@
 // Rollouts: steps, the groups of a step, samples, and one sample with its tokens. The address names all that is chosen.
 import { bindKey, fill, formatNumber, h, markCode, RequestError } from "../board.js";
+import { formatSpread, makeComponents, nameGroup, NO_GROUP } from "../groups.js";
 import { t } from "../i18n.js";
 import { LongList } from "../long_list.js";
 import { drawSample } from "../sample_view.js";
+import { explainNothing } from "../status.js";
 
 export const title = "rollouts.title";
 const FILTERS = ["step", "phase", "group", "search", "sort", "order"]; // parameters of the list of samples
@@ -12,6 +14,7 @@ export async function render(root, run, state) {
   let groups = [];
   const detail = h("section", { class: "panel sample", "aria-label": t("rollouts.sample") });
   const counted = h("p", { class: "quiet", role: "status" });
+  const components = h("div");
   const crumbs = h("nav", { class: "crumbs", "aria-label": t("rollouts.chosen") });
 
   const stepList = new LongList({
@@ -24,15 +27,15 @@ export async function render(root, run, state) {
     drawRow: drawStep,
     choose: ({ step, phase }) => attempt(() => choose({ step, phase, group: null })),
     isChosen: ({ step, phase }) => step === state.number("step") && phase === (state.get("phase") ?? "train"),
-    empty: markCode(t("rollouts.no_samples")),
+    empty: markCode(explainNothing(run.summary, "rollouts.no_samples")),
   });
   const groupList = new LongList({
     label: t("rollouts.groups"),
-    rowHeight: 64,
+    rowHeight: 84,
     readPage: (offset, limit) => ({ total: groups.length, rows: groups.slice(offset, offset + limit) }),
     drawRow: drawGroup,
-    choose: ({ group }) => attempt(() => choose({ group })),
-    isChosen: ({ group }) => group === state.number("group"),
+    choose: ({ group }) => attempt(() => choose({ group: group ?? NO_GROUP })),
+    isChosen: ({ group }) => String(group ?? NO_GROUP) === state.get("group"),
     empty: t("rollouts.choose_step"),
   });
   const sampleList = new LongList({
@@ -64,14 +67,29 @@ export async function render(root, run, state) {
     drawCrumbs();
     stepList.draw();
     if ("step" in changes) await readGroups();
-    groupList.draw();
+    drawComponents();
     await sampleList.refresh({ top: true });
+  }
+
+  /** Put the samples with the lowest or the highest reward first, and show the first of them. */
+  async function showExtreme(direction) {
+    sort.value = "reward";
+    order.value = direction;
+    await choose({ sort: "reward", order: direction });
+    const first = sampleList.find(0);
+    if (first) await open(nameSample(first));
+  }
+
+  function drawComponents() {
+    groupList.draw();
+    fill(components, makeComponents(groups.find(({ group }) => String(group ?? NO_GROUP) === state.get("group"))?.rewards));
   }
 
   async function readGroups() {
     const step = state.get("step");
     groups = step === null ? [] : (await run.fetch("sample_groups", { step, phase: state.get("phase", "train") })).groups;
     await groupList.refresh();
+    drawComponents();
   }
 
   async function open(name) {
@@ -92,7 +110,7 @@ export async function render(root, run, state) {
       crumbs,
       crumb(t("rollouts.all_steps"), { step: null, phase: null, group: null }, step === null),
       step === null ? null : [" › ", crumb(t("rollouts.step", { step, phase: t(`rollouts.${state.get("phase", "train")}`) }), { group: null }, group === null)],
-      group === null ? null : [" › ", h("span", { "aria-current": "true" }, t("rollouts.group", { group }))],
+      group === null ? null : [" › ", h("span", { "aria-current": "true" }, nameGroup(group))],
     );
   }
 
@@ -119,15 +137,18 @@ export async function render(root, run, state) {
     return select;
   }
 
+  const extreme = (name, direction) =>
+    h("button", { type: "button", onclick: () => attempt(() => showExtreme(direction)) }, t(`rollouts.${name}`));
+
   fill(
     root,
     h("h1", { class: "unseen" }, t(title)),
-    h("div", { class: "row" }, search, sort, order, crumbs),
+    h("div", { class: "row" }, search, sort, order, extreme("lowest", "up"), extreme("highest", "down"), crumbs),
     h(
       "div",
       { class: "rollouts" },
       h("div", { class: "rollouts-where" }, h("h2", {}, t("rollouts.steps")), stepList.element, h("h2", {}, t("rollouts.groups")), groupList.element),
-      h("div", { class: "rollouts-list" }, h("h2", {}, t("rollouts.samples")), counted, sampleList.element),
+      h("div", { class: "rollouts-list" }, h("h2", {}, t("rollouts.samples")), components, counted, sampleList.element),
       detail,
     ),
   );
@@ -144,12 +165,12 @@ function readFilters(state) {
 
 /** The name of a sample in the address. Unlike its place in the file it stays when the run goes back some steps. */
 function nameSample({ step, phase, group, index }) {
-  return [step, phase, group, index].join(".");
+  return [step, phase, group ?? NO_GROUP, index].join(".");
 }
 
-function drawStep({ step, phase, groups, samples, flat, reward, reward_range: range, tokens_recorded: recorded }) {
+function drawStep({ step, phase, groups, samples, flat, tokens_recorded: recorded, ...rewards }) {
   return [
-    h("div", { class: "one-line" }, h("b", {}, t("rollouts.step", { step, phase: t(`rollouts.${phase}`) })), " ", drawReward(reward, range)),
+    h("div", { class: "one-line" }, h("b", {}, t("rollouts.step", { step, phase: t(`rollouts.${phase}`) })), " ", drawReward(rewards)),
     h(
       "div",
       { class: "quiet one-line" },
@@ -161,25 +182,26 @@ function drawStep({ step, phase, groups, samples, flat, reward, reward_range: ra
   ];
 }
 
-function drawGroup({ group, samples, flat, reward, reward_range: range, tokens, prompt }) {
+function drawGroup({ group, samples, flat, tokens, question, rewards, ...spread }) {
+  const parts = Object.entries(rewards).map(([name, [mean, std]]) => `${name} ${formatNumber(mean)} ± ${formatNumber(std)}`);
   return [
     h(
       "div",
       { class: "one-line" },
-      h("b", {}, t("rollouts.group", { group })),
+      h("b", {}, nameGroup(group)),
       " ",
-      drawReward(reward, range),
+      drawReward(spread),
       flat ? h("span", { class: "flat", title: t("rollouts.flat_about") }, ` ▬ ${t("rollouts.flat")}`) : null,
     ),
     h("div", { class: "quiet" }, t("rollouts.group_counts", { samples, tokens: formatNumber(tokens) })),
-    h("div", { class: "one-line" }, prompt),
+    h("div", { class: "one-line", title: parts.join("\n") }, parts.join(" · ")),
+    h("div", { class: "one-line" }, question),
   ];
 }
 
-function drawReward(reward, range) {
+function drawReward({ reward, reward_std: std, reward_range: range }) {
   if (reward === null) return h("span", { class: "quiet" }, t("rollouts.no_reward"));
-  const [low, high] = range;
-  return h("span", { class: "number" }, low === high ? formatNumber(reward) : `${formatNumber(reward)} (${formatNumber(low)} … ${formatNumber(high)})`);
+  return h("span", { class: "number" }, formatSpread(reward, std, range));
 }
 
 function drawSampleRow(row, search) {
@@ -188,8 +210,8 @@ function drawSampleRow(row, search) {
     h(
       "div",
       { class: "one-line" },
-      h("b", {}, t("rollouts.sample_short", { step, group, index })),
-      phase === "eval" ? ` ${t("rollouts.eval")}` : null,
+      h("b", {}, t("rollouts.sample_short", { step, group: nameGroup(group), index })),
+      phase === "eval" && group === null ? ` ${t("rollouts.eval")}` : null,
       " ",
       h("span", { class: "number" }, reward === null ? t("rollouts.no_reward") : formatNumber(reward)),
       h(
@@ -201,7 +223,7 @@ function drawSampleRow(row, search) {
         images ? ` · ${t("rollouts.images", { count: images })}` : null,
       ),
     ),
-    h("div", { class: "one-line quiet" }, row.prompt),
+    h("div", { class: "one-line quiet" }, row.question),
     h("div", { class: "one-line" }, search && row.found ? markText(row.found, search) : row.response),
   ];
 }

@@ -2,16 +2,17 @@
 import { append, bindKey, fill, formatNumber, formatSeconds, h, makeAddress, markCode, request } from "../board.js";
 import { formatAge, t } from "../i18n.js";
 import { makeDifferences } from "../differences.js";
-import { describeCause, makeStatus } from "../status.js";
+import { describeCause, findFirstPage, makeStatus } from "../status.js";
 
 export const title = "runs.title";
 
 const MOST_COMPARED = 12; // as the server takes, and as colours and dashes can be told apart
-const NUMBERS = {
-  reward: ["reward/mean"],
-  eval: ["eval/mean", "eval/loss/accuracy", "eval/loss/value"],
-  loss: ["loss/value"],
-};
+// What an evaluation measures, the best of it first; they are not to be compared with each other.
+const EVALUATIONS = [
+  { name: "eval/mean", what: "reward", better: -1 },
+  { name: "eval/loss/accuracy", what: "accuracy", better: -1 },
+  { name: "eval/loss/value", what: "loss", better: 1 },
+];
 
 export async function render(root, _run, state) {
   let answer = await request("/api/runs");
@@ -36,7 +37,7 @@ export async function render(root, _run, state) {
   const columns = [
     {
       key: "name",
-      cell: (run) => h("a", { href: makeAddress(["run", run.id, "overview"]) }, run.id),
+      cell: (run) => h("a", { href: makeAddress(["run", run.id, findFirstPage(run)]) }, run.id),
       value: (run) => run.id,
     },
     {
@@ -51,12 +52,19 @@ export async function render(root, _run, state) {
       value: (run) => -(run.step ?? -1),
       number: true,
     },
-    ...["reward", "eval", "loss"].map((key) => ({
-      key,
-      cell: (run) => formatNumber(readNumber(run, key)),
-      value: (run) => (key === "loss" ? 1 : -1) * (readNumber(run, key) ?? (key === "loss" ? Infinity : -Infinity)),
+    {
+      key: "reward",
+      cell: (run) => formatNumber(run.numbers["reward/mean"]),
+      value: (run) => -(run.numbers["reward/mean"] ?? -Infinity),
       number: true,
-    })),
+    },
+    { key: "eval", cell: drawEvaluation, value: rankEvaluation, number: true },
+    {
+      key: "loss",
+      cell: (run) => formatNumber(run.numbers["loss/value"]),
+      value: (run) => run.numbers["loss/value"] ?? Infinity,
+      number: true,
+    },
     { key: "time", cell: (run) => formatSeconds(run.seconds), value: (run) => -(run.seconds ?? 0), number: true },
     {
       key: "age",
@@ -73,7 +81,7 @@ export async function render(root, _run, state) {
       return words.every((word) => text.includes(word));
     });
     const { value } = columns.find((column) => column.key === order) ?? columns.at(-1);
-    runs.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0));
+    runs.sort((a, b) => compareValues(value(a), value(b)));
     const focused = document.activeElement?.dataset?.run;
     const kind = document.activeElement?.dataset?.kind;
     if (!answer.runs.length) fill(table, h("p", { class: "empty" }, markCode(t("runs.empty", { root: answer.root }))));
@@ -158,7 +166,7 @@ export async function render(root, _run, state) {
     root,
     "o",
     "runs.open",
-    () => focusedRun() && (location.hash = makeAddress(["run", focusedRun(), "overview"])),
+    () => focusedRun() && (location.hash = findRow(focusedRun()).querySelector("a").getAttribute("href")),
   );
   bindKey(root, "x", "runs.mark", () => {
     const id = focusedRun();
@@ -176,7 +184,26 @@ export async function render(root, _run, state) {
   };
 }
 
-function readNumber(run, kind) {
-  for (const name of NUMBERS[kind]) if (run.numbers[name] !== undefined) return run.numbers[name];
-  return null;
+function findEvaluation(run) {
+  return EVALUATIONS.find(({ name }) => run.numbers[name] !== undefined);
+}
+
+/** The newest evaluation, with the word for what it measures. */
+function drawEvaluation(run) {
+  const found = findEvaluation(run);
+  if (!found) return "–";
+  const word = h("span", { class: "quiet", title: found.name }, t(`runs.eval_${found.what}`));
+  return [formatNumber(run.numbers[found.name]), " ", word];
+}
+
+/** By what is measured, and then the best first. */
+function rankEvaluation(run) {
+  const found = findEvaluation(run);
+  return found ? [EVALUATIONS.indexOf(found), found.better * (run.numbers[found.name] ?? 0)] : [EVALUATIONS.length, 0];
+}
+
+/** Compare texts, numbers, or lists of numbers. */
+function compareValues(a, b) {
+  if (Array.isArray(a)) return compareValues(a[0], b[0]) || compareValues(a[1], b[1]);
+  return a < b ? -1 : a > b ? 1 : 0;
 }

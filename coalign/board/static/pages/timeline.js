@@ -181,7 +181,7 @@ function drawFaults(root, events, steps, store) {
       "section",
       { class: "panel" },
       h("h2", {}, t("timeline.faults_title")),
-      troubled.length ? h("p", {}, t("timeline.restarts", { steps: troubled.join(", ") })) : null,
+      troubled.length ? h("p", {}, t("timeline.restarts", { steps: troubled.join(", "), count: troubled.length })) : null,
       events.length
         ? h(
             "table",

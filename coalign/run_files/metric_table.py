@@ -1,0 +1,92 @@
+"""Says what the metrics of a run mean: the entries of metrics.yaml, and which of them a name belongs to.
+
+`describe_metric` is to open first. An evaluation's metrics are those of a step with `eval/` before them, and with the
+name of their source where there are several. Another model that learns has its name before its metrics.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+PATH = Path(__file__).with_name("metrics.yaml")
+LANGUAGES = ("en", "zh")
+_PLACEHOLDER = re.compile(r"<\w+>")
+Texts = Mapping[str, str]  # by language
+
+
+@dataclass(frozen=True, slots=True)
+class MetricEntry:
+    """An entry of metrics.yaml: a ``name``, in which `<word>` stands for any text, its ``unit`` and its ``meaning``."""
+
+    name: str
+    unit: Texts
+    meaning: Texts
+    title: Texts  # of the group that it is listed in
+    pattern: re.Pattern[str]
+
+    @property
+    def letters(self) -> int:
+        """How many characters of the name are given: of two names that match, that with more is the better one."""
+        return len(_PLACEHOLDER.sub("", self.name))
+
+
+@cache
+def read_entries() -> tuple[MetricEntry, ...]:
+    """Read metrics.yaml, once."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    table = yaml.load(PATH.read_text(encoding="utf-8"), loader)
+    return tuple(
+        _read_entry(name, raw, table["units"], group["title"])
+        for group in table["groups"]
+        for name, raw in group["metrics"].items()
+    )
+
+
+def _read_entry(name: str, raw: Mapping[str, str], units: Mapping[str, Texts], title: Texts) -> MetricEntry:
+    meaning = {language: raw[language] for language in LANGUAGES}
+    pattern = re.compile(".+".join(map(re.escape, _PLACEHOLDER.split(name))))
+    return MetricEntry(name, units[raw["unit"]], meaning, title, pattern)
+
+
+def find_entry(name: str) -> tuple[MetricEntry, str] | None:
+    """Return the entry of a metric, and what stands before it in its name: `eval`, a source, another model.
+
+    None for a metric that is none of Coalign's, as hooks of a run's own may add.
+    """
+    if entry := _match(name, begins_open=False):
+        return entry, ""
+    first, _, rest = name.partition("/")
+    if first == "eval":
+        source, _, metric = rest.partition("/")
+        if inner := find_entry(rest):
+            return inner[0], "/".join(filter(None, ("eval", inner[1])))
+        entry = _match(f"eval/{metric}", begins_open=False) if metric else None
+        return (entry, f"eval/{source}") if entry else None
+    if entry := _match(name, begins_open=True):
+        return entry, ""
+    entry = _match(rest, begins_open=False)
+    return (entry, first) if entry else None
+
+
+def describe_metric(name: str) -> dict[str, str] | None:
+    """Return one sentence and the unit, by language: `{"en": "Mean reward …. [reward]", …}`. None: see find_entry."""
+    match = find_entry(name)
+    if match is None:
+        return None
+    entry, before = match
+    texts = {language: f"{entry.meaning[language]} [{entry.unit[language]}]" for language in LANGUAGES}
+    return {language: f"{before}: {text}" if before else text for language, text in texts.items()}
+
+
+def _match(name: str, *, begins_open: bool) -> MetricEntry | None:
+    """Return the entry with the most letters that means a name, of those that do or do not begin with any text."""
+    matches = [
+        entry for entry in read_entries() if entry.name.startswith("<") == begins_open and entry.pattern.fullmatch(name)
+    ]
+    return max(matches, key=lambda entry: entry.letters, default=None)

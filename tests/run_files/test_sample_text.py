@@ -1,0 +1,40 @@
+"""What lists say of a sample: its group, and the question."""
+
+from __future__ import annotations
+
+import pytest
+
+from coalign.run_files.sample_text import find_question, name_group
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+FIRST, LAST = ({"role": "user", "content": text} for text in ("What is 1 + 1?", "And 2 + 2?\n"))
+ANSWER = {"role": "assistant", "content": "Two."}
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(0, "group 0"), (12, "group 12"), (-1, "evaluation prompt 1"), (None, "no group")]
+)
+def test_a_group_has_a_name(group, name):
+    assert name_group(group) == name
+
+
+@pytest.mark.parametrize(
+    ("sample", "question"),
+    [
+        ({"prompt": "<|system|>…", "row": {"messages": [SYSTEM, FIRST, ANSWER, LAST]}}, "And 2 + 2?"),
+        ({"prompt": "…", "row": {"messages": [FIRST]}, "messages": [FIRST, ANSWER, LAST]}, "What is 1 + 1?"),
+        ({"prompt": "…", "row": {}, "messages": [SYSTEM, FIRST, ANSWER]}, "What is 1 + 1?"),
+        ({"prompt": "<s>1+1=", "row": {"prompt": "1+1="}}, "1+1="),
+        ({"prompt": "1+1=", "row": {"messages": [SYSTEM]}}, "1+1="),
+        ({"prompt": "1+1="}, "1+1="),
+        ({"prompt": "1+1=", "row": None, "messages": None}, "1+1="),
+        ({"prompt": "1+1=", "row": {"messages": ["what", {"role": "user"}, {"role": "user", "content": 3}]}}, "1+1="),
+        ({}, ""),
+        (
+            {"row": {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Who?"}]}]}},
+            "[image] Who?",
+        ),
+    ],
+)
+def test_the_question_is_the_last_turn_of_the_user(sample, question):
+    assert find_question(sample) == question
