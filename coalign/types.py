@@ -63,7 +63,7 @@ SOURCE_KEY = "data_source"  # in every row of data: the source that it belongs t
 class Status(IntEnum):
     """How a sequence ended.
 
-    ERROR rows are counted, then dropped before any baseline or loss. PARTIAL rows are unfinished: a later roll-out
+    ERROR rows are counted, then dropped before any baseline or loss. PARTIAL rows are unfinished: a later rollout
     continues them, or they are dropped.
     """
 

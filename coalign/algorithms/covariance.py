@@ -1,8 +1,8 @@
 """Tokens whose log-prob and advantage rise together: raising their probability is what lowers the entropy (2505.22617).
 
-Functions of the section `covariance`, which take columns of the whole roll-out after its advantages. The covariance of
-a token is (log π - its mean)(A - its mean), both means over all trained tokens of the roll-out, and π is the policy
-that sampled. So the choice is made once for each roll-out, whatever micro-batches, updates, ranks and packing follow,
+Functions of the section `covariance`, which take columns of the whole rollout after its advantages. The covariance of
+a token is (log π - its mean)(A - its mean), both means over all trained tokens of the rollout, and π is the policy
+that sampled. So the choice is made once for each rollout, whatever micro-batches, updates, ranks and packing follow,
 and in whatever order samples arrived. The authors, verl and SkyRL choose again in every micro-batch, with the current
 policy and the means of that micro-batch: their choice depends on how a batch is cut.
 """
@@ -40,7 +40,7 @@ def clip_cov(
         raise ValueError(f"covariance.low is {low} and covariance.high {high}: expected low < high")
     order, covariance = measure_covariance(advantages, rollout_logprobs, loss_mask, segment, group, index)
     eligible = order[(covariance > low) & (covariance < high)]
-    # Groups are numbered through the run: each roll-out has draws of its own, and a repeated run the same ones.
+    # Groups are numbered through the run: each rollout has draws of its own, and a repeated run the same ones.
     seed = int(group.min()) if len(group) else 0
     draw = torch.randperm(len(eligible), generator=torch.Generator().manual_seed(seed))
     chosen = eligible[draw[: count_tokens(share, len(order))].to(eligible.device)]

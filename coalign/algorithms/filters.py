@@ -1,6 +1,6 @@
 """Filters of groups: which groups of samples to train on. Functions of columns that return one bool per sequence.
 
-A group is kept or dropped as a whole: one False drops all of its samples. Roll-outs are filtered before advantages are
+A group is kept or dropped as a whole: one False drops all of its samples. Rollouts are filtered before advantages are
 computed, so baselines are those of the kept groups.
 """
 

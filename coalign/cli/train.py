@@ -325,7 +325,7 @@ def doctor(
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="The folder of a run with roll-outs.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run with rollouts.")],
     group: Annotated[int | None, typer.Option("--group", "-g", help="The life of this group of samples.")] = None,
     step: Annotated[int | None, typer.Option("--step", "-s", help="The groups that this step trained on.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

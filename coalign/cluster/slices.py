@@ -2,7 +2,7 @@
 
 A call of ``generate`` becomes shares of rows. A replica takes a share when none of its samples waits for a place in the
 engine and no other replica has fewer rows. It keeps it until all of its samples are complete. Nobody waits for a whole
-roll-out: the next share, a weight sync or an evaluation waits for one slice.
+rollout: the next share, a weight sync or an evaluation waits for one slice.
 
 The shares of a replica that is lost go to others, and a new process takes its place. It has no weights, so it takes
 shares after the next weight sync.

@@ -44,7 +44,7 @@ def _read_history(run: Path) -> RunHistory:
     if not run.is_dir():
         raise FileNotFoundError(f"there is no run folder {run}")
     if not path.is_file():
-        raise FileNotFoundError(f"{run} has no {NAME}: it is not of a run with roll-outs, or `runtime.journal` is off")
+        raise FileNotFoundError(f"{run} has no {NAME}: it is not of a run with rollouts, or `runtime.journal` is off")
     history = RunHistory(read_lines(path))
     if not history.groups and not history.steps and history.damaged:
         raise ValueError(f"{path}: {_count(len(history.damaged), 'line')}, and none can be read")

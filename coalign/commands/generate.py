@@ -130,7 +130,7 @@ def _respond(module: RolloutModule, prompts: Batch, samples: int, advance: Calla
         finished = now
 
     out = module.generate(prompts, samples=samples, progress=progress)
-    assert isinstance(out, Batch)  # statistics come with partial roll-outs only
+    assert isinstance(out, Batch)  # statistics come with partial rollouts only
     return [_make_record(sample) for sample in read_samples(out, module.tokenizer)]
 
 

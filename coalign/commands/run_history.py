@@ -18,7 +18,7 @@ class GroupLife:
     """What is known of one group; times (``…_at``) are seconds since the journal began, None for what never happened.
 
     ``row`` is the number of the prompt's row in ``source``. ``begun`` are [time, weight version] of each start of its
-    roll-out. ``samples`` are [tokens, status, reward, versions] each. ``dropped`` is the cause, if it was dropped.
+    rollout. ``samples`` are [tokens, status, reward, versions] each. ``dropped`` is the cause, if it was dropped.
     ``discarded`` says why this life does not count.
     """
 

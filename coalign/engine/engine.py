@@ -2,7 +2,7 @@
 
 A recipe subclasses ``Engine`` and writes two methods. Everything else is here, once, for synchronous and asynchronous
 training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop; the
-roll-out side is in environment.py, evaluation in evaluator.py, and references without a model of their own in
+rollout side is in environment.py, evaluation in evaluator.py, and references without a model of their own in
 reference.py.
 """
 
@@ -437,7 +437,7 @@ class Engine:
             hook.before_training(self)
         self.phase("train")
         with self.cluster.defer_errors() as error:
-            if error is not None:  # of a roll-out; no weight has changed yet
+            if error is not None:  # of a rollout; no weight has changed yet
                 raise error
             self.whole = None
             trained, learned = self.training.step(batch)

@@ -1,4 +1,4 @@
-"""The roll-out side of an engine: draws prompts, runs ``env_flow``, and gives each step the groups it trains on.
+"""The rollout side of an engine: draws prompts, runs ``env_flow``, and gives each step the groups it trains on.
 
 Prompts are drawn for a step. They go through the flow in bundles: in one where training is synchronous, in several
 where it is not, so that no group waits for the longest response of all. Complete groups pass the filter and wait in the
@@ -172,7 +172,7 @@ def _encode(stats: Stats) -> dict[str, list[Any]]:
 
 
 MIN_KEPT_SHARE = 0.25  # at most 1 / this many prompts are drawn per missing group: a surplus costs memory and ages
-BUNDLES = 8  # that the prompts of one step are cut into where training does not wait for the roll-out
+BUNDLES = 8  # that the prompts of one step are cut into where training does not wait for the rollout
 
 
 class Environment:
@@ -385,7 +385,7 @@ class Environment:
 
     def _explain_empty_pool(self, version: int, stats: Stats) -> str:
         text, selection = f"step {version + 1}: there is no group to train on", self.selection
-        rounds = f"{stats['rollout/rounds'].value:g} roll-outs"
+        rounds = f"{stats['rollout/rounds'].value:g} rollouts"
         if "episode/empty" in stats and stats["episode/empty"].value == 1:
             name = self.unfinished.config.fn
             return f"{text}: the environment `{name}` (rollout.fn) has asked the policy for no turn"
@@ -475,7 +475,7 @@ class Environment:
 
 
 def count(loss_mask: Tensor, versions: Tensor | None = None, reward: Tensor | None = None) -> dict[str, Metric]:
-    """Metrics of one roll-out as it leaves its flow, before any filter."""
+    """Metrics of one rollout as it leaves its flow, before any filter."""
     stats: dict[str, Metric] = {
         "tokens/generated": Total(float(loss_mask.sum()) if versions is not None else 0.0),
     }

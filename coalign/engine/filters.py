@@ -208,7 +208,7 @@ def add_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tok
     return prompts.with_(**columns) if columns else prompts
 
 
-DEFAULT_MAX_ROUNDS = 10  # roll-outs for one step without a filter, for each round that the longest response takes
+DEFAULT_MAX_ROUNDS = 10  # rollouts for one step without a filter, for each round that the longest response takes
 MIN_CARRIED = 4  # weight versions that an unfinished group may be carried over at least
 
 
@@ -216,8 +216,8 @@ MIN_CARRIED = 4  # weight versions that an unfinished group may be carried over 
 class GroupSelection:
     """Which groups a step trains on.
 
-    ``groups``: how many (None: whatever one round gives). ``max_rounds``: roll-outs for one step, times
-    ``rounds_per_response``, the roll-outs that the longest response takes. ``max_age``: weight versions that the oldest
+    ``groups``: how many (None: whatever one round gives). ``max_rounds``: rollouts for one step, times
+    ``rounds_per_response``, the rollouts that the longest response takes. ``max_age``: weight versions that the oldest
     token of a group may lag behind. ``add_budgets`` adds the columns that limit the cost of each prompt.
     """
 
@@ -249,7 +249,7 @@ def check_limits(config: RunConfig) -> None:
 
 
 def count_rounds_per_response(config: RunConfig) -> int:
-    """Return how many roll-outs the longest response takes."""
+    """Return how many rollouts the longest response takes."""
     if config.rollout.round_tokens is None:
         return 1
     return math.ceil(config.models["policy"].sampling.max_new_tokens / config.rollout.round_tokens)

@@ -1,4 +1,4 @@
-"""Keeps finished roll-outs in the run folder, so that a run that is resumed does not generate them again.
+"""Keeps finished rollouts in the run folder, so that a run that is resumed does not generate them again.
 
 ``finished/VERSION.rollouts`` has the samples whose newest token was chosen by the weights of this version, in pieces:
 what one process generated for one call. A piece is a line of the journal's form (a JSON object with a checksum) and
@@ -154,7 +154,7 @@ class _Piece:
 
 
 class FinishedRollouts:
-    """The finished roll-outs of one run. ``run`` and ``settings`` identify it; files of another one are deleted.
+    """The finished rollouts of one run. ``run`` and ``settings`` identify it; files of another one are deleted.
 
     ``window``: (oldest, newest) versions of the tokens that may be used now. ``restored`` counts groups that were not
     generated again. A thread writes; a disk that is full or away does not stop a run.
@@ -175,7 +175,7 @@ class FinishedRollouts:
         for version in self._list_versions():
             self._read_file(version)
         if versions := sorted(version for version in self._former if version >= step):
-            log.info("finished roll-outs of weight versions %s may be used again", format_groups(versions))
+            log.info("finished rollouts of weight versions %s may be used again", format_groups(versions))
 
     # ---- of the loop -----------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class FinishedRollouts:
         losses = sorted((name, float(metric.value).hex()) for name, metric in stats.items() if name.startswith("loss/"))
         self._marks[step] = hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16]
         if step in self._former and self._former.pop(step) != self._marks[step]:
-            log.warning("step %d has other metrics than before, so later roll-outs are generated again", step)
+            log.warning("step %d has other metrics than before, so later rollouts are generated again", step)
             self._writer.submit(self._delete, [version for version in self._list_versions() if version >= step])
             self._pieces = {key: piece for key, piece in self._pieces.items() if piece.file < step}
             self._former.clear()
@@ -269,7 +269,7 @@ class FinishedRollouts:
             samples = BatchRef.of(task.meta.result(), task.payload, self._store).fetch()
             encoded = encode_samples(prompts.fetch(), samples)
         except Exception as problem:  # the payload is lost, with its process
-            log.debug("roll-outs are not kept: %s", describe_problem(problem))
+            log.debug("rollouts are not kept: %s", describe_problem(problem))
             return
         chosen = samples["versions"][samples["versions"] >= 0]
         if encoded is None or not len(chosen):
@@ -322,10 +322,10 @@ class FinishedRollouts:
                 record = decode_line(file.readline())
                 content = file.read(record["bytes"]) if record else b""
         except OSError as problem:
-            log.warning("roll-outs of %s are generated again: %s", path, describe_problem(problem))
+            log.warning("rollouts of %s are generated again: %s", path, describe_problem(problem))
             return None
         if record is None or zlib.crc32(content) != record["sum"]:
-            log.warning("roll-outs of %s are generated again: the checksum of some is wrong", path)
+            log.warning("rollouts of %s are generated again: the checksum of some is wrong", path)
             return None
         return decode_samples(prompts, record["columns"], content)
 

@@ -1,4 +1,4 @@
-"""The journal of a run's roll-outs: ``journal.jsonl``, a line for each event in the life of groups of samples.
+"""The journal of a run's rollouts: ``journal.jsonl``, a line for each event in the life of groups of samples.
 
 A line is a JSON object whose last key is a checksum of the text before it, so a line that was cut or changed is found.
 Groups of one bundle share a line. The driver only writes numbers that it has, and what ``describe_samples`` computes in
@@ -137,7 +137,7 @@ class CollectedBundle:
     """A bundle whose calls have ended.
 
     ``samples`` is, or will be, the result of ``describe_samples``. ``begun`` are the groups of its prompts, ``kept``
-    those that the filter kept, and ``carried`` those that the next roll-out continues (None: not known yet). ``stats``
+    those that the filter kept, and ``carried`` those that the next rollout continues (None: not known yet). ``stats``
     are its metrics.
     """
 
@@ -151,7 +151,7 @@ class CollectedBundle:
 class Journal:
     """Writes what becomes of the groups of a run into a file, which it continues.
 
-    ``start`` is when the journal began, in seconds since the epoch. ``carried`` are groups that an earlier roll-out has
+    ``start`` is when the journal began, in seconds since the epoch. ``carried`` are groups that an earlier rollout has
     left unfinished. A thread writes, in the order noted: the loop waits for no disk, and for no description of samples.
     """
 

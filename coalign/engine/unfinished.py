@@ -1,9 +1,9 @@
-"""Groups of samples that a roll-out leaves unfinished, and the next one continues.
+"""Groups of samples that a rollout leaves unfinished, and the next one continues.
 
-``UnfinishedGroups`` keeps samples between the roll-outs of synchronous training: with `rollout.round_tokens` a response
-grows by at most that many tokens in one roll-out, and the next one continues it. With `rollout.oversample` a roll-out
+``UnfinishedGroups`` keeps samples between the rollouts of synchronous training: with `rollout.round_tokens` a response
+grows by at most that many tokens in one rollout, and the next one continues it. With `rollout.oversample` a rollout
 ends once the minimum of groups is complete. Complete groups go to the flow. Incomplete ones are continued by the
-weights of the next roll-out (their tokens keep the log-probs and versions they were chosen with); without
+weights of the next rollout (their tokens keep the log-probs and versions they were chosen with); without
 `round_tokens` they are dropped and counted.
 """
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class UnfinishedGroups:
-    """Keeps the groups that a roll-out of the policy leaves unfinished, for the next one.
+    """Keeps the groups that a rollout of the policy leaves unfinished, for the next one.
 
-    Only ``carried`` waits for a roll-out under way.
+    Only ``carried`` waits for a rollout under way.
     """
 
     def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
@@ -43,7 +43,7 @@ class UnfinishedGroups:
         self.samples = samples  # of each prompt
         self.carries = config.round_tokens is not None
         self.since = 0  # groups with tokens of an older version than this are given up
-        self.min_complete: float | None = None  # the share of groups that ends the next roll-out
+        self.min_complete: float | None = None  # the share of groups that ends the next rollout
         self.calls = 0
         self.rolling_out = False  # whether `env_flow` is asking for samples
         self.finished: FinishedRollouts | None = None  # of a run that keeps them (coalign.engine.hooks.journal)
@@ -51,19 +51,19 @@ class UnfinishedGroups:
 
     @property
     def active(self) -> bool:
-        """Whether a roll-out may leave something unfinished."""
+        """Whether a rollout may leave something unfinished."""
         return self.carries or self.config.oversample > 1
 
     @property
     def carried(self) -> int:
-        """Number of groups that the next roll-out continues."""
+        """Number of groups that the next rollout continues."""
         if self._unfinished is None:
             return 0
         ref: BatchRef = self.cluster.resolve(self._unfinished)
         return len(torch.unique(ref.group)) if len(ref) else 0
 
     def list_carried(self) -> set[int] | None:
-        """Return the numbers of the groups that the next roll-out continues; None if that is not known yet."""
+        """Return the numbers of the groups that the next rollout continues; None if that is not known yet."""
         if isinstance(self._unfinished, Future) and not self._unfinished.done():
             return None
         return set() if self._unfinished is None else set(list_groups(self.cluster.resolve(self._unfinished).group))
@@ -104,7 +104,7 @@ class UnfinishedGroups:
             )
 
     def snapshot(self) -> BatchRef | Future | None:
-        """Return where the unfinished groups are, or will be once the roll-outs begun so far have ended."""
+        """Return where the unfinished groups are, or will be once the rollouts begun so far have ended."""
         return self._unfinished
 
     def restore(self, unfinished: Batch | None) -> None:

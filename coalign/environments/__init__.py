@@ -1,4 +1,4 @@
-"""Environments play the episodes of a roll-out: tools, users, games, agents. Start with ``episode.py``.
+"""Environments play the episodes of a rollout: tools, users, games, agents. Start with ``episode.py``.
 
 An environment is a coroutine over one ``episode``, or over all episodes of a ``group``, depending on the name of its
 first parameter. Keyword-only arguments are configuration (see docs/environments.md)::

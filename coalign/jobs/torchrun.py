@@ -68,7 +68,7 @@ def _build_command(job: TrainingJob, options: TorchrunOptions) -> list[str]:
 
 
 def _count_processes(job: TrainingJob) -> int:
-    """Count the processes: each model has one of them, or all. ConfigError for other numbers, and for roll-outs."""
+    """Count the processes: each model has one of them, or all. ConfigError for other numbers, and for rollouts."""
     if syncs_weights(job.config.algorithm):
         message = f"`{job.config.algorithm}` samples while it trains; torchrun is for recipes that learn from data"
         raise ConfigError([job.config.places.on(ConfigProblem(("algorithm",), message))])

@@ -240,7 +240,7 @@ def check_sections(config: RunConfig, recipe: type[Engine]) -> None:
 
 
 def check_torchrun(syncs: Sequence[tuple[str, str]], config: RunConfig) -> None:
-    """Refuse a recipe with roll-outs in the processes of torchrun: none of them could sample while the others train."""
+    """Refuse a recipe with rollouts in the processes of torchrun: none of them could sample while the others train."""
     if syncs and choose_cluster(config) == "torchrun":
         raise ValueError(
             f"runtime.cluster: `{config.algorithm}` samples from a model while another learns; torchrun's processes "

@@ -11,7 +11,7 @@ Open ``prediction.py`` first: ``predict_step(JobShape, ClusterSpec, Constants) -
 | `network.py` | collectives |
 | `training.py` | passes that train or score |
 | `generation.py` | decode steps and prefills of an engine |
-| `simulation.py` | roll-outs as discrete events |
+| `simulation.py` | rollouts as discrete events |
 | `transfer.py` | weight syncs, and states that move to host memory |
 | `prediction.py` | a whole step |
 | `memory.py` | memory of each device; `coalign check` reads it, too |

@@ -175,7 +175,7 @@ class JobShape:
     partial_rollout: bool = True
     in_order: bool = True
     oversample: float = 1.0
-    mini_batches: int = 1  # optimizer steps that a batch of roll-outs is cut into
+    mini_batches: int = 1  # optimizer steps that a batch of rollouts is cut into
     is_padded: bool = False  # training computes each response up to the longest, as trainers without packing do
     shares_prompts: bool = False  # a group's prompt is computed once in training
     sync_every: int = 1  # steps between weight syncs

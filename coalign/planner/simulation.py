@@ -1,4 +1,4 @@
-"""Simulates roll-outs as discrete events: sequences of different lengths on one replica, and steps that wait for them.
+"""Simulates rollouts as discrete events: sequences of different lengths on one replica, and steps that wait for them.
 
 A replica generates for all sequences that it has room for. Between two events (a sequence ends, one is admitted, the
 cache is full, weights arrive) every decode step takes about the same time, so the clock jumps from event to event.
@@ -164,7 +164,7 @@ class ReplicaSimulation:
 
 @dataclass(frozen=True)
 class StepRules:
-    """What orders roll-outs and training steps. ``needed`` samples train a step; ``staleness`` may be a fraction.
+    """What orders rollouts and training steps. ``needed`` samples train a step; ``staleness`` may be a fraction.
 
     ``train_seconds`` is the trainer's time of a step, ``sync_seconds`` that in which the replica takes new weights.
     ``in_order``: a step trains on the samples drawn for it; without it, on those complete first. ``carries``: sequences
@@ -187,7 +187,7 @@ class StepRules:
 class SimulatedSteps:
     """Steps in steady state: seconds of one, and what the replica and the trainer do in it.
 
-    ``generation`` is the time between two batches' completion for an idle trainer, or a synchronous roll-out's.
+    ``generation`` is the time between two batches' completion for an idle trainer, or a synchronous rollout's.
     Counts are totals over the simulation: admitted = trained + dropped + unfinished.
     """
 
@@ -231,7 +231,7 @@ def simulate_steps(
             versions.append(served)
         while not _is_ready(replica, rules, version, trained):
             if not replica.has_work:
-                raise RuntimeError("a roll-out ended without enough samples")  # admitted < needed
+                raise RuntimeError("a rollout ended without enough samples")  # admitted < needed
             replica.advance()
         ready = replica.time + rules.delay_seconds
         start = max(ready, trainer_free)

@@ -1,6 +1,6 @@
 """Recipes: each is an ``Engine`` with the flow of one algorithm and its defaults; `algorithm` names one of ``CLASSES``.
 
-Start with ``grpo.py``. ``online.py`` is the base of recipes with roll-outs, ``offline.py`` of those that learn from a
+Start with ``grpo.py``. ``online.py`` is the base of recipes with rollouts, ``offline.py`` of those that learn from a
 data set. Related recipes share a file.
 """
 

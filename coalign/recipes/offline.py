@@ -1,4 +1,4 @@
-"""The base of recipes that learn from a data set: no roll-out, one trained model, perhaps a reference."""
+"""The base of recipes that learn from a data set: no rollout, one trained model, perhaps a reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bases of recipes with roll-outs: models, flow, and the divergence from the reference as a part of the reward."""
+"""The bases of recipes with rollouts: models, flow, and the divergence from the reference as a part of the reward."""
 
 from __future__ import annotations
 

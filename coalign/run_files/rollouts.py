@@ -109,4 +109,4 @@ def read_rollouts(path: Path) -> LoggedRollouts:
         columns = {name: arrays[name] for name in MISSING if name in arrays}
         return LoggedRollouts(arrays["tokens"], arrays["row_ends"], arrays["prompt_length"], columns, pieces)
     except (SafetensorError, ValueError, KeyError, AttributeError) as problem:
-        raise ValueError(f"{path} holds no roll-outs: {describe_problem(problem)}") from problem
+        raise ValueError(f"{path} holds no rollouts: {describe_problem(problem)}") from problem

@@ -20,7 +20,7 @@ GIVEN = {
 
 
 def drawn(seed=0, sequences=24):
-    """A roll-out of several groups; the log-probs and advantages of no two tokens are equal."""
+    """A rollout of several groups; the log-probs and advantages of no two tokens are equal."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 12, (sequences,), generator=generator)
     total = int(lengths.sum())

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import state_dict_saver
 
 from coalign.backends import checkpoint
 from coalign.files import read_report
@@ -78,7 +79,7 @@ def test_an_error_is_reported_raised_once_and_leaves_no_files(path, tmp_path, mo
     trainer = module(path)
     trainer.begin_saves()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.state_dict_saver, "save", fail)
+        patch.setattr(state_dict_saver, "save", fail)
         trainer.save(tmp_path / "model")
         with pytest.raises(OSError, match="No space left on device"):
             trainer.finish_saves()

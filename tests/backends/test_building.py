@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 
 from coalign.backends import pretrained
 from coalign.backends.engines.native.model import NativeModel
@@ -54,14 +54,14 @@ def test_loading_side_by_side_keeps_embeddings_tied(path):
 def test_saving_beside_loading(path, tmp_path):
     config = ModelConfig(load=path)
     model = pretrained.load(config, seed=0)
-    unwrap = pretrained.modeling_utils.unwrap_model
+    unwrap = modeling_utils.unwrap_model
 
     def save(name):
         pretrained.build_writer(model, config, Context(), tmp_path / name)(dict(model.named_parameters()))
 
     for _ in range(3):
         side_by_side(lambda: save("a"), lambda: save("b"), lambda: pretrained.load(config, seed=0))
-        assert pretrained.modeling_utils.unwrap_model is unwrap
+        assert modeling_utils.unwrap_model is unwrap
 
 
 @pytest.mark.parametrize("more", [{"init": "random"}, {"lora": {"rank": 2}}], ids=["random", "lora"])

@@ -87,7 +87,7 @@ def count_images(model: torch.nn.Module) -> list[int]:
 
 
 def answer(prompts: Batch, samples: int = 3) -> Batch:
-    """Random answers to each prompt, as a roll-out makes them."""
+    """Random answers to each prompt, as a rollout makes them."""
     draw = torch.Generator().manual_seed(3)
     tokens, mask, rows = [], [], []
     for row, prompt in enumerate(prompts.rows()):

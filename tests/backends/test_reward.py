@@ -131,7 +131,7 @@ def test_what_went_wrong_stands_at_its_row(build, caplog):
     given = batch("a", "2", errors=(1,)), batch("1", "2")
     module = build({"fn": HERE + "as_number", "retries": 1})
     with caplog.at_level(logging.WARNING):
-        columns = module.forward_step(given[0])  # of a roll-out of which more may come, so nothing is raised
+        columns = module.forward_step(given[0])  # of a rollout of which more may come, so nothing is raised
     assert columns["reward/as_number"].isnan().all()
     [failure, none] = columns["reward/as_number/failure"]
     assert failure.startswith("raised: ValueError: could not convert string to float: 'a'") and none == ""

@@ -168,7 +168,7 @@ def refuse(folder: str) -> list[str]:
 
 
 def run_small(folder: Path, path: Path) -> None:
-    """Train for a step on images, with vLLM and roll-outs of an environment."""
+    """Train for a step on images, with vLLM and rollouts of an environment."""
     row = {"prompt": "<image>?", "images": [str(picture(folder / "a.png"))], "answer": "3"}
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for _ in range(4)))
     settings = {

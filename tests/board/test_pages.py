@@ -30,7 +30,7 @@ MANY = 10_000
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The folder of a real run of four steps: roll-outs with a reference, traces, checkpoints, the best one kept."""
+    """The folder of a real run of four steps: rollouts with a reference, traces, checkpoints, the best one kept."""
     directory = tmp_path_factory.mktemp("trained")
     runtime = {"timeline_every": 1, "save_every": 2, "eval_every": 2, "best": "eval/mean", "log_samples": 16}
     config = settings(directory, "grpo", **runtime)

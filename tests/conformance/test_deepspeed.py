@@ -196,7 +196,7 @@ def test_what_cannot_be_is_refused_by_its_key(path, config, message):
 
 
 def test_grpo_learns_the_curve_of_fsdp(tmp_path):
-    """The first steps, on the roll-outs that the same seed and weights give."""
+    """The first steps, on the rollouts that the same seed and weights give."""
     curves = []
     for module in ({"module": "fsdp"}, {"module": "deepspeed", "deepspeed": {"stage": 3}}):
         (folder := tmp_path / module["module"]).mkdir()

@@ -1,4 +1,4 @@
-"""The roll-out side of the loop: what is drawn when, in which order steps get it, and what a checkpoint keeps of it."""
+"""The rollout side of the loop: what is drawn when, in which order steps get it, and what a checkpoint keeps of it."""
 
 import json
 from types import SimpleNamespace

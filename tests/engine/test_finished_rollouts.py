@@ -1,4 +1,4 @@
-"""Finished roll-outs outlive the driver: a run that goes on does not generate them again."""
+"""Finished rollouts outlive the driver: a run that goes on does not generate them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial roll-out and oversampling in whole runs: the ledger of every token, ages, and how a run goes on."""
+"""Partial rollout and oversampling in whole runs: the ledger of every token, ages, and how a run goes on."""
 
 import pytest
 
@@ -160,7 +160,7 @@ def test_a_flow_that_asks_for_no_roll_out_is_refused(tmp_path):
 
 
 def test_what_belongs_to_a_group_is_asked_for_by_what_came_out(tmp_path):
-    """ReMax: a group that ends two roll-outs later still finds the greedy response to its prompt."""
+    """ReMax: a group that ends two rollouts later still finds the greedy response to its prompt."""
     rollout = {"round_tokens": 6}
     config = partial(tmp_path, rollout=rollout, steps=3, samples_per_prompt=2) | {"algorithm": "remax"}
     config |= {"kl": {"fn": "FixedKL", "coef": 0.0}}

@@ -110,7 +110,7 @@ def test_what_a_filter_lacks_or_returns_is_named(tmp_path):
 def test_a_run_with_nothing_left_to_train_on_says_what_to_look_at(tmp_path):
     config = online(tmp_path) | {"reward": {"fn": "tests.functions:never_differs"}}
     config |= {"filter": {"fn": "varied", "max_rounds": 2}}
-    said = r"step 1: .*`varied` dropped all 8 groups of 2 roll-outs \(filter.max_rounds is 2\)\. Are"
+    said = r"step 1: .*`varied` dropped all 8 groups of 2 rollouts \(filter.max_rounds is 2\)\. Are"
     with pytest.raises(RuntimeError, match=said):
         run(config)
 
@@ -118,7 +118,7 @@ def test_a_run_with_nothing_left_to_train_on_says_what_to_look_at(tmp_path):
 def test_rounds_of_long_responses_are_told_apart_from_the_setting(tmp_path):
     config = online(tmp_path) | {"reward": {"fn": "tests.functions:never_differs"}}
     config |= {"filter": {"fn": "varied", "max_rounds": 2}, "rollout": {"round_tokens": 4}}
-    said = r"groups of 4 roll-outs \(filter.max_rounds is 2, each of the 2 that the longest response takes\)"
+    said = r"groups of 4 rollouts \(filter.max_rounds is 2, each of the 2 that the longest response takes\)"
     with pytest.raises(RuntimeError, match=said):
         run(config)
 

@@ -42,7 +42,7 @@ def test_on_two_replicas_too(tmp_path):
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"oversample": 1.5, "round_tokens": 4}, "models.policy.spread_samples: rollout.oversample ends a roll-out by"),
+        ({"oversample": 1.5, "round_tokens": 4}, "models.policy.spread_samples: rollout.oversample ends a rollout by"),
         ({"fn": "tests.engine.test_spread_samples:duel"}, "models.policy.spread_samples: .* plays the samples of a p"),
     ],
 )

@@ -1,4 +1,4 @@
-"""GRPO with vLLM as the roll-out engine, a trainer on two ranks and a reference, on Ray."""
+"""GRPO with vLLM as the rollout engine, a trainer on two ranks and a reference, on Ray."""
 
 from __future__ import annotations
 

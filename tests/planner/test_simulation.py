@@ -1,4 +1,4 @@
-"""Roll-outs as discrete events: hand-worked runs, conservation of samples, and what staleness never does."""
+"""Rollouts as discrete events: hand-worked runs, conservation of samples, and what staleness never does."""
 
 from __future__ import annotations
 

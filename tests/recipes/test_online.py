@@ -1,4 +1,4 @@
-"""Recipes with roll-outs from their YAML: where the divergence enters, what is refused, what resumed runs become."""
+"""Recipes with rollouts from their YAML: where the divergence enters, what is refused, what resumed runs become."""
 
 from __future__ import annotations
 

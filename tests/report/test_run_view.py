@@ -118,6 +118,7 @@ def read_screen(app):
     return "\n".join(lines[y] for y in sorted(lines))
 
 
+@pytest.mark.slow
 def test_the_screen_follows_a_run_and_obeys_its_keys(folder):
     watch = pytest.importorskip("coalign.report.watch")
 

@@ -272,7 +272,7 @@ def test_the_command(tokens, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "not a Hugging Face model directory"),
+        (["nowhere"], "there is no directory 'nowhere'"),
         (["{old}", "--sample", "nothing.txt"], "--sample: nothing.txt is not a file"),
         (["{old}", "--eos", "nobody"], "is no added token"),
     ],

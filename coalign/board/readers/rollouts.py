@@ -45,7 +45,7 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
         ids = tensors["tokens"][start:stop].tolist()
         prompt_length = int(tensors["prompt_length"][row])
     except (SafetensorError, ValueError, LookupError, OverflowError, RecursionError, AttributeError) as problem:
-        raise ValueError(f"rollouts/{path.name} holds no roll-outs: {describe_problem(problem)}") from problem
+        raise ValueError(f"rollouts/{path.name} holds no rollouts: {describe_problem(problem)}") from problem
     columns = {name: tensors[name][start:stop].tolist() for name in tensors.keys() - _OF_ROWS}
     measures = [(name, list(map(_round, values))) for name, values in (columns | derive_measures(columns)).items()]
     return {

@@ -328,6 +328,6 @@ def _set_rewards(translation: ForeignTranslation) -> None:
     else:
         translation.set("reward", [{"fn": f"<a function that does what slime's rm_type {kind} does>"}])
     for name in ("custom_generate_function_path", "rollout_function_path"):
-        translation.refuse(name, "roll-outs of your own are an environment here (`rollout`, docs/environments.md)")
+        translation.refuse(name, "rollouts of your own are an environment here (`rollout`, docs/environments.md)")
     if translation.get("dynamic_sampling_filter_path"):
         translation.set("filter.fn", "varied")

@@ -221,7 +221,7 @@ class ModelConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of matrix products; None: `dtype`."""
     num_gpu: Continuable[NonNegativeInt | Literal["auto"]] = "auto"
-    """Devices of the whole model; 0: CPU. A trained model has one process per device. A roll-out engine or a frozen
+    """Devices of the whole model; 0: CPU. A trained model has one process per device. A rollout engine or a frozen
     model has num_gpu / (tensor_parallel × pipeline_parallel) replicas, one process each. `auto`: all devices that are
     there and not asked for by other models; those models share them in turn, unless `runtime.colocation` says
     otherwise. Without devices, for reward functions, and beside `num_process`: CPU."""
@@ -246,7 +246,7 @@ class ModelConfig(Section):
     `auto`: everything on devices, nothing on CPU."""
     shares_per_replica: PositiveInt = 1
     """Shards of a batch per replica, sent to replicas as they become free. More than 1 balances replicas of different
-    speed, but a roll-out engine drains at the end of each shard."""
+    speed, but a rollout engine drains at the end of each shard."""
     parts_per_call: PositiveInt = 1
     """Policies only: each replica returns its groups in this many parts, each as soon as it is complete. Rewards and
     models on other devices then score them while the rest is generated, but in smaller batches."""

@@ -63,7 +63,7 @@ class RolloutConfig(Function):
     """Prompts started per prompt that is trained on. Once enough groups are complete, the others are stopped: dropped
     or, with `round_tokens`, continued later."""
     round_tokens: PositiveInt | None = None
-    """Partial roll-out: at most this many new tokens per response and roll-out. The next one continues it, with newer
+    """Partial rollout: at most this many new tokens per response and rollout. The next one continues it, with newer
     weights."""
     max_age: NonNegativeInt | None = None
     """Maximum staleness of the oldest token of a group, in weight versions; older groups are dropped. None:
@@ -98,7 +98,7 @@ class FilterConfig(Function):
     home = "coalign.algorithms.filters"
 
     max_rounds: PositiveInt = 10
-    """Maximum roll-outs of one step, which then trains on what it has."""
+    """Maximum rollouts of one step, which then trains on what it has."""
 
 
 class ReplayConfig(Function):

@@ -129,7 +129,7 @@ class RunConfig(Section):
                 raise Conflict(key, f"there is no model '{name}'{suggest(name, known)}")
         for name, model in self.models.items():
             if model.spread_samples and self.rollout.oversample > 1:
-                why = "ends a roll-out by groups that are complete, which no replica sees where samples are spread"
+                why = "ends a rollout by groups that are complete, which no replica sees where samples are spread"
                 raise Conflict(("models", name, "spread_samples"), f"rollout.oversample {why}; leave one of them out")
 
     def _check_rewards(self) -> None:

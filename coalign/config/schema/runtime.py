@@ -195,9 +195,9 @@ class RuntimeConfig(Section):
     """Samples per step to write to samples.jsonl: the first of a step, and some spread over the evaluation set."""
     keep_rollouts: ResultNeutral[NonNegativeInt] = 200
     """Newest steps whose samples in samples.jsonl keep their tokens, with log-probs and advantages, in `rollouts/`: at
-    most 1 GiB. 0: none. Runs without roll-outs write none."""
+    most 1 GiB. 0: none. Runs without rollouts write none."""
     journal: ResultNeutral[bool] = False
-    """Write what became of each group of samples into journal.jsonl, for `coalign explain`, and finished roll-outs
+    """Write what became of each group of samples into journal.jsonl, for `coalign explain`, and finished rollouts
     beside it, which a run that goes on does not generate again; 3 ms of CPU a step, 8 bytes a token."""
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""

@@ -280,7 +280,7 @@ class Save(Hook):
     def save_after_error(self, engine: Engine, error: Exception) -> None:
         """Write a checkpoint of the last step if the error came after it; say in ``error`` where the run continues.
 
-        Samples of roll-outs that have failed or not ended are not kept: the run generates them again.
+        Samples of rollouts that have failed or not ended are not kept: the run generates them again.
         """
         engine.cluster.accept_calls()
         try:

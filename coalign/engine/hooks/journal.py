@@ -1,4 +1,4 @@
-"""Keeps a run's journal: opens it, connects it with the roll-out side, and notes steps, syncs and restarts."""
+"""Keeps a run's journal: opens it, connects it with the rollout side, and notes steps, syncs and restarts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class JournalHook(Hook):
-    """Writes the journal of a run with roll-outs into ``path``; see coalign.engine.journal.
+    """Writes the journal of a run with rollouts into ``path``; see coalign.engine.journal.
 
-    Beside it stand the finished roll-outs since the newest checkpoint of ``disk`` (coalign.engine.finished_rollouts).
+    Beside it stand the finished rollouts since the newest checkpoint of ``disk`` (coalign.engine.finished_rollouts).
     A checkpoint keeps the identity of its run, so a journal of another run is known, and moved aside.
     """
 
@@ -43,7 +43,7 @@ class JournalHook(Hook):
         self._journal: Journal | None = None
 
     def begin(self, engine: Engine) -> None:
-        if engine.source != "prompts":  # nothing else has roll-outs
+        if engine.source != "prompts":  # nothing else has rollouts
             return
         start = self._find_start()
         environment = engine.environment
@@ -51,7 +51,7 @@ class JournalHook(Hook):
         if start is None:
             self._journal.note("run", run=self.run, started=round(time.time(), 3))
         self._engine, environment.journal = engine, self._journal
-        if not environment.unfinished.active and self.finished is None:  # else a roll-out is not whole alone
+        if not environment.unfinished.active and self.finished is None:  # else a rollout is not whole alone
             self.finished = environment.unfinished.finished = self._open_finished(engine)
         if start is not None or engine.step:
             environment.note_resumed(engine.step)

@@ -146,4 +146,4 @@ def _blank(values: Tensor, known: Tensor) -> Tensor:
 
 def _report_problem(written: Future[None]) -> None:
     if problem := written.exception():  # a run without these files is better than none
-        log.error("the roll-outs of a step are not kept: %s", describe_problem(problem))
+        log.error("the rollouts of a step are not kept: %s", describe_problem(problem))

@@ -112,7 +112,7 @@ class RunFolder:
         self.cut(step)
 
     def cut(self, step: int) -> None:
-        """Move what was logged after ``step`` aside, and delete its roll-outs."""
+        """Move what was logged after ``step`` aside, and delete its rollouts."""
         self.metrics.cut(step)
         self.samples.cut(step)
         self.rollouts.cut(step)

@@ -48,7 +48,7 @@ def test_a_run_saves_when_asked_and_refuses_what_it_does_not_know(tmp_path):
     code, results = train(config, {"do": "sav"}, scale, {"do": "save"})
     saved = Path(config["output"]) / "checkpoints" / "step_1"
     assert code == 0 and saved.is_dir() and len(metrics(config)) == 3
-    assert not (saved.parents[1] / "rollouts").exists()  # there are no roll-outs
+    assert not (saved.parents[1] / "rollouts").exists()  # there are no rollouts
     assert [(result["do"], result["done"]) for result in results] == [
         ("", False),
         ("scale", False),

@@ -106,7 +106,7 @@ def test_a_disk_that_is_away_is_survived(tmp_path, caplog):
 def test_a_damaged_file_is_refused_by_its_name(tmp_path, content):
     path = tmp_path / "step_1.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"step_1\.safetensors holds no roll-outs"):
+    with pytest.raises(ValueError, match=r"step_1\.safetensors holds no rollouts"):
         read_rollouts(path)
 
 
