@@ -23,7 +23,15 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_snake
 from pydantic.errors import PydanticUserError
 
-from coalign.config.errors import ConfigError, ConfigProblem, describe_error, find_nearest, parse_key, suggest
+from coalign.config.errors import (
+    ConfigError,
+    ConfigProblem,
+    describe_error,
+    find_nearest,
+    format_value,
+    parse_key,
+    suggest,
+)
 from coalign.config.foreign.messages import translate_key
 
 THIS_PROCESS = "<this process>"  # in place of the module in names of objects that no import finds
@@ -217,6 +225,8 @@ def _import_dotted(name: str) -> Any:
         value = getattr(value, part)
     if _refuses_code and not str(getattr(value, "__module__", "")).startswith("coalign."):
         raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is used")
+    if not callable(value):
+        raise ValueError(f"'{name}' is {format_value(value)}; expected a function or a class")
     return value
 
 

@@ -176,8 +176,9 @@ def _read(
         tokens += sum(len(example.tokens) for example in examples)
         row = encoder.reader.add_names(entry.row())
         sample.raw.add(json.dumps(row.get(encoder.reader.prompt_key), default=str))
-    if sample.whole and not sample.used:
-        raise ValueError(f"{source.path} has no usable rows {encoder.describe_emptiness(encoder.report())}")
+    if not sample.used:
+        none = "no usable rows" if sample.whole else f"no usable row among its first {encoder.counts['rows']:,}"
+        raise ValueError(f"{source.path} has {none} {encoder.describe_emptiness(encoder.report())}")
     return sample
 
 

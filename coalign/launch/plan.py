@@ -153,7 +153,7 @@ def outline_run(config: RunConfig) -> RunOutline:
         loss = Objective.of(config.loss, "loss") if config.loss else None
         judges = (reward.model for reward in config.reward if reward.model)
         roles = dict(recipe.roles(config, loss))
-        check_names(config, [*recipe.models, *roles, *judges])
+        check_names(config, dict.fromkeys([*recipe.models, *roles, *judges]))
         rewards = list_reward_parts(config) if roles.get("reward") is Scorer else []
     return RunOutline(recipe, loss, roles, rewards)
 

@@ -99,6 +99,12 @@ def test_what_others_call_it(name, home, meant):
         resolve(name, home)
 
 
+def test_what_is_no_function_is_refused(tmp_path):
+    (tmp_path / HOME / "plain.py").write_text("value = 3")
+    with pytest.raises(ValueError, match=r"'pretend\.plain:value' is 3; expected a function or a class"):
+        resolve("pretend.plain:value", HOME)
+
+
 def test_what_others_call_it_exists():
     homes = ("losses", "advantages", "divergence")
     known = [*(n for home in homes for n in list_functions(f"coalign.algorithms.{home}"))]

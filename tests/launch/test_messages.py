@@ -265,3 +265,10 @@ def test_an_architecture_that_transformers_does_not_know_is_named_with_its_key(h
 def test_a_run_refuses_a_folder_that_cannot_be_written_by_its_key(home):
     with pytest.raises(ConfigError, match=r"output: nothing can be written in '/proc"):
         train(settings(home, "sft"), {"output": "/proc/run"}, quiet=True)
+
+
+def test_rows_of_which_none_of_the_first_is_usable_are_no_data(home, tmp_path):
+    rows = "".join(json.dumps({"prompt": "1+1=" * 20, "answer": "2"}) + "\n" for _ in range(ROWS + 10))
+    (tmp_path / "long.jsonl").write_text(rows)
+    said = refuse(home, "grpo", {"data.train": str(tmp_path / "long.jsonl"), "data.max_prompt_tokens": 8})
+    assert re.search(r"data\.train\[0\]: .*long\.jsonl has no usable row among its first 5,000 \(.* 8", said)
