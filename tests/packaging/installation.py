@@ -51,12 +51,40 @@ def try_commands(folder: Path, coalign: list[str], environment: dict[str, str]) 
         "models.policy.sampling.max_new_tokens=4",
     ]
     settings += [f"runtime.steps={STEPS}", "runtime.prompts_per_step=2", "runtime.samples_per_prompt=2"]
-    run([*coalign, "check", "run.yaml", *settings], folder, environment)
-    run([*coalign, "train", "run.yaml", *settings], folder, environment)
+    make_mistakes(folder, coalign, environment)
+    assert max(map(len, run([*coalign, "recipes"], folder, environment).splitlines())) <= 100
+    report = json.loads(run([*coalign, "check", "run.yaml", *settings, "--json"], folder, environment))
+    assert report["problems"] == [] and report["algorithm"] == "grpo"
+    shown = run([*coalign, "train", "run.yaml", *settings], folder, environment)
+    assert f"step {STEPS}/{STEPS} │ reward" in shown and "next: coalign chat run · coalign board run" in shown
+    words = ["generate", "run", "--prompt", "1+1=", "--max-new-tokens", "2", "--chat-template", "none"]
+    run([*coalign, *words], folder, environment)
     lines = (folder / "run" / "metrics.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
     assert (folder / "run" / "model" / "model.safetensors").exists()
     return version
+
+
+MISTAKES = [  # what a stranger types, and what the one line says that comes back
+    (["check", "run.yaml", "models.trainer.lr=1e-6"], "did you mean 'models.trainer.optimizer.lr'?"),
+    (["check", "run.yaml", "runtime.gpus=2"], "did you mean 'models.NAME.num_gpu'?"),
+    (["check", "run.yaml", "lora.r=8"], "did you mean 'models.trainer.lora.rank'?"),
+    (["check", "run.yaml", "learning_rate=1e-6"], "is TRL's; here it is models.trainer.optimizer.lr"),
+    (["check", "run.yaml", "loss.fn=sigmoid", "reward=exact_match"], "did you mean 'dpo'?"),
+    (["check", "run.yaml", "reward=rw.py:score"], "such as `rw:score`"),
+    (["train", "verl.yaml"], "`coalign import-config verl.yaml > run.yaml` translates it"),
+    (["train", "nowhere.yaml"], "there is no file 'nowhere.yaml'"),
+    (["generate", "nowhere", "-p", "x"], "MODEL: there is no directory 'nowhere'"),
+    (["tran", "run.yaml"], "there is no command 'tran'; did you mean 'train'?"),
+]
+
+
+def make_mistakes(folder: Path, coalign: list[str], environment: dict[str, str]) -> None:
+    """Make the mistakes of a first hour: each ends with exit code 2 and one line that says what is right."""
+    (folder / "verl.yaml").write_text("actor_rollout_ref: {model: {path: model}}\n")
+    for words, expected in MISTAKES:
+        done = subprocess.run([*coalign, *words], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and expected in done.stderr, done.stderr
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
