@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -166,60 +166,43 @@ def plan(
 ):
     """Predict the seconds, memory and cost of a step on a cluster that need not be there, and search better layouts."""
     _refuse(no_code)
-    wanted = _PlanWish(cluster, lengths, objective, top, price, write, trace, measure)
-    _report(lambda display, facts: facts.update(_plan(config, overrides, wanted, display)), as_json)
 
+    def predict(display: Display, facts: dict[str, Any]) -> None:
+        from coalign.api import load_config
+        from coalign.config.yaml_edit import emit_inline
+        from coalign.planner.constants import Constants
+        from coalign.planner.gpus import ClusterSpec
+        from coalign.planner.job import LengthDistribution
 
-class _PlanWish(NamedTuple):
-    """The options of `coalign plan`."""
+        if cluster is None and not measure:
+            raise ValueError("--cluster is missing: NODESxGPUS:NAME, such as `--cluster 4x8:H100`, or `here`")
+        if measure and cluster not in (None, "here"):
+            raise ValueError(f"--measure is for this machine, and --cluster names {cluster}; leave one of them out")
+        if objective not in ("seconds", "gpu-hours"):
+            raise ValueError(f"--objective is '{objective}'; expected seconds or gpu-hours")
+        here = measure or cluster == "here"
+        simulated = None if here or cluster is None else ClusterSpec.parse(cluster)
+        distribution = LengthDistribution.parse(lengths) if lengths else None
 
-    cluster: str | None
-    lengths: str | None
-    objective: str
-    top: int
-    price: float | None
-    write: Path | None
-    trace: Path | None
-    measure: bool
+        configured = load_config(config, overrides, planned=True)
 
+        def load(settings):
+            more = [f"{key}={emit_inline(value)}" for key, value in settings.items()]
+            return load_config(config, [*(overrides or []), *more], planned=True) if more else configured
 
-def _plan(config: Path, overrides: list[str] | None, wanted: _PlanWish, display: Display) -> dict[str, Any]:
-    from coalign.api import load_config
-    from coalign.config.yaml_edit import emit_inline
-    from coalign.planner.constants import Constants
-    from coalign.planner.gpus import ClusterSpec
-    from coalign.planner.job import LengthDistribution
+        from coalign.commands.plan.run_plan import (
+            PlanRequest,
+            find_machine,
+            plan_run,
+        )  # slow to import: a wrong file is named before
 
-    cluster, measure, objective = wanted.cluster, wanted.measure, wanted.objective
-    if cluster is None and not measure:
-        raise ValueError("--cluster is missing: NODESxGPUS:NAME, such as `--cluster 4x8:H100`, or `here`")
-    if measure and cluster not in (None, "here"):
-        raise ValueError(f"--measure is for this machine, and --cluster names {cluster}; leave one of them out")
-    if objective not in ("seconds", "gpu-hours"):
-        raise ValueError(f"--objective is '{objective}'; expected seconds or gpu-hours")
-    here = measure or cluster == "here"
-    simulated = None if here or cluster is None else ClusterSpec.parse(cluster)
-    distribution = LengthDistribution.parse(wanted.lengths) if wanted.lengths else None
+        constants, devices = Constants(), None
+        if simulated is None:
+            simulated, constants, devices = find_machine(measure=measure, display=display)
+        request = PlanRequest(simulated, constants, distribution, objective, top, price, write, trace, devices)
+        facts.update(plan_run(config, load, request, display))
 
-    configured = load_config(config, overrides, planned=True)
-
-    def load(settings):
-        more = [f"{key}={emit_inline(value)}" for key, value in settings.items()]
-        return load_config(config, [*(overrides or []), *more], planned=True) if more else configured
-
-    from coalign.commands.plan.run_plan import (
-        PlanRequest,
-        find_machine,
-        plan_run,
-    )  # slow to import: a wrong file is named before
-
-    constants, devices = Constants(), None
-    if simulated is None:
-        simulated, constants, devices = find_machine(measure=measure, display=display)
-    request = PlanRequest(
-        simulated, constants, distribution, objective, wanted.top, wanted.price, wanted.write, wanted.trace, devices
-    )
-    return plan_run(config, load, request, display)
+    _report(predict, as_json)
 
 
 def pipeline(

@@ -106,7 +106,7 @@ class Worker:
 
     def __init__(self, store: Store, threads: int | None, arena: Arena | None = None, node: str = "") -> None:
         self.store = store
-        self.threads = threads
+        self.threads = threads or count_processors()
         self.arena = arena
         self.node = node  # whose memory a NodePath leads to
         self._module: Module | None = None
@@ -125,7 +125,7 @@ class Worker:
         clock, start = time.time(), time.perf_counter()
         # The number of threads is set per calling thread, and its default differs between threads, processes and Ray
         # actors. It decides the order of summation, so results would differ.
-        torch.set_num_threads(self.threads or count_processors())
+        torch.set_num_threads(self.threads)
         before = self._reset_peak()
         try:
             # A library that copies by itself, such as torch's checkpoints, waits for the current device alone.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from coalign.cluster.placement.slots import Footprint, Slot, list_models_sharing
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.hub import find_directory
 from coalign.launch.data_load import RunData
+from coalign.launch.memory_table import format_count
 from coalign.launch.plan import Plan
 from coalign.processes.host import count_processors
 from coalign.weights.model_files import read_stored
@@ -42,19 +42,11 @@ def describe_start(plan: Plan, data: RunData) -> list[str]:
     ]
 
 
-def format_count(count: int) -> str:
-    """Return a number of parameters as model cards write it: `135M`, `7.6B`."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)
-
-
 def _count_parameters(model: ModelConfig) -> int:
     """Count the parameters in the files of a model's weights; 0 where its files do not say."""
     if model.load is None:
         return 0
-    return sum(math.prod(tensor.shape) for tensor in (read_stored(Path(find_directory(model.load))) or {}).values())
+    return sum(math.prod(tensor.shape) for tensor in (read_stored(find_directory(model.load)) or {}).values())
 
 
 def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:

@@ -79,7 +79,7 @@ class NodeFacts:
     address: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages that are installed
     accelerators: AcceleratorFacts = field(default_factory=AcceleratorFacts)
-    processors: ProcessorFacts = field(default_factory=lambda: ProcessorFacts())
+    processors: ProcessorFacts = ProcessorFacts()
     memory: int = 0
     memory_free: int = 0
     disks: Mapping[str, DiskFacts] = field(default_factory=dict)  # by what they are for

@@ -6,11 +6,10 @@ from typing import Any
 
 from coalign.commands.foreign.translation import ForeignTranslation, list_values, name_data
 from coalign.commands.foreign.trl import find_main, set_trainer
-from coalign.config.foreign.keys import LOGGED, PACKED, SAMPLING, TRAINER, ForeignKeys
+from coalign.config.foreign.keys import KERNELS, LOGGED, PACKED, SAMPLING, TRAINER, ForeignKeys
 from coalign.config.foreign.trl import TRL
 
 _TRAINERS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo"}
-_KERNELS = "the backend takes the fastest kernel that it has"
 _INSTRUCTIONS = {"prompt": "instruction", "answer": "output"}
 
 AXOLOTL = ForeignKeys(
@@ -49,16 +48,16 @@ AXOLOTL = ForeignKeys(
         "group_by_length": PACKED,
         "dataset_prepared_path": "rows are tokenised before the first step",
         "dataset_processes": "rows are tokenised before the first step",
-        "liger_*": _KERNELS,
-        "lora_*_kernel": _KERNELS,
-        "use_*kernel*": _KERNELS,
-        "use_scattermoe": _KERNELS,
-        "use_sonicmoe": _KERNELS,
-        "cut_cross_entropy": _KERNELS,
-        "flash_*": _KERNELS,
-        "sdp_attention": _KERNELS,
-        "xformers_attention": _KERNELS,
-        "plugins": _KERNELS,
+        "liger_*": KERNELS,
+        "lora_*_kernel": KERNELS,
+        "use_*kernel*": KERNELS,
+        "use_scattermoe": KERNELS,
+        "use_sonicmoe": KERNELS,
+        "cut_cross_entropy": KERNELS,
+        "flash_*": KERNELS,
+        "sdp_attention": KERNELS,
+        "xformers_attention": KERNELS,
+        "plugins": KERNELS,
         "model_type": "config.json of the model says it",
         "tokenizer_type": "config.json of the model says it",
         "processor_type": "config.json of the model says it",

@@ -12,7 +12,7 @@ from coalign.commands.foreign.translation import (
     set_policy_parallel,
     set_reference,
 )
-from coalign.config.foreign.keys import MEMORY, MICRO, PLACED, POLICY, SAMPLING, TRAINER, ForeignKeys
+from coalign.config.foreign.keys import KERNELS, MEMORY, MICRO, PLACED, POLICY, SAMPLING, TRAINER, ForeignKeys
 
 _SHAPE = "config.json of the model says its shape"
 _FLAGS_OF_SHAPE = ("*layers*", "*hidden_size*", "*heads", "*query_groups", "group_query_attention", "*rotary*")
@@ -150,7 +150,7 @@ SLIME = ForeignKeys(
         "rollout_seed": "seed is for all draws",
         "attention_dropout": "policies are trained without dropout",
         **dict.fromkeys(_FLAGS_OF_SHAPE, _SHAPE),
-        **dict.fromkeys(_KERNELS, "the backend takes the fastest kernel that it has"),
+        **dict.fromkeys(_KERNELS, KERNELS),
     },
     defaults={
         "n_samples_per_prompt": 1,

@@ -6,12 +6,11 @@ from typing import Any
 
 from coalign.commands.foreign.translation import ForeignTranslation, list_values, name_data
 from coalign.commands.foreign.trl import find_main, set_trainer
-from coalign.config.foreign.keys import MEMORY, MICRO, PACKED, TRAINER, ForeignKeys
+from coalign.config.foreign.keys import KERNELS, MEMORY, MICRO, PACKED, TRAINER, ForeignKeys
 from coalign.config.foreign.trl import TRL
 
 _TRAINERS = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "simpo": "cpo", "rm": "reward"}
 _TRAINERS |= {"grpo": "grpo", "ppo": "ppo"}
-_KERNELS = "the backend takes the fastest kernel that it has"
 
 SWIFT = ForeignKeys(
     "ms-swift",
@@ -56,9 +55,9 @@ SWIFT = ForeignKeys(
         "attn_impl": "the fastest attention that the machine has is taken (models.NAME.attention)",
         "attention_backend": "the fastest attention that the machine has is taken (models.NAME.attention)",
         "recompute_*": "models.trainer.activation_checkpointing recomputes whole layers",
-        "*fusion": _KERNELS,
-        "moe_grouped_gemm": _KERNELS,
-        "moe_*_overlap": _KERNELS,
+        "*fusion": KERNELS,
+        "moe_grouped_gemm": KERNELS,
+        "moe_*_overlap": KERNELS,
         "use_precision_aware_optimizer": MEMORY,
         "optimizer_*offload*": MEMORY,
         "offload_*": MEMORY,

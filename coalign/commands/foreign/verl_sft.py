@@ -6,8 +6,8 @@ from typing import Any
 
 from coalign.commands.foreign.translation import ForeignTranslation, list_values, name_data, set_adapter, set_trackers
 from coalign.commands.foreign.verl import set_engine, set_schedule, set_template_arguments
-from coalign.config.foreign.keys import MEMORY, MICRO, PACKED, PLACED, TRAINER, ForeignKeys
-from coalign.config.foreign.verl import CONVERTED, KERNELS, MEGATRON, SHARDED
+from coalign.config.foreign.keys import KERNELS, MEMORY, MICRO, PACKED, PLACED, TRAINER, ForeignKeys
+from coalign.config.foreign.verl import CONVERTED, MEGATRON, SHARDED
 
 _TRANSFORMER = "engine.megatron.override_transformer_config"
 VERL_SFT = ForeignKeys(

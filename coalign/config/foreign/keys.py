@@ -13,6 +13,7 @@ MICRO = "micro-batches follow from models.trainer.max_tokens_per_micro"
 PLACED = "num_gpu is auto: the models share in turn the GPUs that are there"
 MEMORY = "models that share a device leave it by themselves (docs/memory.md)"
 PACKED = "sequences are packed wherever the architecture can"
+KERNELS = "the backend takes the fastest kernel that it has"
 LOGGED = "every step is logged (runtime.log_every shows fewer)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coalign.config.foreign.keys import (
+    KERNELS,
     LOGGED,
     MEMORY,
     MICRO,
@@ -23,7 +24,6 @@ _VLLM += ("enable_chunked_prefill", "enable_prefix_caching")
 CHUNKS = "log-probs and entropies are computed in chunks"
 SHARDED = "weights are sharded over all processes (models.trainer.dp_replicate for copies)"
 CONVERTED = "Hugging Face directories are read and written by each backend"
-KERNELS = "the backend takes the fastest kernel that it has"
 _FUSIONS = ("*fusion", "*grouped_gemm", "*deepep", "*dispatcher*", "*overlap", "*dtype", "*layer_norm", "use_*")
 _FUSIONS += ("attention_backend", "deallocate_pipeline_outputs", "account_for_*", "sequence_packing_scheduler")
 _PARALLEL = {  # of engines beside Megatron's
