@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import logging
@@ -30,6 +29,7 @@ from coalign.backends.vision_language import (
     has_towers,
     list_weight_names,
 )
+from coalign.config.errors import find_nearest
 from coalign.config.schema import ImagesConfig, ModelConfig, ScoreAt
 from coalign.data.images.files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
@@ -101,13 +101,13 @@ def check_architecture(directory: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     fields = read_model_config(directory)
-    kind = fields.get("model_type")
-    if "auto_map" in fields or kind is None or kind in CONFIG_MAPPING:
+    model_type = fields.get("model_type")
+    if "auto_map" in fields or model_type is None or model_type in CONFIG_MAPPING:
         return
-    nearest = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=1)
-    hint = f"did you mean `{nearest[0]}`?" if nearest else "update transformers, or take another model"
+    nearest = find_nearest(str(model_type), CONFIG_MAPPING)
+    hint = f"did you mean `{nearest}`?" if nearest else "update transformers, or take another model"
     raise ValueError(
-        f"'{directory}/config.json' has the model type `{kind}`, which transformers {transformers.__version__} "
+        f"'{directory}/config.json' has the model type `{model_type}`, which transformers {transformers.__version__} "
         f"does not know; {hint}"
     )
 
