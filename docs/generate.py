@@ -27,12 +27,12 @@ from coalign.config.schema import (
     RunConfig,
     Section,
     ServeConfig,
-    SweepConfig,
 )
 from coalign.config.yaml_edit import emit_inline
 from coalign.config.yaml_reader import emit
 from coalign.data.kinds import KINDS
 from coalign.launch.template import RunTemplate
+from coalign_jobs.sweep.config import SweepConfig
 
 _BOUNDS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping", Any: "anything"}
@@ -156,7 +156,8 @@ def _describe_commands() -> Iterator[str]:
 
 def list_commands(group: TyperGroup, prefix: str = "") -> Iterator[tuple[str, TyperCommand]]:
     """Yield every command with its name, those of groups (`launch slurm`) included."""
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         if isinstance(command, TyperGroup):
             yield from list_commands(command, f"{prefix}{name} ")
         else:

@@ -29,7 +29,7 @@ from coalign.config.pipelines import load_pipeline
 from coalign.config.schema import SelectConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import ARRAYS, HASH, ExampleStore
-from coalign.data.indexed.tokens import IndexedTokens, IndexedWriter
+from coalign.data.indexed import IndexedTokens, IndexedWriter
 from coalign.data.kinds import KINDS
 from coalign.data.messages import parse_messages, parse_response, parse_tools, parse_transcript
 from coalign.data.sources import BadRow, open_rows
@@ -41,11 +41,11 @@ from coalign.environments.tools import Toolbox
 from coalign.files import hash_file, read_model_config
 from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.run_files.records import read_records
-from coalign.vocab.tokenizer import read_tokens
 from coalign.weights.compare import open_saved_weights
-from coalign.weights.convert.huggingface import HuggingFaceReader
-from coalign.weights.convert.sources import find_iteration
-from coalign.weights.families import find_family
+from coalign_megatron.convert.huggingface import HuggingFaceReader
+from coalign_megatron.convert.sources import find_iteration
+from coalign_megatron.families import find_family
+from coalign_megatron.vocab.tokenizer import read_tokens
 from tests.config.conftest import recipe_defaults
 from tests.data.reading import reader, use
 from tests.environments.helpers import episode

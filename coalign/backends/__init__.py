@@ -4,7 +4,8 @@ Start with ``base.py``: a backend is a subclass of ``Module``, or of ``Trainable
 ``Objective``, there too, turns the outputs of a model into a loss.
 
 - ``layout.py`` and ``attention.py`` pack a micro-batch.
-- ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and ``megatron/`` use other engines for that.
+- ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and the companion coalign-megatron use other
+  engines for that.
 - ``engines/`` generates: the contract, and the engines ``native``, ``vllm`` and ``transformers``.
 - ``scorers/`` only score: reward functions, judges, reward models with a tokenizer of their own, cached answers.
 """
@@ -18,7 +19,6 @@ from importlib import metadata
 CLASSES = {
     "fsdp": "coalign.backends.hf.fsdp:FSDPModule",
     "deepspeed": "coalign.backends.deepspeed:DeepSpeedModule",
-    "megatron": "coalign.backends.megatron.module:MegatronModule",
     "native": "coalign.backends.engines.native.engine:NativeModule",
     "transformers": "coalign.backends.engines.transformers:TransformersModule",
     "vllm": "coalign.backends.engines.vllm.module:VLLMModule",

@@ -1,8 +1,7 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` is fast.
 
-`train.py` has the commands on a run or its YAML, `launch.py` those that start one as a job elsewhere, `generate.py`
-those that compute with a model, `models.py` those on model directories, `indexed.py` those on tokenised datasets,
-`board.py` the page over run folders.
+`train.py` has the commands on a run or its YAML, `generate.py` those that compute with a model, `models.py` those on
+model directories. Other commands come from companions (`coalign/companions.py`).
 """
 
 from __future__ import annotations
@@ -10,17 +9,43 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 import coalign
-from coalign.cli import board, generate, indexed, launch, models, train
+from coalign.cli import generate, models, train
 from coalign.cli.messages import WITH_OPTIONS, describe_usage, name_options
 from coalign.cli.problems import describe_error, find_user_error
+from coalign.companions import COMMANDS as GROUP
+from coalign.companions import list_entries, name_missing
+
+
+class CommandLine(TyperGroup):
+    """The commands of Coalign, and those of its companions, which are imported when they are called or listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        there = [*COMMANDS, *list_entries(GROUP)]
+        return sorted(there, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, None for a name that nobody knows. ImportError names a companion that is not installed."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            return command
+        if (entry := list_entries(GROUP).get(cmd_name)) is not None:
+            return _build_command(cmd_name, entry.load())
+        if companion := name_missing(GROUP, cmd_name):
+            raise ImportError(f"`coalign {cmd_name}` comes with a companion of Coalign: pip install {companion}")
+        return None
+
 
 app = typer.Typer(
+    cls=CommandLine,
     name="coalign",
     help="Alignment training of language models: SFT, PPO, GRPO and relatives, from a laptop to a Ray cluster.\n\n"
     "Begin with `coalign init grpo run.yaml`, look at it with `coalign check run.yaml`, "
@@ -51,38 +76,80 @@ COMMANDS = {
     "train": train.train,
     "check": train.check,
     "plan": train.plan,
-    "watch": train.watch,
     "scale": train.scale,
     "save": train.save,
     "stop": train.stop,
     "doctor": train.doctor,
     "check-sync": models.check_sync,
-    "convert": models.convert,
     "pipeline": train.pipeline,
-    "sweep": train.sweep,
     "eval": train.evaluate,
     "generate": generate.generate,
     "score": generate.score,
     "chat": generate.chat,
     "serve": generate.serve,
     "serve-reward": generate.serve_reward,
-    "board": board.board,
     "explain": train.explain,
     "diagnose": train.diagnose,
     "inspect-data": train.inspect_data,
     "init": train.init,
-    "import-config": train.import_config,
     "recipes": train.recipes,
-    "extend-vocab": models.extend_vocab,
     "merge": models.merge,
     "schema": train.schema,
 }
+# As `--help` lists them, with those of companions.
+ORDER = (
+    "train",
+    "check",
+    "plan",
+    "watch",
+    "scale",
+    "save",
+    "stop",
+    "doctor",
+    "check-sync",
+    "convert",
+    "indexed",
+    "pipeline",
+    "sweep",
+    "launch",
+    "eval",
+    "generate",
+    "score",
+    "chat",
+    "serve",
+    "serve-reward",
+    "board",
+    "explain",
+    "diagnose",
+    "inspect-data",
+    "init",
+    "import-config",
+    "recipes",
+    "extend-vocab",
+    "merge",
+    "schema",
+)
 # Their settings may be written with dashes by mistake: these reach the configuration, which says what is right.
 TAKE_SETTINGS = ("train", "check", "plan", "doctor", "pipeline", "sweep", "eval", "inspect-data")
+
+
+def _add_command(to: typer.Typer, name: str, command: Callable[..., Any]) -> None:
+    to.command(name=name, context_settings={"ignore_unknown_options": name in TAKE_SETTINGS})(command)
+
+
+def _build_command(name: str, brought: Any) -> Any:
+    """Build a command of a companion's function, or of its `typer.Typer`."""
+    if not isinstance(brought, typer.Typer):
+        single = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+        _add_command(single, name, brought)
+        return get_command(single)
+    group = get_command(brought)
+    group.name = name
+    return group
+
+
 for name, command in COMMANDS.items():
-    app.command(name=name, context_settings={"ignore_unknown_options": name in TAKE_SETTINGS})(command)
-app.add_typer(launch.app, name="launch")
-app.add_typer(indexed.app, name="indexed")
+    _add_command(app, name, command)
 
 
 def main() -> None:
@@ -119,5 +186,5 @@ def _refuse_usage(error: Any) -> int:
         typer.echo(error.format_message())
     else:
         path = context.command_path if context else "coalign"
-        typer.secho(f"error: {describe_usage(error.format_message(), path, COMMANDS)}", fg="red", err=True)
+        typer.secho(f"error: {describe_usage(error.format_message(), path, ORDER)}", fg="red", err=True)
     return error.exit_code

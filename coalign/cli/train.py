@@ -81,16 +81,6 @@ def _ask(run: Path, verb: str) -> None:
     ask_run(run, ControlRequest(verb), Display())
 
 
-def watch(run: Annotated[Path, typer.Argument(help="The folder of a run, going or ended.")]):
-    """Show a run in this terminal, and follow it: curves, metrics, samples, log. `q` quits; the run goes on."""
-    try:
-        from coalign.report.watch import watch_run
-    except ModuleNotFoundError as missing:
-        raise ImportError(f"`coalign watch` needs {missing.name}: pip install 'coalign[watch]'") from missing
-
-    watch_run(run)
-
-
 def check(
     config: Config,
     overrides: Overrides = None,
@@ -221,25 +211,6 @@ def pipeline(
     raise typer.Exit(run_pipeline(load_pipeline(config, overrides or []), Display(quiet=quiet)))
 
 
-def sweep(
-    file: Annotated[Path, typer.Argument(help="The sweep's YAML file: a base, a space, a metric.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings that replace those of the file: `concurrent=2 seed=1`.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a sweep that was interrupted.")] = False,
-    quiet: Annotated[bool, typer.Option(help="The table and the best trial only.")] = False,
-):
-    """Run a configuration with other settings, trial by trial, and name the best. Ctrl-C stops with checkpoints."""
-    from coalign.config import load_section
-    from coalign.config.schema import SweepConfig
-    from coalign.report.display import Display
-
-    config = load_section(SweepConfig, file, overrides or ())
-    from coalign.commands.sweep.sweep import run_sweep
-
-    raise typer.Exit(run_sweep(config, Display(quiet=quiet), resume=resume))
-
-
 def evaluate(
     config: Config,
     overrides: Overrides = None,
@@ -358,30 +329,10 @@ def init(
     """Write a YAML to begin a run with: what is needed, marked by angle brackets, and what most people set."""
     from coalign.launch.template import RunTemplate
 
-    _write_new(RunTemplate(recipe).write(full=full), file)
+    write_new(RunTemplate(recipe).write(full=full), file)
 
 
-def import_config(
-    source: Annotated[
-        Path,
-        typer.Argument(help="A YAML file, a shell script or a Python script of one of them."),
-    ],
-    file: Annotated[Path | None, typer.Argument(help="A new file to write; without it the YAML is printed.")] = None,
-    trainer: Annotated[
-        str | None,
-        typer.Option(help="TRL's trainer, where the file does not say it, such as sft, dpo or grpo."),
-    ] = None,
-):
-    """Write a run's YAML from a file of verl, OpenRLHF, slime, TRL, ChatLearn, LLaMA-Factory, ms-swift or Axolotl.
-
-    It lists what was not translated, and starts nothing of what it reads.
-    """
-    from coalign.commands.foreign.import_config import import_config as translate
-
-    _write_new(translate(source, trainer), file)
-
-
-def _write_new(text: str, file: Path | None) -> None:
+def write_new(text: str, file: Path | None) -> None:
     """Write a file that is not there yet, or the screen."""
     if file is None:
         return typer.echo(text, nl=False)

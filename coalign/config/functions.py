@@ -23,6 +23,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_snake
 from pydantic.errors import PydanticUserError
 
+from coalign.companions import EXPLAINS, ask, list_entries, list_modules, name_missing
 from coalign.config.errors import (
     ConfigError,
     ConfigProblem,
@@ -32,7 +33,6 @@ from coalign.config.errors import (
     parse_key,
     suggest,
 )
-from coalign.config.foreign.messages import translate_key
 
 THIS_PROCESS = "<this process>"  # in place of the module in names of objects that no import finds
 _FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(?! *File ")(.+))?', re.MULTILINE)
@@ -119,6 +119,8 @@ def resolve_class(name: str, home: str) -> type:
     classes = list_classes(home)
     if short := _match_case(name, list(classes)):
         return _import_dotted(classes[short])
+    if companion := name_missing(home, name):
+        raise ImportError(f"'{name}' comes with a companion of Coalign: pip install {companion}")
     raise ValueError(f"'{name}' is not in {home}{_correct(name, classes)} (a class of your own: `my.module:Class`)")
 
 
@@ -131,8 +133,9 @@ def _correct(name: str, names: Iterable[str]) -> str:
 
 
 def list_classes(home: str) -> Mapping[str, str]:
-    """Return the table ``CLASSES`` of the package ``home``: short names, and where each class is."""
-    return importlib.import_module(home).CLASSES
+    """Return short names, and where each class is: the table ``CLASSES`` of ``home``, and what companions bring."""
+    brought = {name: entry.value for name, entry in list_entries(home).items()}
+    return {**importlib.import_module(home).CLASSES, **brought}
 
 
 def list_functions(home: str) -> dict[str, Callable[..., Any]]:
@@ -183,7 +186,7 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
 
 def _correct_argument(name: str, value: Any, fn: Callable[..., Any], named: Iterable[str]) -> str:
     names = list(named)
-    if not find_nearest(name, names) and (translated := translate_key((name,), value)):
+    if not find_nearest(name, names) and (translated := ask(EXPLAINS, "foreign_key", (name,), value)):
         return translated
     return (
         f"unknown argument of {fn.__name__}{suggest(name, names)}"
@@ -207,7 +210,7 @@ def _import_dotted(name: str) -> Any:
         if attribute not in _objects:
             raise ValueError(f"'{name}' was passed as an object to another process; pass it again, or name a module's")
         return _objects[attribute]
-    if _refuses_code and (path.partition(".")[0] != "coalign" or "." in attribute):
+    if _refuses_code and (path.partition(".")[0] not in list_modules() or "." in attribute):
         raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is imported")
     if path.endswith(".py") or not all(part.isidentifier() for part in path.split(".")):
         name = f"{Path(path).name.removesuffix('.py')}:{attribute}"
@@ -223,7 +226,7 @@ def _import_dotted(name: str) -> Any:
             names = _public(value) if isinstance(value, ModuleType) else dir(value)
             raise ValueError(f"'{name}': '{path}' has no '{part}'{suggest(part, names)}")
         value = getattr(value, part)
-    if _refuses_code and not str(getattr(value, "__module__", "")).startswith("coalign."):
+    if _refuses_code and str(getattr(value, "__module__", "")).partition(".")[0] not in list_modules():
         raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is used")
     if not callable(value):
         raise ValueError(f"'{name}' is {format_value(value)}; expected a function or a class")

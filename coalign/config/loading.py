@@ -22,6 +22,7 @@ from omegaconf.errors import (
 )
 from pydantic import ValidationError
 
+from coalign.companions import EXPLAINS, ask
 from coalign.config.errors import (
     ConfigError,
     ConfigLocation,
@@ -34,7 +35,6 @@ from coalign.config.errors import (
     parse_key,
     suggest,
 )
-from coalign.config.foreign.messages import describe_renaming, is_path_of_verl, name_command, translate_key
 from coalign.config.introspect import find_input, find_type, is_nullable, is_path
 from coalign.config.layers import (
     ConfigLayer,
@@ -49,7 +49,7 @@ from coalign.config.layers import (
     suggest_file,
     walk,
 )
-from coalign.config.nearest_key import find_elsewhere, suggest_key
+from coalign.config.nearest_key import describe_renaming, find_elsewhere, suggest_key
 from coalign.config.schema import KEYS_OF_WEIGHTS, InputPath, RunConfig, Section
 from coalign.config.secrets import remember_secret
 from coalign.config.yaml_reader import MAX_BYTES, parse, parse_scalar
@@ -112,8 +112,8 @@ def _name_command(path: Path) -> str | None:
     try:
         text = read_bounded(path, MAX_BYTES).decode()
         if path.suffix in (".sh", ".bash", ".py"):
-            return name_command(path, None, text)
-        return name_command(path, parse(text, str(path))[0])
+            return ask(EXPLAINS, "foreign_file", path, None, text)
+        return ask(EXPLAINS, "foreign_file", path, parse(text, str(path))[0])
     except (OSError, ValueError):
         return None  # it is reported where it is read
 
@@ -402,7 +402,7 @@ def _problem(error: Any, data: Any, schema: type[Section]) -> ConfigProblem:
     elif key == ("algorithm",) and error["type"] == "missing":
         message += "; name a recipe, such as `algorithm: grpo` (`coalign recipes` lists them)"
     elif key == ("algorithm",) and isinstance(error["input"], dict):
-        message = translate_key(key, error["input"]) or message
+        message = ask(EXPLAINS, "foreign_key", key, error["input"]) or message
     return ConfigProblem(key, message)
 
 
@@ -411,9 +411,9 @@ def _correct(key: Key, value: Any, schema: type[Section]) -> str:
     if renamed := describe_renaming(key):
         return renamed
     near = find_elsewhere(key, value, schema)
-    if near and not (schema is RunConfig and is_path_of_verl(key, value)):
+    if near and not (schema is RunConfig and ask(EXPLAINS, "exact_foreign_key", key, value)):
         return f"unknown key{near}"
-    translated = translate_key(key, value) if schema is RunConfig else None
+    translated = ask(EXPLAINS, "foreign_key", key, value) if schema is RunConfig else None
     return translated or f"unknown key{suggest_key(key, value, schema)}"
 
 

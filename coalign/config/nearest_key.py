@@ -10,7 +10,9 @@ from coalign.config.errors import Key, find_nearest, format_key, suggest
 from coalign.config.introspect import list_keys, unwrap_type
 from coalign.config.schema import Section
 
-# What people call keys; names that another framework has are in foreign/.
+# Keys that had another name in an earlier version, by their paths.
+RENAMED = {"data.on_missing_key": "data.bad_rows"}
+# What people call keys; names that other frameworks have are in coalign-migrate.
 _SYNONYMS = {
     "load": ("path", "model", "model_path", "model_name", "name_or_path", "pretrained", "checkpoint"),
     "rank": ("r",),
@@ -47,6 +49,12 @@ _SAMPLED = ("sampling", "native", "vllm", "transformers")  # sections of the mod
 _ALL_MODELS = ("num_gpu", "num_process", "module", "load", "tokenizer", "dtype", "threads", "like", "placement")
 _MAX_SHOWN = 2  # keys that a message names
 _SURE = 0.75  # from this similarity on, a name of another section counts as misspelt
+
+
+def describe_renaming(key: Key) -> str | None:
+    """Say what a key of an earlier version is called now, as the end of a sentence; None for others."""
+    new = RENAMED.get(format_key(key))
+    return None if new is None else f"is called {new} now"
 
 
 def find_elsewhere(key: Key, value: Any, root: type[Section]) -> str | None:

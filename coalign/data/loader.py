@@ -21,7 +21,7 @@ from coalign.data.images.files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.images.rows import RowImages
-from coalign.data.indexed.tokens import IndexedDocuments, IndexedTokens, find_prefix
+from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
 from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, StreamedOrder, check_same_settings
 from coalign.data.shuffle import DataPhase, draw_uniform

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from coalign.data.examples import MARKS, Example, RowEncoder
-from coalign.data.indexed.tokens import IndexedDocuments
+from coalign.data.indexed import IndexedDocuments
 from coalign.data.shuffle import DataPhase, permute
 from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import SOURCE_KEY, Stat, Stats, Total

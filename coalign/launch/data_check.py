@@ -16,7 +16,7 @@ from coalign.config.errors import ConfigProblem, Key, located_at, suggest
 from coalign.config.schema import SourceConfig
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.examples import MARKS, Example, RowEncoder, RowLimit
-from coalign.data.indexed.tokens import find_prefix
+from coalign.data.indexed import find_prefix
 from coalign.data.loader import build_encoder
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import open_rows

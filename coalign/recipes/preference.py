@@ -3,7 +3,7 @@
 ``RewardModel`` learns from comparisons, ``ProcessReward`` from judged steps.
 """
 
-from coalign.data.transforms import mismatch, with_reference_point
+from coalign.engine.transforms import mismatch, with_reference_point
 from coalign.recipes.offline import Offline
 
 

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "coalign"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "coalign"
+COMPANIONS = sorted(ROOT.glob("packages/*/coalign_*"))
 
 BELOW_BACKENDS = {
+    "companions",
     "cpu",
     "types",
     "roles",
@@ -35,7 +38,8 @@ BELOW_BACKENDS = {
 ALLOWED = {
     "types": set(),
     "roles": {"types"},
-    "config": {"files", "hub", "hub_data"},
+    "companions": set(),
+    "config": {"companions", "files", "hub", "hub_data"},
     "files": set(),
     "cpu": {"files"},
     "run_files": {"files"},
@@ -49,7 +53,6 @@ ALLOWED = {
     "processes": {"types", "config", "threads"},
     "devices": {"processes"},
     "memory": {"devices"},
-    "vocab": {"files"},
     "algorithms": {"types", "cpu"},
     "data": {"types", "algorithms", "config", "files", "hub", "hub_data", "processes"},
     "rewards": {"types", "config", "data", "services", "threads", "processes"},
@@ -66,7 +69,6 @@ ALLOWED = {
     "weights": {"types", "cpu", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "data", "files", "threads", "run_files"},
     "diagnosis": {"files"},
-    "board": {"config", "files", "http_server", "report", "run_files"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {
         "types",
@@ -89,17 +91,16 @@ ALLOWED = {
         *(BELOW_BACKENDS | {"http_server", "backends", "cluster", "engine", "planner", "report", "launch"}),
         "run_files",
     },
-    "jobs": {"config", "cluster", "backends", "launch"},
     "api": {"config", "commands", "launch", "report", "run_files"},
     "cli": {
-        *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "diagnosis", "jobs", "launch", "planner"}),
-        *("board", "report", "run_files", "vocab"),
+        *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "diagnosis", "launch", "planner"}),
+        *("report", "run_files"),
     },
 }
 HEAVY = {
-    "ray": ("cluster/ray/", "cluster/survivors/"),
+    "ray": ("cluster/ray/", "cluster/survivors/", "coalign_jobs/ray_client.py", "coalign_jobs/sweep/tune.py"),
     "vllm": "backends/engines/vllm/",
-    "megatron": "backends/megatron/",
+    "megatron": "coalign_megatron/backend/",
     "deepspeed": "backends/deepspeed.py",
     "latex2sympy2_extended": "rewards/checks.py",  # math-verify's parser
     "huggingface_hub": "hub.py",
@@ -115,14 +116,14 @@ HEAVY = {
     "bitsandbytes": "backends/optim.py",
     "torchao": "backends/hf/layers.py",
     "peft": "backends/lora.py",
-    "sentencepiece": "vocab/tokenizer.py",
+    "sentencepiece": "coalign_megatron/vocab/tokenizer.py",
     "tensorboard": "report/trackers.py",
     "wandb": "report/trackers.py",
     "mlflow": "report/trackers.py",
     "swanlab": "report/trackers.py",
     "trackio": "report/trackers.py",
-    "textual": "report/watch.py",
-    "textual_plotext": "report/watch.py",
+    "textual": "coalign_board/watch.py",
+    "textual_plotext": "coalign_board/watch.py",
 }
 
 
@@ -150,6 +151,28 @@ def imports(file: Path, *, annotations: bool = True) -> list[str]:
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+COMPANION_FILES = [file for package in COMPANIONS for file in sorted(package.rglob("*.py"))]
+
+
+def name_file(file: Path) -> str:
+    """`engine/engine.py` for a file of the core, `coalign_board/server.py` for one of a companion."""
+    base = PACKAGE if file.is_relative_to(PACKAGE) else next(c.parent for c in COMPANIONS if file.is_relative_to(c))
+    return str(file.relative_to(base))
+
+
+def test_the_core_imports_no_companion():
+    wrong = [f"{name_file(file)} imports {name}" for file in FILES for name in imports(file) if "coalign_" in name]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_companions_import_themselves_and_the_core():
+    wrong = [
+        f"{name_file(file)} imports {name}"
+        for file in COMPANION_FILES
+        for name in imports(file)
+        if name.startswith("coalign_") and name.partition(".")[0] != name_file(file).partition("/")[0]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_point_downwards():
@@ -167,20 +190,20 @@ def test_imports_point_downwards():
 # Everything else calls torch.accelerator.
 CUDA = {
     "devices.py",
-    "backends/megatron/cpu.py",  # names what megatron-core asks of CUDA
+    "coalign_megatron/backend/cpu.py",  # names what megatron-core asks of CUDA
     *("commands/judges.py", "commands/pipeline.py", "launch/check.py"),
 }
 
 
 def test_cuda_has_one_home():
-    found = {str(file.relative_to(PACKAGE)) for file in FILES if "torch.cuda." in file.read_text()}
+    found = {name_file(file) for file in FILES + COMPANION_FILES if "torch.cuda." in file.read_text()}
     assert found <= CUDA
 
 
 def test_heavy_packages_have_one_home():
     wrong = []
-    for file in FILES:
-        where = str(file.relative_to(PACKAGE))
+    for file in FILES + COMPANION_FILES:
+        where = name_file(file)
         for name in imports(file):
             known = HEAVY.get(name.split(".")[0], where)
             homes = (known,) if isinstance(known, str) else known
@@ -230,22 +253,23 @@ def test_start_up_times():
 
 
 def test_no_folder_holds_more_than_15_modules():
-    for folder in {file.parent for file in FILES}:
+    for folder in {file.parent for file in FILES + COMPANION_FILES}:
         modules = [file for file in folder.glob("*.py") if file.name not in ("__init__.py", "__main__.py")]
-        assert len(modules) <= 15, f"{folder.relative_to(PACKAGE)} holds {len(modules)} modules"
+        assert len(modules) <= 15, f"{folder.relative_to(ROOT)} holds {len(modules)} modules"
 
 
 def test_every_package_says_what_is_inside():
-    for file in PACKAGE.rglob("__init__.py"):
-        assert ast.get_docstring(parse(file)), f"{file.relative_to(PACKAGE)} has no docstring"
+    for file in FILES + COMPANION_FILES:
+        if file.name == "__init__.py":
+            assert ast.get_docstring(parse(file)), f"{name_file(file)} has no docstring"
 
 
 def test_public_class_names_are_unique():
     homes: dict[str, list[str]] = {}
-    for file in FILES:
+    for file in FILES + COMPANION_FILES:
         for node in parse(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
+                homes.setdefault(node.name, []).append(name_file(file))
     twice = {name: files for name, files in homes.items() if len(files) > 1}
     assert not twice, twice
 
@@ -253,7 +277,7 @@ def test_public_class_names_are_unique():
 def test_json_lines_are_split_at_newlines_alone():
     """A text is split at U+2028, too, which JSON leaves as it is; bytes are not."""
     split = re.compile(r"(json\.loads|jsonl).*read_text\(.*\)\.splitlines")
-    folders = [PACKAGE.parent / name for name in ("coalign", "tests", "examples", "benchmarks")]
+    folders = [PACKAGE.parent / name for name in ("coalign", "packages", "tests", "examples", "benchmarks")]
     sources = [file for folder in folders for file in folder.rglob("*.py")]
     assert not [str(file) for file in sources if split.search(file.read_text(encoding="utf-8"))]
 

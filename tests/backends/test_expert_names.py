@@ -29,7 +29,7 @@ BACKENDS = ["fsdp", pytest.param("megatron", marks=[MEGATRON, pytest.mark.backen
 @pytest.mark.parametrize("names", ["separate", "stacked"])
 def test_transformers_reads_what_is_exported(paths, tmp_path, backend, family, names):  # noqa: F811
     if backend == "megatron":
-        from coalign.backends.megatron.module import MegatronModule as Kind
+        from coalign_megatron.backend.module import MegatronModule as Kind
     else:
         from coalign.backends.hf.fsdp import FSDPModule as Kind
     trainer = module(paths(family), export_experts=names, kind=Kind)

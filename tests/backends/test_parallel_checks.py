@@ -7,8 +7,8 @@ from coalign.backends.hf.fsdp import FSDPModule
 from coalign.cluster.base import find_footprint
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig
+from packages.megatron.tests.weight_families.checkpoints import native
 from tests.tiny import tiny_model_dir
-from tests.weights.families.checkpoints import native
 
 MOE = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 

@@ -176,7 +176,7 @@ def _noting_megatron(module: Any, gradients: dict[str, torch.Tensor]) -> Abstrac
     def noting() -> None:
         finish()
         if not module.config.megatron.distributed_optimizer:  # Layout.shows_gradients
-            from coalign.backends.megatron.partition import collect_tensors
+            from coalign_megatron.backend.partition import collect_tensors
 
             own = collect_tensors(module.pipeline.models) | {name: p.main_grad for name, p in module.pipeline.named()}
             gradients.update({name: tensor.clone() for name, tensor in module._export.tensors(own)})

@@ -1,5 +1,5 @@
 """What backends over transformers' models (fsdp, deepspeed) make of every family that transformers has a class for, and
-why not more. Megatron's side: tests/megatron/test_families.py."""
+why not more. Megatron's side: packages/megatron/tests/test_families.py."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from coalign.backends.hf import plans
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
-from tests.weights.families.checkpoints import MOE, NATIVE, native
+from packages.megatron.tests.weight_families.checkpoints import MOE, NATIVE, native
 
 pytest.importorskip("megatron.core")
 
-from tests.megatron.models import reference, rows
+from packages.megatron.tests.models import reference, rows
 
 pytestmark = pytest.mark.backends
 

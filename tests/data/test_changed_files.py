@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from coalign.data.indexed.tokens import IndexedTokens, IndexedWriter, choose_dtype
+from coalign.data.indexed import IndexedTokens, IndexedWriter, choose_dtype
 from coalign.data.sources import open_rows
 from coalign.files import hash_samples
 from tests.data.test_cache import loader as cached

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from coalign.cli import app
 from coalign.config.schema import DataConfig
-from coalign.data.indexed.indexed_build import BuildPlan, _each, _tokenise, build, join
-from coalign.data.indexed.tokens import IndexedDocuments, IndexedTokens, IndexedWriter, choose_dtype
+from coalign.data.indexed import IndexedDocuments, IndexedTokens, IndexedWriter, choose_dtype
 from coalign.data.loader import build_loader
 from coalign.data.shuffle import DataPhase
+from coalign_megatron.indexed_build import BuildPlan, _each, _tokenise, build, join
 from tests.data.reading import texts
 from tests.tiny import tiny_tokenizer
 
@@ -225,7 +225,7 @@ def corpus(tmp_path, count=25):
 
 def test_the_result_does_not_depend_on_processes_or_chunks(tmp_path, monkeypatch):
     # Forks, because new processes would import for seconds what this one has.
-    monkeypatch.setattr("coalign.data.indexed.indexed_build.get_context", lambda _: multiprocessing.get_context("fork"))
+    monkeypatch.setattr("coalign_megatron.indexed_build.get_context", lambda _: multiprocessing.get_context("fork"))
     plan = corpus(tmp_path)
     advanced = []
     counts = build(plan, tmp_path / "one", processes=1, advance=advanced.append)
@@ -252,7 +252,7 @@ def test_a_build_goes_on_where_it_stopped(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             yield found
 
-    monkeypatch.setattr("coalign.data.indexed.indexed_build._each", until_the_third)
+    monkeypatch.setattr("coalign_megatron.indexed_build._each", until_the_third)
     with pytest.raises(KeyboardInterrupt):
         build(plan, tmp_path / "a", processes=1)
     assert not (tmp_path / "a.idx").exists() and (tmp_path / "a.parts" / "00000001.json").exists()
@@ -318,7 +318,7 @@ def test_the_commands(tmp_path):
 
 def test_a_part_is_written_once(tmp_path):
     plan = corpus(tmp_path)
-    from coalign.data.indexed.indexed_build import START, BuildTask
+    from coalign_megatron.indexed_build import START, BuildTask
 
     task = BuildTask(plan, 0, START, tmp_path / "part")
     first = _tokenise(task)

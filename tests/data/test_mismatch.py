@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
-from coalign.data.transforms import mismatch, with_reference_point
+from coalign.engine.transforms import mismatch, with_reference_point
 
 
 def batch(groups, prompts=(2, 1, 3), responses=(1, 2, 1)) -> Batch:

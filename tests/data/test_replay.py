@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
-from coalign.data.transforms import mix
+from coalign.engine.transforms import mix
 
 
 def batch(*groups: int) -> Batch:

@@ -22,9 +22,10 @@ from coalign.cli import TAKE_SETTINGS, app
 from coalign.config import ConfigError, load, load_section
 from coalign.config.functions import bind, resolve
 from coalign.config.pipelines import load_pipeline
-from coalign.config.schema import Function, RunConfig, Section, SweepConfig
+from coalign.config.schema import Function, RunConfig, Section
 from coalign.config.yaml_reader import parse
 from coalign.launch.plan import find_recipe
+from coalign_jobs.sweep.config import SweepConfig
 from tests.docs.pages import CodeBlock, list_blocks, list_pages, read_commands, read_page
 from tests.runs import ROOT
 
@@ -202,10 +203,11 @@ def _check_own(words: list[str]) -> Iterator[str]:
     name = "coalign"
     while isinstance(command, TyperGroup) and words and not words[0].startswith("--"):
         name, *words = words
-        if name not in command.commands:
+        known = command.get_command(None, name)
+        if known is None:
             yield f"no command {name}"
             return
-        command = command.commands[name]
+        command = known
     if isinstance(command, TyperGroup):
         return  # `coalign --help`, `coalign --install-completion`
     try:

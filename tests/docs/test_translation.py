@@ -63,7 +63,11 @@ def test_a_translation_has_the_same_figures_and_names(page):
 
 
 def test_a_translation_has_one_word_for_one_thing():
-    files = [*(ROOT / CHINESE).rglob("*.md"), ROOT / "README.zh.md", ROOT / "coalign/board/static/i18n/zh.js"]
+    files = [
+        *(ROOT / CHINESE).rglob("*.md"),
+        ROOT / "README.zh.md",
+        ROOT / "packages/board/coalign_board/static/i18n/zh.js",
+    ]
     found = [(str(file.relative_to(ROOT)), word) for file in files for word in WORDS if word in file.read_text("utf-8")]
     assert found == [], f"in place of these: {WORDS}"
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from coalign.backends.base import Objective
-from coalign.backends.megatron.module import MegatronModule
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
+from coalign_megatron.backend.module import MegatronModule
 from tests.backends.batches import rollout
 from tests.conformance import reference
 from tests.tiny import tiny_model_dir

@@ -17,9 +17,9 @@ from coalign.launch import validate
 from coalign.launch.check import check
 from coalign.report.display import Display
 from coalign.roles import Context
+from packages.megatron.tests.weight_families.checkpoints import native
 from tests.runs import settings
 from tests.tiny import tiny_model_dir, tiny_tokenizer
-from tests.weights.families.checkpoints import native
 
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="coalign[vllm] is not installed")
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="coalign[deepspeed] is not installed")

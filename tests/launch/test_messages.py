@@ -14,20 +14,20 @@ from typer.testing import CliRunner
 
 from coalign import load_config, train
 from coalign.cli import app, main
-from coalign.commands.foreign.axolotl import AXOLOTL
-from coalign.commands.foreign.chatlearn_keys import CHATLEARN
-from coalign.commands.foreign.llama_factory import LLAMA_FACTORY
-from coalign.commands.foreign.slime import SLIME
-from coalign.commands.foreign.swift import SWIFT
-from coalign.commands.foreign.verl_sft import VERL_SFT
 from coalign.config.errors import ConfigError, parse_key
-from coalign.config.foreign.openrlhf import OPENRLHF, OPENRLHF_OFFLINE
-from coalign.config.foreign.trl import TRL
-from coalign.config.foreign.verl import VERL
 from coalign.config.introspect import list_keys
 from coalign.launch.check import check
 from coalign.launch.data_check import ROWS
 from coalign.report.display import Display
+from coalign_migrate.axolotl import AXOLOTL
+from coalign_migrate.keys.chatlearn import CHATLEARN
+from coalign_migrate.keys.openrlhf import OPENRLHF, OPENRLHF_OFFLINE
+from coalign_migrate.keys.trl import TRL
+from coalign_migrate.keys.verl import VERL
+from coalign_migrate.llama_factory import LLAMA_FACTORY
+from coalign_migrate.slime import SLIME
+from coalign_migrate.swift import SWIFT
+from coalign_migrate.verl_sft import VERL_SFT
 from tests.runs import settings
 
 LINES = 5  # of a message

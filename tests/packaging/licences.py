@@ -81,12 +81,12 @@ def find_packages() -> dict[str, set[str]]:
             for part in ("", *need.extras):
                 key = (canonicalize_name(need.name), part)
                 installed = find_distribution(need.name)
-                if installed is None or key in seen:
+                if installed is None or key in seen or key[0] == "coalign":
                     continue
                 seen.add(key)
                 found[key[0]].add(extra)
                 waiting += [each for each in map(Requirement, installed.requires or ()) if applies(each, part)]
-    return dict(found)
+    return {name: extras for name, extras in found.items() if not name.startswith("coalign-")}
 
 
 def find_distribution(name: str) -> Distribution | None:

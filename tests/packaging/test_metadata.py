@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,10 +16,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import coalign
+from coalign import companions
 from tests.packaging.licences import ROOT, read_extras
 
 FILES = sorted((ROOT / "coalign").rglob("*.py"))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def read_project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+PROJECT = read_project(ROOT)
+COMPANIONS = {folder.name: read_project(folder) for folder in sorted(ROOT.glob("packages/*")) if folder.is_dir()}
 # What a module is called, where its package has another name.
 PACKAGES = {
     "google": "protobuf",
@@ -28,6 +38,7 @@ PACKAGES = {
     "PIL": "pillow",
     "yaml": "pyyaml",
 }
+NAMED = (companions.COMMANDS, companions.BACKENDS)  # groups whose entries people write
 # Modules that come with a package that is declared.
 WITH_OTHERS = {
     "h11": "uvicorn",
@@ -52,11 +63,49 @@ def read_imports(file: Path, *, late: bool) -> set[str]:
 
 
 def test_every_import_is_of_a_package_that_is_declared():
-    declared = {canonicalize_name(Requirement(need).name) for needs in read_extras().values() for need in needs}
+    check_imports(FILES, {*itertools.chain(*read_extras().values())})
+
+
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_a_companion_declares_what_it_imports(name):
+    project = COMPANIONS[name]["project"]
+    needs = {*project["dependencies"], *itertools.chain(*project.get("optional-dependencies", {}).values())}
+    needs |= (
+        set(PROJECT["project"]["dependencies"]) if "coalign" in {Requirement(need).name for need in needs} else set()
+    )
+    check_imports(sorted((ROOT / "packages" / name / f"coalign_{name}").rglob("*.py")), needs)
+
+
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_a_companion_is_of_one_version_with_the_core_and_whole(name):
+    folder, project = ROOT / "packages" / name, COMPANIONS[name]["project"]
+    assert project["name"] == f"coalign-{name}" and project["version"] == coalign.__version__
+    pins = [need for need in project["dependencies"] if Requirement(need).name.startswith("coalign")]
+    assert pins == [f"{Requirement(need).name}=={coalign.__version__}" for need in pins]
+    assert len((folder / "README.md").read_text(encoding="utf-8").splitlines()) >= 10
+    patterns = COMPANIONS[name]["tool"]["setuptools"].get("package-data", {}).get(f"coalign_{name}", [])
+    matched = {path for pattern in patterns for path in (folder / f"coalign_{name}").glob(pattern)}
+    data = [ROOT / file for file in read_git_files(f"packages/{name}/coalign_{name}") if not file.endswith(".py")]
+    assert not [str(path) for path in data if path not in matched]
+
+
+def test_the_core_knows_what_its_companions_bring():
+    """So a missing one is named: each entry point stands in `coalign/companions.py`, and nothing else does."""
+    for name, project in COMPANIONS.items():
+        brought = {group: {*entries} for group, entries in project["project"]["entry-points"].items() if group in NAMED}
+        assert brought == {group: {*names} for group, names in companions.COMPANIONS[f"coalign-{name}"].items()}
+    assert companions.COMPANIONS.keys() == {f"coalign-{name}" for name in COMPANIONS}
+
+
+def check_imports(files: list[Path], needs: set[str]) -> None:
+    """Assert that files import nothing but Coalign, Python's own modules and packages that are declared."""
+    declared = {canonicalize_name(Requirement(need).name) for need in needs}
     wrong = set()
-    for file in FILES:
+    for file in files:
         neighbours = {path.stem for path in file.parent.glob("*.py")}  # the sandbox runs its files as programs
         for name in read_imports(file, late=True) - {"coalign", *neighbours, *sys.stdlib_module_names}:
+            if name.startswith("coalign_"):  # tests/architecture reads these
+                continue
             if canonicalize_name(PACKAGES.get(name, name)) not in declared and name not in WITH_OTHERS:
                 wrong.add(f"{file.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(sorted(wrong))

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coalign.weights.layouts.megatron import Coordinates, Mesh
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox, TensorSpec
+from coalign_megatron.layouts.megatron import Coordinates, Mesh
 
 TensorRange = tuple[str, int, int]  # a full tensor's name, then the start and stop in the dimension that is cut
 Where = Literal["layer", "first", "last", "every"]

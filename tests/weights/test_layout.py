@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from coalign.weights.layouts.megatron import Mesh
 from coalign.weights.layouts.shards import TensorSpec, cut, join, overlap, plan, reshard, subtract
 from coalign.weights.sync.transport import WeightError
+from coalign_megatron.layouts.megatron import Mesh
 from tests.weights.layouts import Attention, ParallelLayout, Rule, Split, UncutTensor, contiguous
 
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import metadata, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
 from coalign.backends import checkpoint
-from coalign.weights.convert import legacy, torch_dist
 from coalign.weights.metadata import DistributedCheckpointPlanner, DistributedCheckpointReader, read_metadata
+from coalign_megatron.convert import legacy, torch_dist
 from tests.fuzzing import CASES, damage, try_cases
 
 HOME = "torch.distributed.checkpoint.metadata"

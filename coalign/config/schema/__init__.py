@@ -58,7 +58,6 @@ from coalign.config.schema.runtime import (
     TrackerConfig,
 )
 from coalign.config.schema.serving import CompletionServerConfig, ServeConfig, ServerConfig
-from coalign.config.schema.sweep import SweepConfig
 
 __all__ = [
     "FUNCTIONS",
@@ -105,7 +104,6 @@ __all__ = [
     "ServerConfig",
     "SourceConfig",
     "StageConfig",
-    "SweepConfig",
     "SyncConfig",
     "TrackerConfig",
     "TransformersConfig",

@@ -104,7 +104,7 @@ class FilterConfig(Function):
 class ReplayConfig(Function):
     """Trains again on samples of earlier steps: a function of the last batches (newest last) that returns one."""
 
-    home = "coalign.data.transforms"
+    home = "coalign.engine.transforms"
 
     steps: PositiveInt = 1
     """Batches kept besides the newest."""

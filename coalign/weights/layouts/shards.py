@@ -2,7 +2,7 @@
 
 Everything is boxes: a rank's own tensor is made of pieces, each a box of a full (Hugging Face) tensor. Whatever a
 backend does to its weights (cut, fuse, interleave, stack, pad, repeat) is a list of such pieces. So cutting, joining
-and resharding are written once, for both directions. coalign.weights.layouts.megatron makes such lists.
+and resharding are written once, for both directions. coalign_megatron.layouts.megatron makes such lists.
 """
 
 from __future__ import annotations

@@ -1,0 +1,58 @@
+"""Companions: packages beside Coalign that bring commands, backends, rewards, checks and explanations.
+
+The entry points of a companion's distribution name what it brings; the core imports none of them::
+
+    [project.entry-points."coalign.commands"]
+    board = "coalign_board.command:board"
+
+=====================  ==============================================================================================
+group                  an entry
+=====================  ==============================================================================================
+``coalign.commands``   a function with typer's annotations, or a `typer.Typer` with commands of its own
+``coalign.backends``   a subclass of ``Module``, which `models.<name>.module` names
+``coalign.explains``   ``foreign_file(path, data, text="")``, ``foreign_key(key, value)``, ``exact_foreign_key(key,
+                       value)``: what an error says of files and keys of other frameworks
+=====================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+COMMANDS, BACKENDS, EXPLAINS = "coalign.commands", "coalign.backends", "coalign.explains"
+GROUPS = (COMMANDS, BACKENDS, EXPLAINS)
+# What the companions of Coalign's repository bring.
+COMPANIONS = {
+    "coalign-board": {COMMANDS: ("board", "watch")},
+    "coalign-jobs": {COMMANDS: ("launch", "sweep")},
+    "coalign-megatron": {COMMANDS: ("convert", "extend-vocab", "indexed"), BACKENDS: ("megatron",)},
+    "coalign-migrate": {COMMANDS: ("import-config",)},
+}
+
+
+@cache
+def list_entries(group: str) -> dict[str, EntryPoint]:
+    """Return what installed companions bring of a group, by name."""
+    return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def name_missing(group: str, name: str) -> str | None:
+    """Return the companion of Coalign that brings something and is not installed; None if none is missing."""
+    if name in list_entries(group):
+        return None
+    return next((companion for companion, brings in COMPANIONS.items() if name in brings.get(group, ())), None)
+
+
+@cache
+def list_modules() -> frozenset[str]:
+    """Return the top modules of Coalign and of the companions that are installed."""
+    brought = (entry.module for group in GROUPS for entry in list_entries(group).values())
+    return frozenset({"coalign", *(module.partition(".")[0] for module in brought)})
+
+
+def ask(group: str, name: str, *arguments: Any) -> Any:
+    """Call what a companion brings of a group; None if none does."""
+    entry = list_entries(group).get(name)
+    return None if entry is None else entry.load()(*arguments)

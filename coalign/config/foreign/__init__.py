@@ -1,6 +1,0 @@
-"""Keys of other frameworks and what they are called here: tables, read by `coalign import-config` and by errors.
-
-Start with ``keys.py``. ``messages.py`` has what errors say. verl 0.7 and 0.9 have paths, OpenRLHF 0.9 and 0.10 flags,
-TRL 1.16 arguments. What several keys decide together is computed in `coalign/commands/foreign/`, which also has the
-tables that errors need not.
-"""

@@ -1,8 +1,0 @@
-"""New tokens for a tokenizer and its model: `coalign extend-vocab`. Open `extend.py` first.
-
-`tokenizer.py` reads the tokens and adds them to the tokenizer (`merges.py`: as pieces), `extend.py` adds their rows.
-"""
-
-from coalign.vocab.extend import ExtensionReport, extend
-
-__all__ = ["ExtensionReport", "extend"]

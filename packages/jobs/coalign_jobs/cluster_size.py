@@ -1,0 +1,79 @@
+"""Finds how many nodes a run needs, or checks that those which somebody asks for can hold it.
+
+The recipe says which models run; their settings, and which of them share devices, say the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from coalign.backends.base import Objective
+from coalign.cluster.base import plan_slots
+from coalign.cluster.placement.nodes import Node, assign_nodes
+from coalign.cluster.placement.slots import Slot, list_slots
+from coalign.config.errors import ConfigError, ConfigProblem
+from coalign.config.schema import RunConfig
+from coalign.launch.plan import find_recipe, find_shared_bases
+
+USUAL_DEVICES = 8  # of a node, if nobody says how many it has
+
+
+@dataclass(frozen=True)
+class ClusterSize:
+    """Nodes that are alike, the devices of each, and Ray's name of these."""
+
+    nodes: int
+    devices: int
+    resource: str
+
+
+def size_cluster(config: RunConfig, nodes: int | None = None, devices: int | None = None) -> ClusterSize:
+    """Find the smallest cluster that holds the run; ``nodes`` and ``devices`` of each are kept where they are given.
+
+    Raises ConfigError or ValueError if they cannot hold it, and if `num_gpu: auto` leaves open how many there are.
+    """
+    resource = config.runtime.accelerator
+    waiting = [name for name, model in config.models.items() if model.num_gpu == "auto" and not model.num_process]
+    if waiting and devices is None:
+        message = (
+            "is auto, so every device counts that is there: say how many with --nodes and --gpus-per-node "
+            "(`--gpus-per-node 0`: compute on the CPU), or give a number here"
+        )
+        raise ConfigError([config.places.on(ConfigProblem(("models", waiting[0], "num_gpu"), message))])
+    slots = _find_slots(config)
+    total = sum(slot.devices for slot in slots)
+    if not total:
+        return ClusterSize(nodes or 1, devices or 0, resource)
+    each = devices if devices is not None else ceil(total / nodes) if nodes else min(total, USUAL_DEVICES)
+    least = nodes or ceil(total / max(each, 1))
+    most = nodes or total
+    for count in range(least, most + 1):
+        try:
+            assign_nodes(slots, [Node(f"node {number}", each, each) for number in range(count)])
+            return ClusterSize(count, each, resource)
+        except ValueError as refusal:
+            if count == most or any(len(unit) > each for slot in slots for unit in _device_units(slot)):
+                raise ValueError(f"{count} node(s) of {each} {resource}: {refusal}") from None
+    raise AssertionError("the last number of nodes is tried or refused")
+
+
+def _find_slots(config: RunConfig) -> list[Slot]:
+    """Return the slots with devices of the models that run."""
+    models = {name: config.models[name] for name in list_started_models(config)}
+    return [slot for slot in list_slots(plan_slots(models, config.runtime.colocation)) if slot.devices]
+
+
+def _device_units(slot: Slot) -> list[list[int]]:
+    """The devices of a slot that have to be on one node."""
+    return [[place for place in unit if place < slot.devices] for unit in slot.units if unit[0] < slot.devices]
+
+
+def list_started_models(config: RunConfig) -> list[str]:
+    """Return the models that get processes of their own, as the recipe says."""
+    loss = Objective.of(config.loss, "loss") if config.loss else None
+    roles = find_recipe(config.algorithm).roles(config, loss)
+    judges = {reward.model for reward in config.reward}
+    named = {name: model for name, model in config.models.items() if name in roles or name in judges}
+    shared = find_shared_bases({name: role for name, role in roles.items() if name in named}, named)
+    return [name for name in named if name not in shared]

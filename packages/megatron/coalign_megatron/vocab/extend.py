@@ -1,0 +1,250 @@
+"""`coalign extend-vocab`: write a copy of a model directory with a larger vocabulary.
+
+A new row is the mean of the rows of the token's old pieces. So its logit is the mean of theirs, and because exp is
+convex, its probability is at most the mean of theirs. The old tokens keep their logits, and thus their proportions to
+each other. The probability of all new tokens together grows with their number, until training separates them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+
+from coalign.files import list_weight_files, read_json_object, read_model_config, require_free_output, write_atomically
+from coalign_megatron.vocab.tokenizer import (
+    TokenizerExtension,
+    check_saved_tokenizer,
+    count_tokens,
+    extend_tokenizer,
+    load_tokenizer,
+    read_tokens,
+)
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class VocabularyRows:
+    """The old and new rows of a vocabulary.
+
+    first: the first new id; ids below are old tokens. pieces: the old ids of each new token. before, after: rows of the
+    tables. There may be more rows than tokens, and in the old model fewer.
+    """
+
+    first: int
+    pieces: list[list[int]]
+    before: int
+    after: int
+
+    @classmethod
+    def plan(cls, before: int, first: int, pieces: list[list[int]], multiple: int) -> VocabularyRows:
+        """Use free rows first, and pad a table that must grow to a ``multiple``. Pieces without a row are dropped."""
+        needed = first + len(pieces)
+        after = before if needed <= before else -(-needed // multiple) * multiple
+        return cls(first, [[i for i in ids if i < before] for ids in pieces], before, after)
+
+    def extend(self, old: Tensor) -> Tensor:
+        """Return the table [before, ...] as [after, ...] in the same dtype; means are computed in float32.
+
+        Rows of old tokens and unused old rows are kept bit for bit. A new token without pieces, an old token without a
+        row, and padding beyond ``before`` get the mean over all old tokens.
+        """
+        new = old.new_empty(self.after, *old.shape[1:])
+        new[: self.before] = old
+        average = old[: self.first].mean(0, dtype=torch.float32)
+        new[self.before :] = average
+        for i, ids in enumerate(self.pieces, start=self.first):
+            new[i] = old[ids].mean(0, dtype=torch.float32) if ids else average
+        return new
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """Read config.json. Raises ValueError for a directory without a model whose vocabulary can be extended."""
+    read_model_config(directory)
+    config = AutoConfig.from_pretrained(directory)
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"{directory}: {config.model_type} holds its language model inside another model, and extend-vocab takes a "
+            "language model alone"
+        )
+    if not hasattr(transformers, (config.architectures or ["none"])[0]):
+        raise ValueError(
+            f"{directory}/config.json: architectures {config.architectures} is not a class of transformers"
+        )
+    if not list_weight_files(directory):
+        raise ValueError(f"{directory} has no weights in safetensors files (model.safetensors or {INDEX})")
+    return config
+
+
+def find_token_tables(config: PretrainedConfig) -> set[str]:
+    """Return the names of the weights with one row per token: those whose shape depends on ``vocab_size``."""
+    larger = copy.deepcopy(config)
+    larger.vocab_size += 1
+    before, after = _shapes(config), _shapes(larger)
+    return {name for name, shape in before.items() if shape != after[name]}
+
+
+def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
+    assert config.architectures
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyRows) -> None:
+    """Copy the weights of ``source``, with new rows in those of ``names``.
+
+    At most one file is in memory, and only if it holds such a table. Raises ValueError if no file does, or if a table
+    has another number of rows than the config says.
+    """
+    grown = 0
+    found: set[str] = set()
+    for shard in list_weight_files(source):
+        with safe_open(shard, "pt") as file:
+            inside = file.keys()
+            here = names.intersection(inside)
+            if not here:
+                shutil.copyfile(shard, target / shard.name)
+                continue
+            tensors = {name: file.get_tensor(name) for name in inside}
+            metadata = file.metadata()
+        for name in here:
+            if len(tensors[name]) != rows.before:
+                raise ValueError(
+                    f"{shard}: {name} has {len(tensors[name])} rows; config.json says vocab_size {rows.before}"
+                )
+            grown -= tensors[name].nbytes
+            tensors[name] = rows.extend(tensors[name])
+            grown += tensors[name].nbytes
+        save_file(tensors, target / shard.name, metadata)
+        found |= here
+    if not found:
+        raise ValueError(f"{source}: the weights have none of {sorted(names)}")
+    if (source / INDEX).is_file():
+        index = read_json_object(source / INDEX)
+        index["metadata"]["total_size"] += grown
+        write_json(target / INDEX, index)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+
+
+@dataclass(frozen=True)
+class ExtensionReport:
+    """The result of an extension. ``sample``: tokens of the sample text before and after."""
+
+    tokens: TokenizerExtension
+    rows: VocabularyRows
+    sample: tuple[int, int] | None
+
+    def table(self) -> dict[str, float]:
+        """Return the numbers that the command prints, by name."""
+        rows, new, steps = self.rows, len(self.rows.pieces), len(self.tokens.steps)
+        known = [len(ids) for ids in rows.pieces if ids]
+        skipped = {f"skipped: {why}": len(what) for why, what in self.tokens.skipped.items() if what}
+        numbers: dict[str, float] = {"tokens read": new - steps + sum(skipped.values()), "new tokens": new}
+        if steps:
+            numbers["of these, steps towards others"] = steps
+        numbers |= skipped
+        numbers["old pieces of a new token, mean"] = sum(known) / max(len(known), 1)
+        if new > len(known):
+            numbers["new tokens without old pieces (mean of all rows)"] = new - len(known)
+        numbers |= {
+            "tokens of the tokenizer before": rows.first,
+            "tokens of the tokenizer after": rows.first + new,
+            "rows of the model before": rows.before,
+            "rows of the model after": rows.after,
+            "spare rows used": max(0, min(new, rows.before - rows.first)),
+            "rows without a token (padding)": rows.after - rows.first - new,
+        }
+        if rows.before < rows.first:
+            numbers["old tokens that had no row (mean of all rows)"] = rows.first - rows.before
+        if self.sample:
+            before, after = self.sample
+            numbers |= {"sample: tokens before": before, "sample: tokens after": after}
+            numbers["sample: after / before"] = after / max(before, 1)
+        return numbers
+
+
+def extend(
+    model: Path,
+    tokens: Path,
+    output: Path,
+    *,
+    special: bool = False,
+    pad_to_multiple: int = 64,
+    roles: Mapping[str, str] | None = None,
+    sample: Path | None = None,
+) -> ExtensionReport:
+    """Write a copy of ``model`` to ``output``, with the tokens of a file in its tokenizer, embedding and head.
+
+    model: a Hugging Face directory in safetensors: a causal LM, or a model with another head (reward, value).
+    tokens: a file that coalign_megatron.vocab.tokenizer can read. special: decoded texts omit the tokens of a list.
+    pad_to_multiple: the number of rows becomes a multiple of this, if the table has to grow. roles: `eos` or `pad` ->
+    the token for this role in tokenizer, config.json and generation_config.json. sample: a text whose tokens are
+    counted before and after.
+
+    The output appears complete or not at all. Raises ValueError for input that cannot be used, FileExistsError for an
+    output that is not empty, FileNotFoundError for a missing file.
+    """
+    require_free_output(output, [model, tokens, *([sample] if sample else [])], is_folder=True)
+    if sample is not None and not sample.is_file():
+        raise FileNotFoundError(f"--sample: {sample} is not a file")
+    config, source = read_config(model), read_tokens(tokens)
+    tokenizer = load_tokenizer(model)
+    before = count_tokens(tokenizer, sample) if sample else 0
+    extension = extend_tokenizer(tokenizer, source, special=special)
+    rows = VocabularyRows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
+    ids = _assign(tokenizer, roles or {})
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(output) as aside:
+        aside.mkdir()
+        tokenizer.save_pretrained(aside)
+        check_saved_tokenizer(aside, tokenizer)
+        _write_configs(model, aside, rows, ids)
+        write_weights(model, aside, find_token_tables(config), rows)
+    return ExtensionReport(extension, rows, (before, count_tokens(tokenizer, sample)) if sample else None)
+
+
+def _assign(tokenizer: PreTrainedTokenizerFast, roles: Mapping[str, str]) -> dict[str, int]:
+    """Give tokens their roles, which makes them special. Returns role -> id.
+
+    A piece of a vocabulary is refused: as a special token it would be cut out of every word.
+    """
+    known = tokenizer.get_added_vocab()
+    for role, token in roles.items():
+        if token not in known:
+            raise ValueError(f"--{role}: {token!r} is no added token, neither of the model's tokenizer nor a new one")
+        tokenizer.add_special_tokens({f"{role}_token": token})
+    return {role: known[token] for role, token in roles.items()}
+
+
+def _write_configs(source: Path, target: Path, rows: VocabularyRows, roles: dict[str, int]) -> None:
+    """Write the configurations with the new sizes and roles. Generation still stops at the old end tokens too."""
+    config = read_model_config(source)
+    ids: dict[str, int | list[int]] = {f"{role}_token_id": i for role, i in roles.items()}
+    write_json(target / "config.json", config | {"vocab_size": rows.after} | ids)
+    if (source / "generation_config.json").is_file():
+        generation = read_json_object(source / "generation_config.json")
+        if "eos_token_id" in ids and (old := generation.get("eos_token_id")) is not None:
+            ids["eos_token_id"] = list(dict.fromkeys([roles["eos"], *(old if isinstance(old, list) else [old])]))
+        write_json(target / "generation_config.json", generation | ids)
+    for pattern in LEGAL:
+        for file in source.glob(pattern):
+            shutil.copy(file, target)

@@ -1,0 +1,361 @@
+"""TRL: what several of its arguments decide together."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from coalign_migrate.keys.foreign_keys import POLICY, TRAINER
+from coalign_migrate.keys.trl import TRL
+from coalign_migrate.translation import (
+    ForeignTranslation,
+    list_values,
+    name_data,
+    set_adapter,
+    set_policy_parallel,
+)
+
+TRAINERS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward_model", "grpo": "grpo", "rloo": "rloo"}
+TRAINERS |= {"orpo": "orpo", "cpo": "simpo", "ppo": "ppo", "online_dpo": "online_dpo", "prm": "process_reward"}
+_ONLINE = ("grpo", "rloo", "ppo", "online_dpo")
+_RATES = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6, "online_dpo": 5e-7, "prm": 1e-5}  # of the others 1e-6
+_MARKS = {  # arguments that one trainer alone has
+    "ppo": ("num_ppo_epochs", "cliprange_value", "vf_coef"),
+    "cpo": ("cpo_alpha", "simpo_gamma"),
+    "grpo": ("num_generations", "reward_funcs", "max_completion_length", "epsilon", "scale_rewards"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "dpo": ("beta", "loss_type", "label_smoothing"),
+    "sft": ("packing", "assistant_only_loss", "dataset_text_field", "completion_only_loss"),
+}
+_AGGREGATIONS = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean_token_mean", "dr_grpo": "constant"}
+_PAIRWISE = ("ipo", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "aot")
+_CORRECTIONS = {
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "mask"),
+    "sequence_truncate": ("product", "truncate"),
+    "sequence_mask": ("product", "mask"),
+}
+_REWARDS = {"accuracy_reward": "math", "trl.rewards.accuracy_reward": "math", "accuracy": "math"}
+
+
+def find_trainer(program: str | None, values: dict[str, Any]) -> str:
+    """Return the trainer of a program such as `run_grpo`, or that of a file by the arguments that one alone has.
+
+    ValueError if nothing says it.
+    """
+    if program:
+        words = f"_{program}_"
+        if name := next((name for name in sorted(TRAINERS, key=len, reverse=True) if f"_{name}_" in words), None):
+            return name
+        raise ValueError(
+            f"nothing says which of TRL's trainers {program} is for; if it is for one of {', '.join(TRAINERS)}, add it "
+            "as `--trainer`"
+        )
+    for trainer, marks in _MARKS.items():
+        if any(name in values for name in marks):
+            return trainer
+    raise ValueError(
+        f"no argument says which of TRL's trainers the file is for; add `--trainer` with one of {', '.join(TRAINERS)}"
+    )
+
+
+def translate_trl(trainer: str, values: dict[str, Any]) -> ForeignTranslation:
+    """Translate the arguments of `trl sft`, `trl grpo` and so on, or of a trainer in Python."""
+    translation = ForeignTranslation(TRL, values, main=find_main(trainer))
+    translation.set(f"{TRAINER}.optimizer.lr", _RATES.get(trainer, 1e-6))
+    translation.copy_same()
+    translation.set(f"models.{translation.main}.load", translation.get("model_name_or_path"))
+    translation.set(f"models.{translation.main}.tokenizer", translation.get("tokenizer_name_or_path"))
+    _set_data(translation)
+    set_trainer(translation, trainer)
+    return translation
+
+
+def find_main(trainer: str) -> str:
+    """Return the model that the weights of a trainer belong to."""
+    return "policy" if trainer in _ONLINE else "trainer"
+
+
+def set_trainer(translation: ForeignTranslation, trainer: str) -> None:
+    """Set sizes, optimizer, loss, rewards and adapters, as TRL's trainer and those that wrap it have them."""
+    online = trainer in _ONLINE
+    translation.set("algorithm", TRAINERS[trainer])
+    _set_sizes(translation, online=online)
+    set_training_arguments(translation)
+    if trainer == "ppo":
+        _set_ppo(translation)
+    elif trainer == "online_dpo":
+        _set_pairs_loss(translation)
+    elif online:
+        _set_policy_loss(translation, trainer)
+    else:
+        _set_offline_loss(translation, trainer)
+        _set_masks(translation)
+    if online:
+        _set_rewards(translation)
+        _set_rollout(translation)
+    _set_adapter(translation)
+    set_policy_parallel(translation)
+
+
+def _count_rows(translation: ForeignTranslation) -> int:
+    """Return the rows of an update: theirs count those of one device and one micro-batch."""
+    rows, micros = translation.get("per_device_train_batch_size"), translation.get("gradient_accumulation_steps")
+    processes = translation.get("num_processes")
+    if processes is None:
+        translation.notes.append(
+            f"runtime.prompts_per_step is for one process of {translation.keys.name}; multiply it by their number"
+        )
+    return rows * micros * (processes or 1)
+
+
+def _set_sizes(translation: ForeignTranslation, *, online: bool) -> None:
+    update = _count_rows(translation)
+    if not online or translation.run["algorithm"] in ("ppo", "online_dpo"):
+        translation.set("runtime.prompts_per_step", update)
+        length = translation.get("response_length", translation.get("max_new_tokens"))
+        if online and length:
+            translation.set(f"{POLICY}.sampling.max_new_tokens", length)
+        return
+    samples = translation.run.setdefault("runtime.samples_per_prompt", 8)
+    steps, batch = translation.get("steps_per_generation"), translation.get("generation_batch_size")
+    batch = batch or update * steps // translation.get("gradient_accumulation_steps") if steps else batch or update
+    translation.set("runtime.prompts_per_step", max(1, batch // samples))
+    if batch > update:
+        translation.set(f"{TRAINER}.updates_per_batch", round(batch / update))
+    translation.run.setdefault(f"{POLICY}.sampling.max_new_tokens", 256)
+
+
+def _set_data(translation: ForeignTranslation) -> None:
+    name, config = translation.get("dataset_name"), translation.get("dataset_config")
+    mixture = translation.get("datasets")
+    train = translation.get("dataset_train_split", "train")
+    test, rows = translation.get("dataset_test_split", "test"), translation.get("train_dataset")
+    if name:
+        translation.set("data.train", [name_data(name, train, config)])
+        if test and translation.get("eval_strategy", "no") != "no":
+            translation.set("data.eval", [name_data(name, test, config)])
+    elif rows:
+        translation.set("data.train", [name_data(rows)])
+    elif mixture:  # of TRL's DatasetConfig
+        names = [(item.get("path"), item.get("split", train), item.get("name")) for item in mixture]
+        translation.set("data.train", [name_data(path, split, config) for path, split, config in names if path])
+    if other := translation.get("eval_dataset"):
+        translation.set("data.eval", [name_data(other)])
+
+
+def _set_masks(translation: ForeignTranslation) -> None:
+    """Set the turns that SFT learns, where the file says it."""
+    assistant, completion = translation.get("assistant_only_loss"), translation.get("completion_only_loss")
+    if translation.run["algorithm"] != "sft" or assistant is completion is None:
+        return
+    translation.set("data.train_on", "assistant" if assistant else "last" if completion else "all")
+
+
+def set_training_arguments(translation: ForeignTranslation) -> None:
+    """Set what transformers' TrainingArguments decide together. TRL multiplies in bfloat16 by default."""
+    _set_optimizer(translation)
+    _set_warmup(translation)
+    _set_intervals(translation)
+    half, full = translation.get("fp16", False), translation.get("bf16", True)
+    translation.set(f"models.{translation.main}.compute_dtype", "bfloat16" if half or full else "float32")
+    if half:
+        translation.refuse("fp16", "products are in bfloat16, which has the range of float32")
+    run, project = translation.get_text("run_name"), translation.get_text("project")
+    names = {name: value for name, value in {"project": project, "run": run}.items() if value}
+    if names and (trackers := translation.run.get("runtime.trackers")):
+        named = [{"name": tracker, **names} if tracker != "tensorboard" else tracker for tracker in trackers]
+        translation.set("runtime.trackers", named)
+
+
+def _set_optimizer(translation: ForeignTranslation) -> None:
+    schedule = translation.run.setdefault(f"{TRAINER}.optimizer.schedule", "linear")  # transformers' own
+    betas = [float(translation.get("adam_beta1", 0.9)), float(translation.get("adam_beta2", 0.999))]
+    if betas != [0.9, 0.999]:
+        translation.set(f"{TRAINER}.optimizer.betas", betas)
+    least = translation.get("lr_scheduler_kwargs")
+    if isinstance(least, dict) and schedule != "constant":
+        translation.set(f"{TRAINER}.optimizer.min_lr_ratio", least.get("min_lr_rate"))
+    name = str(translation.get("optim", "adamw_torch"))
+    names = {"adafactor": "adafactor", "muon": "muon"}
+    names |= dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit")
+    if name in names:
+        translation.set(f"{TRAINER}.optimizer.name", names[name])
+    elif not re.match(r"(paged_)?adamw", name):
+        translation.refuse("optim", "see models.trainer.optimizer.name; the run takes adamw")
+
+
+def _set_warmup(translation: ForeignTranslation) -> None:
+    """Set the warm-up; since transformers 5, `warmup_steps` below 1 is a share."""
+    warmup = translation.get("warmup_steps")
+    if warmup and warmup < 1:
+        translation.given["warmup_ratio"] = warmup
+    elif warmup:
+        translation.set(f"{TRAINER}.optimizer.warmup", int(warmup))
+    translation.convert_warmup("warmup_ratio", named="warmup_steps" if warmup and warmup < 1 else "warmup_ratio")
+
+
+def _set_intervals(translation: ForeignTranslation) -> None:
+    for name, ours in {"eval": "runtime.eval_every", "save": "runtime.save_every"}.items():
+        steps, strategy = translation.get(f"{name}_steps"), translation.get(f"{name}_strategy")
+        if strategy == "epoch":
+            translation.refuse(f"{name}_strategy", f"set {ours} in steps")
+        elif steps and 0 < steps < 1:
+            translation.refuse(f"{name}_steps", f"{steps:g} of the run; set {ours} in steps")
+        elif steps and steps > 0 and strategy != "no":
+            translation.set(ours, int(steps))
+
+
+def _set_ppo(translation: ForeignTranslation) -> None:
+    """Set the loss of PPO, with TRL's defaults."""
+    clip = float(translation.get("cliprange", 0.2))
+    translation.set("loss.clip_low", clip)
+    translation.set("loss.clip_high", clip)
+    translation.set("kl.coef", float(translation.get("kl_coef", 0.05)))
+    translation.set("models.value.loss.clip", float(translation.get("cliprange_value", 0.2)))
+    translation.set("models.value.load", translation.get("value_model"))
+    translation.set_discounts("ppo", float(translation.get("gamma", 1.0)), float(translation.get("lam", 0.95)))
+    translation.set(f"{TRAINER}.epochs_per_batch", translation.get("num_ppo_epochs", 4))
+    translation.set(f"{TRAINER}.updates_per_batch", translation.get("num_mini_batches", 1))
+
+
+def _set_pairs_loss(translation: ForeignTranslation) -> None:
+    translation.set("loss.beta", float(translation.get("beta", 0.1)))
+    kind = translation.get("loss_type", "sigmoid")
+    translation.set("loss.fn", {"sigmoid": "dpo", "ipo": "ipo"}.get(kind, "dpo"))
+    if kind not in ("sigmoid", "ipo"):
+        translation.refuse("loss_type", "see the table of names in docs/writing_a_loss.md")
+
+
+def _set_policy_loss(translation: ForeignTranslation, trainer: str) -> None:
+    kind = translation.get("loss_type", "dapo")
+    low = float(translation.get("epsilon", 0.2))
+    high = float(translation.get("epsilon_high", low))
+    algorithm = kind if kind in ("cispo", "sapo") else TRAINERS[trainer]
+    if translation.get("importance_sampling_level", "token") == "sequence":
+        algorithm = "gspo"
+    translation.set("algorithm", algorithm)
+    if algorithm == "cispo":
+        translation.set("loss.clip_high", high - 1.0 if high > 1.0 else None)
+    elif algorithm != "sapo":
+        translation.set("loss.clip_low", low)
+        translation.set("loss.clip_high", high)
+    if kind in _AGGREGATIONS and trainer == "grpo":
+        mean = _AGGREGATIONS[kind]
+        translation.set("loss.aggregation", "sequence_mean_token_mean" if algorithm == "gspo" else mean)
+        if mean == "constant" and algorithm != "gspo":
+            translation.set("loss.constant_length", translation.run[f"{POLICY}.sampling.max_new_tokens"])
+    elif kind not in ("cispo", "sapo"):
+        translation.refuse("loss_type", "no such mean here; see `loss.aggregation` in docs/algorithms.md")
+    if dual := translation.get("delta"):
+        translation.set("loss.dual_clip", float(dual))
+    beta = float(translation.get("beta", 0.0 if trainer == "grpo" else 0.05))
+    translation.set("loss.kl_coef" if trainer == "grpo" else "kl.coef", beta)
+    scale = translation.get("scale_rewards")
+    scales = {"group": "std", True: "std", "batch": "batch", "none": "none", False: "none"}
+    if scale in scales and trainer == "grpo":
+        translation.set("advantage.scale", scales[scale])
+    elif scale is not None:
+        translation.refuse("scale_rewards", "advantage.scale is std, batch or none")
+    if translation.get("mask_truncated_completions", False):
+        translation.set("truncated.fn", "mask_truncated")
+
+
+def _set_rewards(translation: ForeignTranslation) -> None:
+    names, weights = translation.get("reward_funcs"), translation.get("reward_weights")
+    models = translation.get("reward_model_name_or_path")
+    models = [str(model) for model in list_values(models)] if models else []
+    parts: list[dict[str, Any]] = []
+    for name in list_values(names) if names else []:
+        if name in _REWARDS:
+            parts.append({"fn": _REWARDS[name]})
+            continue
+        if "/" in name:  # a model of the hub
+            models.append(name)
+            continue
+        parts.append({"fn": f"<a function that calls {name}>"})
+        translation.notes.append(
+            f'reward: {name} has TRL\'s signature; wrap it as docs/writing_a_reward.md, "From another library", shows'
+        )
+    for number, path in enumerate(models, start=1):
+        model = "reward" if number == 1 else f"reward_{number}"
+        translation.set(f"models.{model}", {"module": "fsdp", "load": path, "head": "reward", "frozen": True})
+        parts.append({"model": model})
+    for part, weight in zip(parts, list_values(weights) if weights else [], strict=False):
+        part["weight"] = float(weight)
+    translation.set("reward", parts or None)
+
+
+def _set_rollout(translation: ForeignTranslation) -> None:
+    uses, corrects = translation.get("use_vllm", False), translation.get("vllm_importance_sampling_correction", True)
+    mode = translation.get("vllm_importance_sampling_mode", "sequence_mask")
+    cap = translation.get("vllm_importance_sampling_cap", 3.0)
+    if translation.get("vllm_mode") == "server":
+        translation.notes.append("models.policy: TRL's vLLM server is a process of the run here (docs/placement.md)")
+    if not uses:
+        return
+    translation.set(f"{POLICY}.module", "vllm")
+    if corrects and mode in _CORRECTIONS and translation.run["algorithm"] != "online_dpo":
+        level, bound = _CORRECTIONS[mode]
+        translation.set("loss.is_level", level)
+        translation.set("loss.is_mode", bound)
+        translation.set("loss.is_high", float(cap))
+
+
+def _set_offline_loss(translation: ForeignTranslation, trainer: str) -> None:
+    if trainer in ("orpo", "cpo"):
+        return _set_reference_free_loss(translation, trainer)
+    beta, smoothing = translation.get("beta"), translation.get("label_smoothing")
+    kinds = list_values(translation.get("loss_type", "sigmoid" if trainer == "dpo" else trainer))
+    if trainer == "dpo":
+        kind = str(kinds[0])
+        translation.set("loss.fn", kind if kind in _PAIRWISE else "dpo")
+        if kind not in (*_PAIRWISE, "sigmoid", "robust", "sigmoid_norm") or len(kinds) > 1:
+            translation.refuse("loss_type", "see the table of names in docs/writing_a_loss.md")
+        translation.set("loss.robust", True if kind == "robust" else None)
+        translation.set("loss.length_normalised", True if kind == "sigmoid_norm" else None)
+        if smoothing and translation.run["loss.fn"] == "dpo":
+            translation.set("loss.label_smoothing", float(smoothing))
+    if trainer in ("dpo", "kto"):
+        translation.set("loss.beta", float(beta if beta is not None else 0.1))
+        translation.set("models.reference.load", translation.get("ref_model"))
+    if trainer == "kto":
+        for name in ("desirable_weight", "undesirable_weight"):
+            value = translation.get(name)
+            translation.set(f"loss.{name}", None if value is None else float(value))
+    if trainer == "reward" and (centre := translation.get("center_rewards_coefficient")):
+        translation.set("loss.centre_coef", float(centre))
+
+
+def _set_reference_free_loss(translation: ForeignTranslation, trainer: str) -> None:
+    """Set the loss of ORPO, CPO or SimPO, which is a `loss_type` of CPO."""
+    translation.set("loss.beta", float(translation.get("beta", 0.1)))
+    if trainer == "orpo":
+        return
+    kind, nll = translation.get("loss_type", "sigmoid"), float(translation.get("cpo_alpha", 1.0))
+    margin = translation.get("simpo_gamma", 0.5)
+    if kind == "simpo":
+        translation.set("loss.fn", "simpo")
+        translation.set("loss.gamma", float(margin))
+        translation.set("loss.nll_coef", nll or None)
+        return
+    translation.set("loss.fn", "cpo")
+    translation.set("loss.nll_coef", nll)
+    if kind != "sigmoid":
+        translation.refuse("loss_type", "losses without a reference are cpo and simpo")
+
+
+def _set_adapter(translation: ForeignTranslation) -> None:
+    names = ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora")
+    if not translation.get("use_peft", False):
+        for name in (*names, "load_in_4bit"):
+            translation.skip(name, "use_peft is not set")
+        return
+    translation.given.setdefault("lora_r", 16)
+    translation.given.setdefault("lora_alpha", 32)
+    set_adapter(translation, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+    for name, ours in {"use_rslora": "rslora", "use_dora": "dora"}.items():
+        translation.set(f"{TRAINER}.lora.{ours}", translation.get(name) or None)
+    if translation.get("load_in_4bit", False):
+        translation.set(f"{TRAINER}.lora.base_bits", 4)
