@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from coalign.api import TrainingStopped as TrainingStopped
     from coalign.api import TrainResult as TrainResult
     from coalign.api import evaluate as evaluate
-    from coalign.api import generate as generate
     from coalign.api import load_config as load_config
     from coalign.api import train as train
     from coalign.data.batch import Batch as Batch
@@ -28,13 +27,13 @@ from coalign.processes.host import prepare_threads
 __version__ = "0.1.0"
 
 _MODULES = {
-    "coalign.api": ("train", "evaluate", "generate", "load_config", "TrainResult", "TrainingStopped"),
+    "coalign.api": ("train", "evaluate", "load_config", "TrainResult", "TrainingStopped"),
     "coalign.data.batch": ("Batch",),
     "coalign.engine.engine": ("Engine", "Hook"),
     "coalign.types": ("LossInput", "LossOutput", "Sample", "Stat"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = [*_HOMES, "__version__"]
+__all__ = [*_HOMES, "generate", "__version__"]  # generate comes with coalign-serve
 
 # Bars and load reports of libraries would tear Coalign's own display, in this process and in every worker.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -43,9 +42,15 @@ prepare_threads(os.environ)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'coalign' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    from coalign.companions import API, list_entries, name_missing
+
+    if (entry := list_entries(API).get(name)) is not None:
+        return entry.load()
+    if companion := name_missing(API, name):
+        raise ImportError(f"coalign.{name} comes with a companion of Coalign: pip install {companion}")
+    raise AttributeError(f"module 'coalign' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

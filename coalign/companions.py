@@ -8,8 +8,11 @@ The entry points of a companion's distribution name what it brings; the core imp
 =====================  ==============================================================================================
 group                  an entry
 =====================  ==============================================================================================
+``coalign.api``        a function of `import coalign`
 ``coalign.commands``   a function with typer's annotations, or a `typer.Typer` with commands of its own
 ``coalign.backends``   a subclass of ``Module``, which `models.<name>.module` names
+``coalign.checks``     ``pipeline(file, overrides, cluster, display)``: `coalign check` of a pipeline, False for other
+                       files
 ``coalign.explains``   ``foreign_file(path, data, text="")``, ``foreign_key(key, value)``, ``exact_foreign_key(key,
                        value)``: what an error says of files and keys of other frameworks
 =====================  ==============================================================================================
@@ -21,14 +24,19 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-COMMANDS, BACKENDS, EXPLAINS = "coalign.commands", "coalign.backends", "coalign.explains"
-GROUPS = (COMMANDS, BACKENDS, EXPLAINS)
+API, COMMANDS, BACKENDS = "coalign.api", "coalign.commands", "coalign.backends"
+CHECKS, EXPLAINS = "coalign.checks", "coalign.explains"
+GROUPS = (API, COMMANDS, BACKENDS, CHECKS, EXPLAINS)
 # What the companions of Coalign's repository bring.
 COMPANIONS = {
     "coalign-board": {COMMANDS: ("board", "watch")},
     "coalign-jobs": {COMMANDS: ("launch", "sweep")},
     "coalign-megatron": {COMMANDS: ("convert", "extend-vocab", "indexed"), BACKENDS: ("megatron",)},
     "coalign-migrate": {COMMANDS: ("import-config",)},
+    "coalign-serve": {
+        API: ("generate",),
+        COMMANDS: ("chat", "generate", "pipeline", "score", "serve", "serve-reward"),
+    },
 }
 
 

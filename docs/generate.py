@@ -20,19 +20,14 @@ import coalign
 from coalign.cli import app
 from coalign.config.functions import list_arguments, list_classes, list_functions, shorten_name
 from coalign.config.introspect import find_section, unwrap_type
-from coalign.config.schema import (
-    CompletionServerConfig,
-    Function,
-    PipelineConfig,
-    RunConfig,
-    Section,
-    ServeConfig,
-)
+from coalign.config.schema import Function, RunConfig, Section
 from coalign.config.yaml_edit import emit_inline
 from coalign.config.yaml_reader import emit
 from coalign.data.kinds import KINDS
 from coalign.launch.template import RunTemplate
 from coalign_jobs.sweep.config import SweepConfig
+from coalign_serve.config.pipeline import PipelineConfig
+from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
 
 _BOUNDS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping", Any: "anything"}

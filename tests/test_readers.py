@@ -22,11 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from coalign import rewards
-from coalign.commands.resumable import ResumableOutput
-from coalign.commands.select import KEEP, select
 from coalign.config import ConfigError, load
-from coalign.config.pipelines import load_pipeline
-from coalign.config.schema import SelectConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import ARRAYS, HASH, ExampleStore
 from coalign.data.indexed import IndexedTokens, IndexedWriter
@@ -46,6 +42,10 @@ from coalign_megatron.convert.huggingface import HuggingFaceReader
 from coalign_megatron.convert.sources import find_iteration
 from coalign_megatron.families import find_family
 from coalign_megatron.vocab.tokenizer import read_tokens
+from coalign_serve.config.pipeline import SelectConfig
+from coalign_serve.config.pipeline_file import load_pipeline
+from coalign_serve.resumable import ResumableOutput
+from coalign_serve.select import KEEP, select
 from tests.config.conftest import recipe_defaults
 from tests.data.reading import reader, use
 from tests.environments.helpers import episode

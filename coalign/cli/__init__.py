@@ -1,7 +1,7 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` is fast.
 
-`train.py` has the commands on a run or its YAML, `generate.py` those that compute with a model, `models.py` those on
-model directories. Other commands come from companions (`coalign/companions.py`).
+`train.py` has the commands on a run or its YAML, `models.py` those on model directories. Others come from companions
+(`coalign/companions.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import coalign
-from coalign.cli import generate, models, train
+from coalign.cli import models, train
 from coalign.cli.messages import WITH_OPTIONS, describe_usage, name_options
 from coalign.cli.problems import describe_error, find_user_error
 from coalign.companions import COMMANDS as GROUP
@@ -81,13 +81,7 @@ COMMANDS = {
     "stop": train.stop,
     "doctor": train.doctor,
     "check-sync": models.check_sync,
-    "pipeline": train.pipeline,
     "eval": train.evaluate,
-    "generate": generate.generate,
-    "score": generate.score,
-    "chat": generate.chat,
-    "serve": generate.serve,
-    "serve-reward": generate.serve_reward,
     "explain": train.explain,
     "diagnose": train.diagnose,
     "inspect-data": train.inspect_data,

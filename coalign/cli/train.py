@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from coalign.companions import CHECKS, ask
+
 if TYPE_CHECKING:
     from coalign.report.display import Display
 
@@ -111,20 +113,15 @@ def _report(work: Callable[[Display, dict[str, Any]], None], as_json: bool) -> N
 def _examine(
     config: Path, overrides: list[str] | None, cluster: str | None, display: Display, facts: dict[str, Any]
 ) -> None:
+    if ask(CHECKS, "pipeline", config, overrides or [], cluster, display):
+        return
     simulated = None
     if cluster:
         from coalign.planner.gpus import ClusterSpec
 
         simulated = ClusterSpec.parse(cluster)
     from coalign.api import load_config
-    from coalign.config.pipelines import is_pipeline, load_pipeline
 
-    if is_pipeline(config):
-        if simulated is not None:
-            raise ValueError(f"--cluster {simulated}: {config} is a pipeline; check the YAML of its training stage")
-        from coalign.commands.pipeline import check_pipeline as examine_stages
-
-        return examine_stages(load_pipeline(config, overrides or []), display)
     loaded = load_config(config, overrides, planned=True)
     facts["places"] = loaded.places
     from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
@@ -193,22 +190,6 @@ def plan(
         facts.update(plan_run(config, load, request, display))
 
     _report(predict, as_json)
-
-
-def pipeline(
-    config: Annotated[Path, typer.Argument(help="The pipeline's YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings that replace those of the file: `rounds=2 stages.train.runtime.steps=50`."),
-    ] = None,
-    quiet: Annotated[bool, typer.Option(help="Warnings and the summaries only.")] = False,
-):
-    """Run stages (generate, score, select, train) in rounds. Finished stages are skipped; the same command resumes."""
-    from coalign.commands.pipeline import run_pipeline
-    from coalign.config.pipelines import load_pipeline
-    from coalign.report.display import Display
-
-    raise typer.Exit(run_pipeline(load_pipeline(config, overrides or []), Display(quiet=quiet)))
 
 
 def evaluate(

@@ -8,16 +8,17 @@ from transformers import AutoModelForSequenceClassification
 
 from coalign import load_config
 from coalign.backends.scorers.retokenize import ConversationReader
-from coalign.commands.judges import RewardModelJudge
-from coalign.commands.score import score
-from coalign.commands.serving.reward_server import read_request
 from coalign.config import ConfigError
-from coalign.config.schema import DataConfig, ModelConfig, ScoreConfig, SourceConfig
+from coalign.config.schema import DataConfig, ModelConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import build_loader
 from coalign.launch.plan import plan_reward_models, prepare
 from coalign.report.display import Display
 from coalign.types import Status
+from coalign_serve.config.pipeline import ScoreConfig
+from coalign_serve.judges import RewardModelJudge
+from coalign_serve.score import score
+from coalign_serve.serving.reward_server import read_request
 from tests.backends.test_retokenize import open_module, sampled
 from tests.data.families import DIALOGUE, TOOL, family_tokenizer, user
 from tests.runs import metrics, run, settings

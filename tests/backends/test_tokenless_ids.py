@@ -16,10 +16,10 @@ from coalign.backends.engines.vllm.module import VLLMModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.layout import pack
-from coalign.commands.chat import ChatSettings, Conversation
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
+from coalign_serve.chat import ChatSettings, Conversation
 from tests.runs import run
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 

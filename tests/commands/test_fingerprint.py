@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from coalign.commands import resumable
 from coalign.config.introspect import is_result_relevant
-from coalign.config.schema import GenerateConfig, RewardConfig, RunConfig, SelectConfig
+from coalign.config.schema import RewardConfig, RunConfig
 from coalign.files import hash_file
+from coalign_serve import resumable
+from coalign_serve.config.pipeline import GenerateConfig, SelectConfig
 from tests import digits
 
 

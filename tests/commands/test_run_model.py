@@ -9,22 +9,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from coalign.backends import pretrained
-from coalign.commands.chat import ChatSettings, Conversation
-from coalign.commands.generate import generate
-from coalign.commands.judges import RewardModelJudge
 from coalign.commands.run_model import choose_template, find_model
-from coalign.commands.serving.completion_server import load_text_tools
-from coalign.config.schema import (
-    CompletionServerConfig,
-    DataConfig,
-    GenerateConfig,
-    JudgeConfig,
-    ModelConfig,
-    SamplingConfig,
-)
+from coalign.config.schema import DataConfig, ModelConfig, SamplingConfig
 from coalign.data.templates import TRAINING_TEMPLATES, load_template, store_arguments
 from coalign.report.display import Display
 from coalign.roles import Context
+from coalign_serve.chat import ChatSettings, Conversation
+from coalign_serve.config.pipeline import GenerateConfig, JudgeConfig
+from coalign_serve.config.serving import CompletionServerConfig
+from coalign_serve.generate import generate
+from coalign_serve.judges import RewardModelJudge
+from coalign_serve.serving.completion_server import load_text_tools
 from tests.runs import run
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 
@@ -80,7 +75,7 @@ def read_prompt(model, chat_template=None, arguments=None):
     prompts.write_text(json.dumps({"prompt": "Hi"}) + "\n")
     data = {"train": str(prompts)} | ({} if chat_template is None else {"chat_template": chat_template})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coalign.commands.generate.read_samples", lambda batch, _: rows.append(batch) or [])
+        patch.setattr("coalign_serve.generate.read_samples", lambda batch, _: rows.append(batch) or [])
         sampling = SamplingConfig(max_new_tokens=1)
         config = GenerateConfig(model=str(model), data=DataConfig.model_validate(data), sampling=sampling)
         generate(config, lambda record: None, Display(quiet=True))

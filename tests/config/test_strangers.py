@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from coalign import cli
-from coalign.commands.resumable import fingerprint_settings
 from coalign.config import ConfigError, dump, load, load_section
 from coalign.config.functions import bind, refuse_code, resolve
-from coalign.config.schema import ScoreConfig
 from coalign.config.secrets import hide_secrets
 from coalign.config.yaml_reader import parse
 from coalign.data.sources import BadRow, JsonLines
 from coalign.files import RecordFile, RecordHandler
 from coalign.report.display import Display
 from coalign.rewards.http.remote import Remote
+from coalign_serve.config.pipeline import ScoreConfig
+from coalign_serve.resumable import fingerprint_settings
 from tests.config.conftest import recipe_defaults
 from tests.fuzzing import CASES, JSON, damage, try_cases
 from tests.runs import ROOT

@@ -2,13 +2,13 @@
 
 import pytest
 
-from coalign.commands.serving.completion_request import ChatCompletionRequest
 from coalign.data.coverage import MAX_FORMS
 from coalign.data.messages import parse_messages
 from coalign.data.sources import BadRow
 from coalign.data.templates import TRAINING_TEMPLATES, load_template, read_template
 from coalign.environments.rendering import Rendering
 from coalign.http_server import HttpRefusal
+from coalign_serve.serving.completion_request import ChatCompletionRequest
 from tests.data.families import (
     CALL,
     CALLED,

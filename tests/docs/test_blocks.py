@@ -21,11 +21,11 @@ from typer.core import TyperCommand, TyperGroup
 from coalign.cli import TAKE_SETTINGS, app
 from coalign.config import ConfigError, load, load_section
 from coalign.config.functions import bind, resolve
-from coalign.config.pipelines import load_pipeline
 from coalign.config.schema import Function, RunConfig, Section
 from coalign.config.yaml_reader import parse
 from coalign.launch.plan import find_recipe
 from coalign_jobs.sweep.config import SweepConfig
+from coalign_serve.config.pipeline_file import load_pipeline
 from tests.docs.pages import CodeBlock, list_blocks, list_pages, read_commands, read_page
 from tests.runs import ROOT
 

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from coalign import load_config, train
 from coalign.cli import app
 from coalign.commands.evaluate import show_data
-from coalign.commands.judges import choose_device
-from coalign.commands.pipeline import check_pipeline
-from coalign.config.pipelines import load_pipeline
 from coalign.launch.check import check
 from coalign.launch.plan import prepare
 from coalign.launch.template import DATA, MODEL, REWARD, RunTemplate
 from coalign.recipes import CLASSES
 from coalign.report.display import Display
+from coalign_serve.config.pipeline_file import load_pipeline
+from coalign_serve.judges import choose_device
+from coalign_serve.pipeline import check_pipeline
 from tests.runs import settings, write_data
 from tests.tiny import tiny_model_dir
 

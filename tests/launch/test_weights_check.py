@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 
-from coalign import api, load_config
+import coalign
+from coalign import load_config
 from coalign.launch.check import check
 from coalign.report.display import Display
 from tests.runs import run, settings
@@ -122,4 +123,4 @@ def test_commands_name_the_file_too(configured, tmp_path):
     configured("sft")
     (tmp_path / "model" / NAME).write_bytes(LFS)
     with pytest.raises(ValueError, match=r"is a pointer of Git LFS"):
-        api.generate(tmp_path / "model", "1+1=", max_new_tokens=2)
+        coalign.generate(tmp_path / "model", "1+1=", max_new_tokens=2)

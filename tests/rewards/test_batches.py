@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coalign.rewards.http.remote import CallBatcher
+from coalign.rewards.batcher import CallBatcher
 
 
 def collect(items, *, size=4, at_once=1, run=None):

@@ -28,15 +28,6 @@ from coalign.config.schema.model import (
     VisionConfig,
     matches_layer,
 )
-from coalign.config.schema.pipeline import (
-    STAGES,
-    GenerateConfig,
-    JudgeConfig,
-    PipelineConfig,
-    ScoreConfig,
-    SelectConfig,
-    StageConfig,
-)
 from coalign.config.schema.rollout import (
     CurriculumConfig,
     FilterConfig,
@@ -57,15 +48,12 @@ from coalign.config.schema.runtime import (
     SyncConfig,
     TrackerConfig,
 )
-from coalign.config.schema.serving import CompletionServerConfig, ServeConfig, ServerConfig
 
 __all__ = [
     "FUNCTIONS",
     "KEYS_OF_WEIGHTS",
     "PARALLEL",
-    "STAGES",
     "AutoscaleConfig",
-    "CompletionServerConfig",
     "ContinuationSetting",
     "CurriculumConfig",
     "DataConfig",
@@ -75,11 +63,9 @@ __all__ = [
     "EvalSamplingConfig",
     "FilterConfig",
     "Function",
-    "GenerateConfig",
     "GuardsConfig",
     "ImagesConfig",
     "InputPath",
-    "JudgeConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
@@ -87,7 +73,6 @@ __all__ = [
     "NoEffect",
     "OptimizerConfig",
     "OutputPath",
-    "PipelineConfig",
     "ProfileConfig",
     "PtxConfig",
     "ReplayConfig",
@@ -97,13 +82,8 @@ __all__ = [
     "RuntimeConfig",
     "SamplingConfig",
     "ScoreAt",
-    "ScoreConfig",
     "Section",
-    "SelectConfig",
-    "ServeConfig",
-    "ServerConfig",
     "SourceConfig",
-    "StageConfig",
     "SyncConfig",
     "TrackerConfig",
     "TransformersConfig",

@@ -6,8 +6,9 @@ from importlib.util import find_spec
 import pytest
 from typer.testing import CliRunner
 
-from coalign.cli import app, models
+from coalign.cli import app
 from coalign.weights.sync.transport import WeightError
+from coalign_megatron import command
 from coalign_megatron.convert import ConversionRequest, convert
 from coalign_megatron.families.family import ConcatenatedTensors
 from coalign_megatron.families.llama import LLAMA
@@ -61,7 +62,7 @@ class TestWithMegatron:
 
 
 def test_without_megatron_core_tensors_alone_are_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     hf = made.model(tmp_path / "hf", made.LLAMA)
     told = " ".join(run(hf, "-o", tmp_path / "dist", "--to", "megatron").stderr.split())
     assert "the same bit for bit; no model was run: megatron-core is not installed" in told

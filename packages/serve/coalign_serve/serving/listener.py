@@ -1,0 +1,64 @@
+"""What both servers are built of: the address, the key that requests must bring, and the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from coalign.http_server import Handler, HttpRefusal, Request, Server, build_application, build_server, open_listener
+from coalign_serve.config.serving import ServerConfig
+
+
+def read_key(config: ServerConfig) -> str | None:
+    """Return the key in the environment variable ``api_key_env``. ValueError if that is named and not set."""
+    key = os.environ.get(config.api_key_env) if config.api_key_env is not None else None
+    if config.api_key_env is not None and not key:
+        raise ValueError(f"api_key_env: there is no environment variable {config.api_key_env!r}")
+    return key
+
+
+def open_guarded_listener(config: ServerConfig, port: int, key: str | None) -> tuple[socket.socket, str]:
+    """Return a bound socket and its address, as `open_listener` does.
+
+    Raises ValueError for an address that other machines reach without a key, and OSError if the port is taken.
+    """
+    refusal = (
+        f"host: other machines reach {config.host}, and whoever does could use the server; name the environment "
+        "variable with a key: `api_key_env`"
+    )
+    return open_listener(config.host, port, refusal if key is None else None)
+
+
+def build_limited_server(
+    handlers: Mapping[tuple[str, str], Handler],
+    describe_error: Callable[[int, str], dict[str, Any]],
+    config: ServerConfig,
+    close: Callable[[], object],
+) -> Server:
+    """Return the server of `build_application` with the limits of ``config``. It calls ``close`` at its end."""
+
+    @asynccontextmanager
+    async def lifespan(_: object) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(close)
+
+    application = build_application(handlers, describe_error, lifespan=lifespan)
+    return build_server(application, timeout=config.timeout, connections=config.connections, grace=config.grace)
+
+
+class ApiKey:
+    """The key that requests must bring, if there is one."""
+
+    def __init__(self, key: str | None) -> None:
+        self._expected = None if key is None else f"Bearer {key}".encode()
+
+    def check(self, request: Request) -> None:
+        """Raise HttpRefusal (401) for a request without the key."""
+        sent = request.headers.get("Authorization", "").encode()
+        if self._expected is not None and not hmac.compare_digest(sent, self._expected):
+            raise HttpRefusal(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})

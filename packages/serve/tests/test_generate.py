@@ -1,0 +1,277 @@
+"""`coalign generate`: what it writes, best-of-n, going on after a kill, bad input."""
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+from coalign.backends.engines.native.engine import NativeModule
+from coalign.cli import app
+from coalign.config.schema import DataConfig, NativeConfig, SamplingConfig, SourceConfig
+from coalign.report.display import Display
+from coalign.rewards.calls import RewardError
+from coalign.run_files.lock import FolderInUse
+from coalign_serve.config.pipeline import GenerateConfig
+from coalign_serve.generate import generate
+from coalign_serve.resumable import ResumableOutput
+from tests.runs import ROOT
+from tests.tiny import tiny_model_dir, tiny_reward_model_dir
+
+ROWS, SAMPLES = 6, 3
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    path = tmp_path_factory.mktemp("generate")
+    tiny_model_dir(path / "model")
+    write_sums(path, ROWS)
+    return path
+
+
+def settings(home, **changes):
+    """Two prompts are answered, and kept, at a time."""
+    data = DataConfig(train=[SourceConfig(path=str(home / "sums.jsonl"))], chat_template="none", shuffle=False)
+    given = {
+        "model": str(home / "model"),
+        "data": data,
+        "samples": SAMPLES,
+        "sampling": SamplingConfig(max_new_tokens=6),
+        "native": NativeConfig(max_sequences=2),
+    }
+    return GenerateConfig(**{**given, **changes})
+
+
+def write_sums(path, rows):
+    lines = [json.dumps({"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)}) + "\n" for i in range(rows)]
+    (path / "sums.jsonl").write_text("".join(lines))
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def quiet():
+    return Display(quiet=True, err=Console(quiet=True))
+
+
+def test_a_record_for_each_response(home, tmp_path):
+    counts = generate(settings(home), tmp_path / "out.jsonl", quiet())
+    records = rows(tmp_path / "out.jsonl")
+    assert [(r["group"], r["index"]) for r in records] == [(g, i) for g in range(ROWS) for i in range(SAMPLES)]
+    assert records[SAMPLES]["prompt"] == "1+4=" and records[SAMPLES]["answer"] == "5"
+    assert records[0]["messages"] == [{"role": "user", "content": "0+3="}]
+    assert {"response", "status", "tokens", "logprob"} <= set(records[0]) and "score" not in records[0]
+    assert counts["responses"] == ROWS * SAMPLES and counts["tokens"] == sum(r["tokens"] for r in records)
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+def test_the_engine_on_transformers_cache_writes_the_same(home, tmp_path):
+    for module in ("native", "transformers"):
+        generate(settings(home, module=module), tmp_path / module, quiet())
+    ours, theirs = rows(tmp_path / "native"), rows(tmp_path / "transformers")
+    assert [row.pop("logprob") for row in theirs] == pytest.approx([row.pop("logprob") for row in ours], abs=1e-4)
+    assert ours == theirs
+
+
+def test_the_best_of_n_has_the_highest_score(home, tmp_path):
+    reward = [{"fn": "tests.digits:digits"}]
+    generate(settings(home, reward=reward), tmp_path / "all.jsonl", quiet())
+    generate(settings(home, reward=reward, keep="best"), tmp_path / "best.jsonl", quiet())
+    everything = rows(tmp_path / "all.jsonl")
+    assert len({r["score"] for r in everything}) > 1
+    for group, best in enumerate(rows(tmp_path / "best.jsonl")):
+        samples = [r for r in everything if r["group"] == group]
+        assert best == max(samples, key=lambda r: r["score"])  # of equals the first
+
+
+def test_a_reward_model_scores_the_conversation_as_its_template_renders_it(home, tmp_path):
+    judge = reward_model(tmp_path / "judge")
+    generate(settings(home, reward_model=str(judge)), tmp_path / "out.jsonl", quiet())
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    for record in rows(tmp_path / "out.jsonl"):
+        messages = [*record["messages"], {"role": "assistant", "content": record["response"]}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
+        text = text.removesuffix("<|im_end|>") if record["status"] == "truncated" else text
+        with torch.no_grad():
+            states = model.model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state
+            expected = model.score(states[0, -1])
+        assert record["score"] == pytest.approx(float(expected), abs=1e-5)
+
+
+def reward_model(path):
+    tiny_reward_model_dir(path, seed=3)
+    return path
+
+
+def test_a_prompt_that_is_too_long_follows_the_policy_and_is_named_by_its_line(home, tmp_path, caplog):
+    lines = [{"prompt": "" if i == 1 else f"{i}+1="} for i in range(4)] + [{"prompt": "1" * 2048}, {"prompt": "9+1="}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"train": [{"path": str(tmp_path / "p.jsonl")}], "chat_template": "none", "max_prompt_tokens": 10**6}
+    with pytest.raises(ValueError, match=r"p\.jsonl:5: .*2048 tokens, and 2047 are .*max_position_embeddings of model"):
+        generate(settings(home, data=DataConfig(**options, on_long="error")), tmp_path / "a.jsonl", quiet())
+    counts = generate(settings(home, data=DataConfig(**options)), tmp_path / "b.jsonl", quiet())
+    assert counts["responses"] == 4 * SAMPLES and "p.jsonl:5: " in caplog.text
+    cut = DataConfig(**options, on_long="truncate_left")
+    assert generate(settings(home, data=cut), tmp_path / "c.jsonl", quiet())["responses"] == 5 * SAMPLES
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_after(patch, units):
+    add = ResumableOutput.add
+
+    def stop(self, unit):
+        add(self, unit)
+        if self.done == units:
+            raise Killed
+
+    patch.setattr(ResumableOutput, "add", stop)
+
+
+@pytest.mark.parametrize("units", [1, *(pytest.param(units, marks=pytest.mark.slow) for units in (2, 3))])
+def test_a_killed_call_goes_on_where_it_was(home, tmp_path, monkeypatch, units):
+    config = settings(home, reward=[{"fn": "tests.digits:digits"}])
+    generate(config, tmp_path / "whole.jsonl", quiet())
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_after(patch, units)
+        generate(config, tmp_path / "killed.jsonl", quiet())
+    assert not (tmp_path / "killed.jsonl").exists()
+    answered, real = [], NativeModule.generate
+    monkeypatch.setattr(NativeModule, "generate", lambda self, p, **k: (answered.append(len(p)), real(self, p, **k))[1])
+    generate(config, tmp_path / "killed.jsonl", quiet())
+    assert answered == [2] * (3 - units)
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_line_cut_in_half_is_made_again(home, tmp_path, monkeypatch):
+    generate(settings(home), tmp_path / "whole.jsonl", quiet())
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_after(patch, 2)
+        generate(settings(home), tmp_path / "out.jsonl", quiet())
+    partial = tmp_path / "out.jsonl.partial"
+    partial.write_bytes(partial.read_bytes()[:-40])
+    generate(settings(home), tmp_path / "out.jsonl", quiet())
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("sampling.temperature", {"sampling": SamplingConfig(max_new_tokens=6, temperature=0.5)}),
+        pytest.param("seed", {"seed": 1}, marks=pytest.mark.slow),
+        pytest.param("prompts", {"prompts": 5}, marks=pytest.mark.slow),
+        ("model", None),
+    ],
+)
+def test_what_was_begun_otherwise_begins_anew(home, tmp_path, monkeypatch, caplog, what, change):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_after(patch, 1)
+        generate(settings(home), tmp_path / "out.jsonl", quiet())
+    change = change or {"model": str(tiny_model_dir(tmp_path / "other", seed=5))}
+    with caplog.at_level(logging.WARNING):
+        generate(settings(home, **change), tmp_path / "out.jsonl", quiet())
+    assert f"out.jsonl.partial: {what} changed since it was begun, so it starts over" in caplog.text
+    generate(settings(home, **change), tmp_path / "whole.jsonl", quiet())
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_two_calls_cannot_write_one_file(home, tmp_path):
+    with open(tmp_path / "out.jsonl.partial", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(FolderInUse, match=r"out\.jsonl is being written by another process"):
+            generate(settings(home), tmp_path / "out.jsonl", quiet())
+
+
+def test_rewards_that_fail_are_counted(home, tmp_path):
+    err = Console(record=True, width=200)
+    failing = [{"fn": "packages.serve.tests.functions:partly_digits", "retries": 0}]
+    counts = generate(settings(home, reward=failing, keep="best"), tmp_path / "out.jsonl", Display(err=err))
+    assert [r["group"] for r in rows(tmp_path / "out.jsonl")] == [0, 1, 3, 4]  # 2+5= and 5+8= have a five
+    assert counts["responses"] == 4
+    assert "responses without a score: 6 raised; first: reward function 'partly_digits' on group 2" in err.export_text()
+
+
+def test_a_reward_that_never_works_ends_the_call(home, tmp_path):
+    failing = [{"fn": "packages.serve.tests.functions:never", "retries": 0}]
+    with pytest.raises(RewardError, match=r"no response could be scored; .*ValueError: no"):
+        generate(settings(home, reward=failing), tmp_path / "out.jsonl", quiet())
+
+
+def test_each_round_draws_other_prompts(home, tmp_path):
+    data = settings(home).data.model_copy(update={"shuffle": True})
+    drawn = []
+    for round in (1, 2, 3):
+        out = tmp_path / f"{round}.jsonl"
+        generate(settings(home, data=data, prompts=2, samples=1), out, quiet(), round=round)
+        assert [r["group"] for r in rows(out)] == [2 * round - 2, 2 * round - 1]
+        drawn += [r["_row"] for r in rows(out)]
+    assert sorted(drawn) == list(range(ROWS)) and drawn != sorted(drawn)
+
+
+def test_on_the_command_line(home, tmp_path):
+    out = tmp_path / "out.jsonl"
+    options = ["--chat-template", "none", "--max-new-tokens", "6", "-n", str(SAMPLES)]
+    command = ["generate", str(home / "model"), "-i", str(home / "sums.jsonl"), "-o", str(out), *options]
+    assert CliRunner().invoke(app, [*command, "--best", "--reward", "tests.digits:digits"]).exit_code == 0
+    generate(settings(home, reward=["tests.digits:digits"], keep="best"), tmp_path / "best.jsonl", quiet())
+    assert out.read_bytes() == (tmp_path / "best.jsonl").read_bytes()
+    shown = CliRunner().invoke(app, ["generate", str(home / "model"), "-p", "0+3=", *options])
+    assert shown.exit_code == 0 and rows(out)[0]["response"].strip() in shown.stdout
+    assert "give either --prompt" in str(CliRunner().invoke(app, ["generate", str(home / "model")]).exception)
+
+
+def test_what_is_wrong_is_said(home, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match="is not a Hugging Face model directory"):
+        generate(settings(home, model=str(tmp_path)), out, quiet())
+    with pytest.raises(FileNotFoundError, match=r"sum\.jsonl does not exist; did you mean .*sums\.jsonl"):
+        generate(settings(home, data=DataConfig(train=[SourceConfig(path=str(home / "sum.jsonl"))])), out, quiet())
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"empty\.jsonl holds no rows"):
+        generate(
+            settings(home, data=DataConfig(train=[SourceConfig(path=str(tmp_path / "empty.jsonl"))])), out, quiet()
+        )
+    keyed = settings(home).data.model_copy(update={"prompt_key": "question"})
+    with pytest.raises(ValueError, match=r"sums\.jsonl:1: no key 'question'; the row has answer, prompt"):
+        generate(settings(home, data=keyed), out, quiet())
+    with pytest.raises(ValueError, match="nothing scores the responses"):
+        settings(home, keep="best")
+    with pytest.raises(ValueError, match=r"reward\[0\]\.patern: unknown argument of regex; did you mean 'pattern'"):
+        generate(settings(home, reward=[{"fn": "regex", "pattern": "a", "patern": "b"}]), out, quiet())
+    assert not out.exists() and not out.with_name("out.jsonl.partial").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sigkill(home, tmp_path):
+    write_sums(tmp_path, 400)
+    options = ["-i", str(tmp_path / "sums.jsonl"), "-n", "4", "--max-new-tokens", "32", "--chat-template", "none"]
+
+    def start(out):
+        command = [sys.executable, "-m", "coalign.cli", "generate", str(home / "model"), "-o", str(out), *options]
+        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    start(whole).communicate()
+    process, partial = start(killed), killed.with_name("killed.jsonl.partial")
+    while not partial.exists() or partial.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not killed.exists()
+    start(killed).communicate()
+    assert killed.read_bytes() == whole.read_bytes()
