@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.verdict import judge
+from coalign_diagnose.logs import LogFile
+from coalign_diagnose.verdict import judge
 
 MEGABYTES = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 FAILURE = (

@@ -14,7 +14,8 @@ group                  an entry
 ``coalign.checks``     ``pipeline(file, overrides, cluster, display)``: `coalign check` of a pipeline, False for other
                        files
 ``coalign.explains``   ``foreign_file(path, data, text="")``, ``foreign_key(key, value)``, ``exact_foreign_key(key,
-                       value)``: what an error says of files and keys of other frameworks
+                       value)``: what an error says of files and keys of other frameworks. ``ending(error,
+                       folder)``: why a run ended
 =====================  ==============================================================================================
 """
 
@@ -30,6 +31,7 @@ GROUPS = (API, COMMANDS, BACKENDS, CHECKS, EXPLAINS)
 # What the companions of Coalign's repository bring.
 COMPANIONS = {
     "coalign-board": {COMMANDS: ("board", "watch")},
+    "coalign-diagnose": {COMMANDS: ("diagnose", "doctor", "explain")},
     "coalign-jobs": {COMMANDS: ("launch", "sweep")},
     "coalign-megatron": {COMMANDS: ("convert", "extend-vocab", "indexed"), BACKENDS: ("megatron",)},
     "coalign-migrate": {COMMANDS: ("import-config",)},

@@ -15,11 +15,11 @@ from typing import Any
 from coalign.cluster.base import choose_cluster, start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.torchrun import TorchrunRank, serve_rank
+from coalign.companions import EXPLAINS, ask
 from coalign.config import dump, locate_problems
 from coalign.config.export import list_written
 from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
-from coalign.diagnosis.ending import explain_ending
 from coalign.engine.engine import Engine, Hook
 from coalign.engine.fleet import Fleet
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
@@ -269,7 +269,7 @@ def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
         yield
     except BaseException as error:
         root.removeHandler(screen)  # whoever catches it says it there
-        if explanation := explain_ending(error, folder.path):
+        if explanation := ask(EXPLAINS, "ending", error, folder.path):
             error.add_note(explanation)
         log.exception("the run ended with an error")
         raise

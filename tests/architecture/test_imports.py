@@ -68,7 +68,6 @@ ALLOWED = {
     },
     "weights": {"types", "cpu", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "data", "files", "threads", "run_files"},
-    "diagnosis": {"files"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {
         "types",
@@ -86,14 +85,14 @@ ALLOWED = {
     "planner": {"config", "files", "hub", "cluster", "weights"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster", "run_files"},
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
-    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "planner", "report", "diagnosis", "run_files"},
+    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "planner", "report", "run_files"},
     "commands": {
         *(BELOW_BACKENDS | {"http_server", "backends", "cluster", "engine", "planner", "report", "launch"}),
         "run_files",
     },
     "api": {"config", "commands", "launch", "report", "run_files"},
     "cli": {
-        *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "diagnosis", "launch", "planner"}),
+        *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "launch", "planner"}),
         *("report", "run_files"),
     },
 }

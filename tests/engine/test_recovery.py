@@ -10,7 +10,6 @@ import pytest
 
 from coalign.cluster.base import Cluster
 from coalign.cluster.future import Call, WorkerFailure, WorkerLost
-from coalign.commands.explain import explain
 from coalign.engine.engine import Hook, Trainer
 from coalign.engine.environment import Environment
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
@@ -18,6 +17,7 @@ from coalign.engine.hooks.evaluation import EvaluationHook
 from coalign.engine.hooks.recovery import find_newest, open_memory_folder
 from coalign.files import report_written
 from coalign.run_files import checkpoints
+from coalign_diagnose.explain import explain
 from tests.runs import metrics, run, settings, weights_hash
 
 

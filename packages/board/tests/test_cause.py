@@ -47,6 +47,11 @@ def test_a_cause_is_read_once_for_each_state_of_the_log(folder, asked):
     assert len(asked) == 2
 
 
+def test_a_log_in_which_nothing_failed_has_no_cause(folder):
+    add_log(folder, "step 3/3 │ reward 0.5")
+    assert CauseReader().read(folder, {})["cause"] is None
+
+
 def test_a_run_without_a_log_has_no_cause(folder, asked):
     (folder / "log.txt").write_text("")
     assert CauseReader().read(folder, {})["cause"] is None and not asked

@@ -43,7 +43,7 @@ PATHS = [
 
 @pytest.fixture(autouse=True)
 def _no_diagnosis(monkeypatch):
-    """Start no process for each odd file: tests/diagnosis has odd logs of its own."""
+    """Start no process for each odd file: packages/diagnose/tests has odd logs of its own."""
     monkeypatch.setattr(cause, "_diagnose", lambda folder: {"cause": None})
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coalign.commands.run_history import RunHistory
 from coalign.data.batch import Batch
 from coalign.engine.journal import (
     Journal,
@@ -18,6 +17,7 @@ from coalign.engine.journal import (
     parse_groups,
     read_lines,
 )
+from coalign_diagnose.run_history import RunHistory
 from tests.runs import metrics, run, run_in_two_parts
 from tests.runs import settings as run_settings
 

@@ -26,7 +26,7 @@ class CauseReader:
         self._lock = Lock()  # one diagnosis at a time
 
     def read(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return the answer of `coalign diagnose --json` (coalign.diagnosis.report); `cause` is null if it finds none.
+        """Return the answer of `coalign diagnose --json` (coalign_diagnose.report); `cause` is null if it finds none.
 
         ValueError for logs that lead out of the folder, or that it cannot read.
         """
@@ -44,12 +44,12 @@ class CauseReader:
 
 
 def _diagnose(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "coalign.cli", "diagnose", str(folder.resolve()), "--json"]
+    command = [sys.executable, "-m", "coalign_diagnose", str(folder.resolve()), "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         raise ValueError(f"the diagnosis took more than {_SECONDS} s; run `coalign diagnose` on the folder") from None
-    if done.returncode != 0:
+    if not done.stdout:  # the exit code is 1, too, where the logs hold no cause that it knows
         raise ValueError(f"coalign diagnose: {done.stderr.strip()[-300:]}")
     verdict = json.loads(done.stdout)
     for evidence in verdict.get("evidence", ()):

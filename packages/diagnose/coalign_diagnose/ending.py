@@ -6,8 +6,8 @@ import logging
 import traceback
 from pathlib import Path
 
-from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.verdict import judge
+from coalign_diagnose.logs import LogFile
+from coalign_diagnose.verdict import judge
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
+from coalign_diagnose.logs import LineOrigin, LogFile, split_tags
 
 # Ray's tracebacks begin with the task.
 BEGIN = re.compile(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.rules import SECONDARY, build_filter, load_rules, read_rule
-from tests.diagnosis.samples import BEFORE, EXAMPLES, judge_text, name_cause, spell_out
+from coalign_diagnose.logs import LogFile
+from coalign_diagnose.rules import SECONDARY, build_filter, load_rules, read_rule
+from packages.diagnose.tests.samples import BEFORE, EXAMPLES, judge_text, name_cause, spell_out
 
 NAMED = [rule.id for rule in load_rules() if rule.order < SECONDARY]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "diagnosis.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "diagnosis.md"
 
 
 def test_every_rule_that_names_a_cause_has_examples_of_both_kinds():

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from coalign.commands.doctor.findings import ClusterFacts, NodeLink, PreflightFinding, count_levels, examine
-from coalign.commands.doctor.network import open_sink, send_bytes
-from coalign.commands.doctor.node_facts import Kind, NodeFacts, NodeRequest, list_written, measure_node
 from coalign.config.schema import RunConfig
 from coalign.hub import list_sources
 from coalign.launch.fetch import list_data
 from coalign.report.display import Display
 from coalign.rewards.sandbox.sandbox import REQUIREMENTS
+from coalign_diagnose.doctor.findings import ClusterFacts, NodeLink, PreflightFinding, count_levels, examine
+from coalign_diagnose.doctor.network import open_sink, send_bytes
+from coalign_diagnose.doctor.node_facts import Kind, NodeFacts, NodeRequest, list_written, measure_node
 
 if TYPE_CHECKING:
     from coalign.cluster.ray.nodes import RayNodes

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from coalign.diagnosis.logs import NOBODY, LineOrigin, LogFile, split_tags
-from coalign.diagnosis.rules import SECONDARY, CauseRule, LinePattern, build_filter, find_rule, load_rules
-from coalign.diagnosis.tracebacks import BEGIN, LogTraceback, is_source, read_block, read_traceback
+from coalign_diagnose.logs import NOBODY, LineOrigin, LogFile, split_tags
+from coalign_diagnose.rules import SECONDARY, CauseRule, LinePattern, build_filter, find_rule, load_rules
+from coalign_diagnose.tracebacks import BEGIN, LogTraceback, is_source, read_block, read_traceback
 
 MOST_ALIKE = 40  # lines that differ in digits alone
 _MOST = 6_000  # lines of a log that are compared with the rules

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coalign.commands.doctor.node_facts import DiskFacts, NodeFacts
+from coalign_diagnose.doctor.node_facts import DiskFacts, NodeFacts
 
 Level = Literal["ok", "warn", "fail"]
 GIB = 2**30

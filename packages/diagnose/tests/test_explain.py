@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from coalign import cli
-from coalign.commands.explain import explain
-from coalign.commands.run_history import format_time
 from coalign.engine.journal import encode_line
+from coalign_diagnose.explain import explain
+from coalign_diagnose.run_history import format_time
 
 LINES = [
     {"event": "run", "at": 0.0, "run": "a", "started": 5.0},

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from coalign import cli
-from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.verdict import judge, judge_paths
-from tests.diagnosis.samples import EXAMPLES, name_cause
-from tests.diagnosis.test_verdict import OOM, timeout
+from coalign_diagnose.logs import LogFile
+from coalign_diagnose.verdict import judge, judge_paths
+from packages.diagnose.tests.samples import EXAMPLES, name_cause
+from packages.diagnose.tests.test_verdict import OOM, timeout
 
 
 def run(monkeypatch, capsys, *arguments):

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from coalign.cluster.future import Call, WorkerError, WorkerFailure
-from coalign.diagnosis import ending
-from coalign.diagnosis.ending import explain_ending
 from coalign.launch.run import _logged  # pyright: ignore[reportPrivateUsage]
+from coalign_diagnose import ending
+from coalign_diagnose.ending import explain_ending
 
 TRACE = (
     'Traceback (most recent call last):\n  File "/x/site-packages/adamw.py", line 1, in _init_group\n'

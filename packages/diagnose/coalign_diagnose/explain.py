@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coalign.commands.run_history import GroupLife, RunHistory, format_time, list_runs
 from coalign.engine.journal import NAME, read_lines
 from coalign.types import Status
+from coalign_diagnose.run_history import GroupLife, RunHistory, format_time, list_runs
 
 _NEAREST = 4  # groups or steps that are named where the wanted one does not exist
 _LINES_NAMED = 8

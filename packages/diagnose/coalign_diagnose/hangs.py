@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from coalign.diagnosis.findings import Finding
-from coalign.diagnosis.logs import LineOrigin, LogFile
-from coalign.diagnosis.rules import find_rule
+from coalign_diagnose.findings import Finding
+from coalign_diagnose.logs import LineOrigin, LogFile
+from coalign_diagnose.rules import find_rule
 
 _FAULT_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _SPY_FRAME = re.compile(r"^\s+(?P<function>\S+) \((?P<file>[^():]+):(?P<line>\d+)\)$")

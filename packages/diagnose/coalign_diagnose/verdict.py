@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from coalign.diagnosis.collectives import compare_collectives, find_last_deed
-from coalign.diagnosis.findings import Finding, find_all, mark_survival, name_refusal
-from coalign.diagnosis.hangs import find_hang, find_standstill
-from coalign.diagnosis.logs import NOBODY, LineOrigin, LogFile
-from coalign.diagnosis.rules import LEVELS, SECONDARY
-from coalign.diagnosis.sources import check_training, read_sources
-from coalign.diagnosis.stragglers import find_straggler
+from coalign_diagnose.collectives import compare_collectives, find_last_deed
+from coalign_diagnose.findings import Finding, find_all, mark_survival, name_refusal
+from coalign_diagnose.hangs import find_hang, find_standstill
+from coalign_diagnose.logs import NOBODY, LineOrigin, LogFile
+from coalign_diagnose.rules import LEVELS, SECONDARY
+from coalign_diagnose.sources import check_training, read_sources
+from coalign_diagnose.stragglers import find_straggler
 
 _WRAPPER = re.compile(
     r"RayTaskError|ChildFailedError|CalledProcessError|Process\w*Exception|Caught \w+ in|Broken|Connection"

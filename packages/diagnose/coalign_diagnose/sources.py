@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import sys
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from coalign.diagnosis.logs import LogFile
-from coalign.files import open_regular
+from coalign_diagnose.logs import LogFile
 
 _LARGEST = 1 << 30  # bytes of a file: of a larger one its end is read
 _NO_LOGS = {
@@ -50,7 +50,9 @@ def read_log(path: Path) -> LogFile:
     """Read a file (also one that ends in .gz). OSError if it cannot be read."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or folder")
-    with open_regular(path) as file:
+    if not path.is_file():
+        raise ValueError(f"{path}: is not a regular file")
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
         if path.suffix == ".gz":
             data = gzip.GzipFile(fileobj=file).read(_LARGEST)
         else:

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coalign.diagnosis.findings import Finding
-from coalign.diagnosis.logs import LineOrigin, LogFile
+from coalign_diagnose.findings import Finding
+from coalign_diagnose.logs import LineOrigin, LogFile
 
 _CALL = re.compile(
     r"\[Rank (?P<rank>\d+)\].*?Work\w*CCL\((?:SeqNum=(?P<sequence>\d+), )?OpType=(?P<operation>\w+)"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coalign.diagnosis.logs import LogFile, parse_time, split_tags
-from coalign.diagnosis.report import to_json, write_report
-from coalign.diagnosis.verdict import judge
-from tests.diagnosis.samples import judge_text, name_cause
+from coalign_diagnose.logs import LogFile, parse_time, split_tags
+from coalign_diagnose.report import to_json, write_report
+from coalign_diagnose.verdict import judge
+from packages.diagnose.tests.samples import judge_text, name_cause
 
 OOM = (
     'Traceback (most recent call last):\n  File "/home/me/train.py", line 12, in main\n    loss.backward()\n'

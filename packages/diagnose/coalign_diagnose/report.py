@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.verdict import RunDiagnosis
+from coalign_diagnose.logs import LogFile
+from coalign_diagnose.verdict import RunDiagnosis
 
 _WIDTH = 240  # characters of a line of evidence
 

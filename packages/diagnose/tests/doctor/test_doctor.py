@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from coalign import load_config
 from coalign.cli import app
-from coalign.commands.doctor.doctor import diagnose, list_requirements, measure_machine, plan_request
-from coalign.commands.doctor.network import open_sink, send_bytes
-from coalign.commands.doctor.node_facts import (
+from coalign.report.display import Display
+from coalign_diagnose.doctor.doctor import diagnose, list_requirements, measure_machine, plan_request
+from coalign_diagnose.doctor.network import open_sink, send_bytes
+from coalign_diagnose.doctor.node_facts import (
     NodeRequest,
     find_compiler,
     find_interface_problems,
@@ -24,7 +25,6 @@ from coalign.commands.doctor.node_facts import (
     try_port,
     try_to_write,
 )
-from coalign.report.display import Display
 from tests.runs import ROOT, settings
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coalign.diagnosis.verdict import judge
-from tests.diagnosis.score import HERE, SETS, judge_set, read_healthy
+from coalign_diagnose.verdict import judge
+from packages.diagnose.tests.score import HERE, SETS, judge_set, read_healthy
 
 HEALTHY = [path for path in sorted((HERE / "healthy").iterdir()) if path.name != "README.md"]
 

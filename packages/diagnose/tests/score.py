@@ -1,4 +1,4 @@
-"""How many of the held-out logs have the right cause named first: python -m tests.diagnosis.score [--misses]"""
+"""How many of the held-out logs have the right cause named first: python -m packages.diagnose.tests.score [--misses]"""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.sources import read_sources
-from coalign.diagnosis.verdict import RunDiagnosis, judge
-from tests.diagnosis.samples import name_cause
+from coalign_diagnose.logs import LogFile
+from coalign_diagnose.sources import read_sources
+from coalign_diagnose.verdict import RunDiagnosis, judge
+from packages.diagnose.tests.samples import name_cause
 
 HERE = Path(__file__).parent
 SETS = tuple(folder for folder in sorted(HERE.glob("held_out*")) if (folder / "answers.yaml").exists())

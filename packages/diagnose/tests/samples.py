@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from coalign.diagnosis.logs import LogFile
-from coalign.diagnosis.verdict import RunDiagnosis, judge
+from coalign_diagnose.logs import LogFile
+from coalign_diagnose.verdict import RunDiagnosis, judge
 
 EXAMPLES = yaml.safe_load(Path(__file__).with_name("examples.yaml").read_text(encoding="utf-8"))
 _SHORT = re.compile(r"^T\((.+?), (\w+), (.+)\)$", re.MULTILINE)

@@ -1,0 +1,30 @@
+"""`coalign-diagnose LOGS`: what `coalign diagnose` says, on a machine without Coalign."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from coalign_diagnose.report import to_json, write_report
+from coalign_diagnose.verdict import judge_paths
+
+
+def main() -> None:
+    """Name the cause of a run that ended badly. Exit code 1: the logs hold none that it knows; 2: none can be read."""
+    parser = argparse.ArgumentParser(prog="coalign-diagnose", description="Names why a training run ended badly.")
+    parser.add_argument(
+        "logs", nargs="+", help="a run's folder, log files, directories of the logs of many ranks, or -"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    try:
+        verdict, logs = judge_paths(arguments.logs)
+    except (OSError, ValueError) as problem:
+        parser.exit(2, f"error: {problem}\n")
+    print(json.dumps(to_json(verdict, logs), indent=1) if arguments.json else write_report(verdict, logs))  # noqa: T201
+    sys.exit(int(verdict.cause is None or verdict.cause.rule is None))
+
+
+if __name__ == "__main__":
+    main()
