@@ -24,13 +24,13 @@ import grpo_vs_trl
 import offline_vs_trl
 from common import make_model
 
-from coalign.commands.plan.probe import FOLDER, measure_machine, name_machine
-from coalign.planner.constants import MeasuredMachine, load_machine
-from coalign.planner.gpus import ClusterSpec
-from coalign.planner.hf_config import read_directory
-from coalign.planner.job import JobShape, LengthDistribution, ModelWork, Parallelism
-from coalign.planner.model_size import ModelSize
-from coalign.planner.prediction import StepPrediction, predict_step
+from coalign_plan.constants import MeasuredMachine, load_machine
+from coalign_plan.gpus import ClusterSpec
+from coalign_plan.hf_config import read_directory
+from coalign_plan.job import JobShape, LengthDistribution, ModelWork, Parallelism
+from coalign_plan.model_size import ModelSize
+from coalign_plan.prediction import StepPrediction, predict_step
+from coalign_plan.report.probe import FOLDER, measure_machine, name_machine
 
 NEW = 128  # tokens of a response of GRPO
 GOAL = 0.2

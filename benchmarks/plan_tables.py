@@ -21,16 +21,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from coalign.planner.constants import Constants
-from coalign.planner.generation import EngineReplica
-from coalign.planner.gpus import ClusterSpec, find_gpu
-from coalign.planner.hf_config import read_model_size
-from coalign.planner.job import JobShape, LengthDistribution, ModelWork, Parallelism
-from coalign.planner.model_size import ModelSize
-from coalign.planner.prediction import StepPrediction, predict_step
-from coalign.planner.simulation import ReplicaSimulation, SequenceGroup
-from coalign.planner.training import TokenBatch, TrainingModel
-from coalign.planner.transfer import broadcast_seconds, count_tensors
+from coalign_plan.constants import Constants
+from coalign_plan.generation import EngineReplica
+from coalign_plan.gpus import ClusterSpec, find_gpu
+from coalign_plan.hf_config import read_model_size
+from coalign_plan.job import JobShape, LengthDistribution, ModelWork, Parallelism
+from coalign_plan.model_size import ModelSize
+from coalign_plan.prediction import StepPrediction, predict_step
+from coalign_plan.simulation import ReplicaSimulation, SequenceGroup
+from coalign_plan.training import TokenBatch, TrainingModel
+from coalign_plan.transfer import broadcast_seconds, count_tensors
 
 DATA = Path(__file__).resolve().parent / "data" / "planner"
 WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5625}

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from plan_tables import DATA, PublicTable, PublishedFigure, read_table
 
-from coalign.planner.constants import Constants
+from coalign_plan.constants import Constants
 
 TIE = 1.05  # rows whose published figures are nearer than this are no pair
 FITS = DATA / "fits.json"

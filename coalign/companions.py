@@ -11,8 +11,10 @@ group                  an entry
 ``coalign.api``        a function of `import coalign`
 ``coalign.commands``   a function with typer's annotations, or a `typer.Typer` with commands of its own
 ``coalign.backends``   a subclass of ``Module``, which `models.<name>.module` names
-``coalign.checks``     ``pipeline(file, overrides, cluster, display)``: `coalign check` of a pipeline, False for other
-                       files
+``coalign.checks``     parts of `coalign check`. ``pipeline(file, overrides, cluster, display)``: the whole check of a
+                       pipeline, False for other files. ``cluster(text)``: what `--cluster` describes.
+                       ``memory(report, plan, config, cluster, lengths)`` and ``placement(report, plan, config,
+                       cluster)``: whether the run fits
 ``coalign.explains``   ``foreign_file(path, data, text="")``, ``foreign_key(key, value)``, ``exact_foreign_key(key,
                        value)``: what an error says of files and keys of other frameworks. ``ending(error,
                        folder)``: why a run ended
@@ -35,8 +37,10 @@ COMPANIONS = {
     "coalign-jobs": {COMMANDS: ("launch", "sweep")},
     "coalign-megatron": {COMMANDS: ("convert", "extend-vocab", "indexed"), BACKENDS: ("megatron",)},
     "coalign-migrate": {COMMANDS: ("import-config",)},
+    "coalign-plan": {COMMANDS: ("plan",), CHECKS: ("cluster", "memory", "placement")},
     "coalign-serve": {
         API: ("generate",),
+        CHECKS: ("pipeline",),
         COMMANDS: ("chat", "generate", "pipeline", "score", "serve", "serve-reward"),
     },
 }

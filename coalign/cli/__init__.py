@@ -75,7 +75,6 @@ def show_options(
 COMMANDS = {
     "train": train.train,
     "check": train.check,
-    "plan": train.plan,
     "scale": train.scale,
     "save": train.save,
     "stop": train.stop,

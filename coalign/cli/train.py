@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coalign.companions import CHECKS, ask
+from coalign.companions import CHECKS, ask, name_missing
 
 if TYPE_CHECKING:
     from coalign.report.display import Display
@@ -92,10 +92,10 @@ def check(
 ):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     _refuse(no_code)
-    _report(lambda display, facts: _examine(config, overrides, cluster, display, facts), as_json)
+    report(lambda display, facts: _examine(config, overrides, cluster, display, facts), as_json)
 
 
-def _report(work: Callable[[Display, dict[str, Any]], None], as_json: bool) -> None:
+def report(work: Callable[[Display, dict[str, Any]], None], as_json: bool) -> None:
     """Let ``work`` show its results; or, as JSON, print the facts that it collects and the problems that it raises."""
     from coalign.report.display import Display
 
@@ -115,11 +115,9 @@ def _examine(
 ) -> None:
     if ask(CHECKS, "pipeline", config, overrides or [], cluster, display):
         return
-    simulated = None
-    if cluster:
-        from coalign.planner.gpus import ClusterSpec
-
-        simulated = ClusterSpec.parse(cluster)
+    if cluster and (companion := name_missing(CHECKS, "cluster")):
+        raise ImportError(f"--cluster comes with a companion of Coalign: pip install {companion}")
+    simulated = ask(CHECKS, "cluster", cluster) if cluster else None
     from coalign.api import load_config
 
     loaded = load_config(config, overrides, planned=True)
@@ -127,69 +125,6 @@ def _examine(
     from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
 
     examine(loaded, display, simulated, facts)
-
-
-def plan(
-    config: Config,
-    overrides: Overrides = None,
-    cluster: Cluster = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Response lengths in tokens: MEAN,MAX, or a file of one length a line.")
-    ] = None,
-    objective: Annotated[
-        str, typer.Option(help="What the best layouts are best at: seconds or gpu-hours.")
-    ] = "seconds",
-    top: Annotated[int, typer.Option(min=0, help="How many layouts to propose; 0: do not search.")] = 5,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Dollars of a GPU-hour.")] = None,
-    write: Annotated[Path | None, typer.Option(help="A new file: the YAML with the lines of the best layout.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="A new file, .png or .json: the predicted step beside a measured one.")
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine first, keep the figures, and plan for it.")
-    ] = False,
-    no_code: NoCode = False,
-    as_json: AsJson = False,
-):
-    """Predict the seconds, memory and cost of a step on a cluster that need not be there, and search better layouts."""
-    _refuse(no_code)
-
-    def predict(display: Display, facts: dict[str, Any]) -> None:
-        from coalign.api import load_config
-        from coalign.config.yaml_edit import emit_inline
-        from coalign.planner.constants import Constants
-        from coalign.planner.gpus import ClusterSpec
-        from coalign.planner.job import LengthDistribution
-
-        if cluster is None and not measure:
-            raise ValueError("--cluster is missing: NODESxGPUS:NAME, such as `--cluster 4x8:H100`, or `here`")
-        if measure and cluster not in (None, "here"):
-            raise ValueError(f"--measure is for this machine, and --cluster names {cluster}; leave one of them out")
-        if objective not in ("seconds", "gpu-hours"):
-            raise ValueError(f"--objective is '{objective}'; expected seconds or gpu-hours")
-        here = measure or cluster == "here"
-        simulated = None if here or cluster is None else ClusterSpec.parse(cluster)
-        distribution = LengthDistribution.parse(lengths) if lengths else None
-
-        configured = load_config(config, overrides, planned=True)
-
-        def load(settings):
-            more = [f"{key}={emit_inline(value)}" for key, value in settings.items()]
-            return load_config(config, [*(overrides or []), *more], planned=True) if more else configured
-
-        from coalign.commands.plan.run_plan import (
-            PlanRequest,
-            find_machine,
-            plan_run,
-        )  # slow to import: a wrong file is named before
-
-        constants, devices = Constants(), None
-        if simulated is None:
-            simulated, constants, devices = find_machine(measure=measure, display=display)
-        request = PlanRequest(simulated, constants, distribution, objective, top, price, write, trace, devices)
-        facts.update(plan_run(config, load, request, display))
-
-    _report(predict, as_json)
 
 
 def evaluate(
@@ -213,7 +148,7 @@ def evaluate(
         facts["metrics"] = api.evaluate(config, overrides, model=model, dtype=dtype)
         display.table("evaluation", facts["metrics"])
 
-    _report(measure, as_json)
+    report(measure, as_json)
 
 
 def inspect_data(

@@ -26,7 +26,6 @@ from coalign.engine.vocabulary import find_tokenizer_name
 from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
 from coalign.launch.data_load import find_row_limits, load_tokenizer
-from coalign.launch.memory_table import RowLengths
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.launch.reward_check import try_rewards
 from coalign.roles import Rollout, Trainable
@@ -40,6 +39,14 @@ ROWS, TOKENS = 5_000, 500_000  # read of each source: two seconds of one core
 SINGLE_TURN = RolloutConfig().fn  # other environments may write prompts of their own
 SHOWN = 100  # characters of the first row
 WARNING = "warning: "  # before a line that is one
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Tokens of the longest sequence, and of the row with the most in all of its sequences."""
+
+    sequence: int
+    row: int
 
 
 @dataclass

@@ -15,7 +15,6 @@ from coalign.cluster.placement.slots import Footprint, Slot, list_models_sharing
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.hub import find_directory
 from coalign.launch.data_load import RunData
-from coalign.launch.memory_table import format_count
 from coalign.launch.plan import Plan
 from coalign.processes.host import count_processors
 from coalign.weights.model_files import read_stored
@@ -102,3 +101,8 @@ def _places(slot: Slot, name: str) -> str:
 def describe_range(numbers: Sequence[int]) -> str:
     """Return the first and the last of neighbouring numbers: `0–7`."""
     return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+
+
+def format_count(parameters: float) -> str:
+    """Return a number of parameters as people say it: `7.6B`, `135M`."""
+    return f"{parameters / 1e9:,.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:,.1f}M"

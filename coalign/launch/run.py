@@ -38,12 +38,12 @@ from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.engine.reference import precompute
 from coalign.files import RecordFile, RecordHandler, Sink, write_text_atomically
-from coalign.launch.check import trace
 from coalign.launch.data_load import load_data
 from coalign.launch.devices import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import describe_assigned_layout, describe_start
 from coalign.launch.plan import prepare
+from coalign.launch.trace import trace
 from coalign.launch.validate import check_folders
 from coalign.report.contact_sheet import write_sample_sheet
 from coalign.report.display import Display

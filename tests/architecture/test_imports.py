@@ -82,17 +82,16 @@ ALLOWED = {
         "run_files",
         "threads",
     },
-    "planner": {"config", "files", "hub", "cluster", "weights"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster", "run_files"},
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
-    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "planner", "report", "run_files"},
+    "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "report", "run_files"},
     "commands": {
-        *(BELOW_BACKENDS | {"http_server", "backends", "cluster", "engine", "planner", "report", "launch"}),
+        *(BELOW_BACKENDS | {"http_server", "backends", "cluster", "engine", "report", "launch"}),
         "run_files",
     },
     "api": {"config", "commands", "launch", "report", "run_files"},
     "cli": {
-        *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "launch", "planner"}),
+        *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "launch"}),
         *("report", "run_files"),
     },
 }

@@ -39,7 +39,7 @@ def test_a_check_of_a_plain_model_loads_neither_transformers_nor_the_planner(tmp
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "no problem found" in shown
     found = json.loads(shown.splitlines()[-1])
-    unwanted = {*HEAVY, *(f"coalign.planner.{name}" for name in PLANNER), *(f"coalign.{name}" for name in OWN)}
+    unwanted = {*HEAVY, *(f"coalign_plan.{name}" for name in PLANNER), *(f"coalign.{name}" for name in OWN)}
     assert not unwanted.intersection(found["loaded"])
     assert len([name for name in found["loaded"] if name.startswith("coalign")]) <= 240
     assert found["MiB"] <= 300

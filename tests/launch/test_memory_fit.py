@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 
 from coalign import devices, load_config
-from coalign.launch import memory_table
 from coalign.launch.check import check
-from coalign.launch.data_check import check_data
-from coalign.launch.memory_table import RowLengths, estimate_models, list_demands, list_loads
+from coalign.launch.data_check import RowLengths, check_data
 from coalign.launch.plan import prepare
 from coalign.processes import host
 from coalign.report.display import Display
+from coalign_plan.checks import memory_table
+from coalign_plan.checks.memory_table import estimate_models, list_demands, list_loads
 from tests.runs import settings
 from tests.tiny import tiny_model_dir
 

@@ -38,7 +38,7 @@ PACKAGES = {
     "PIL": "pillow",
     "yaml": "pyyaml",
 }
-NAMED = (companions.API, companions.COMMANDS, companions.BACKENDS)  # groups whose entries people write
+NAMED = {*companions.GROUPS} - {companions.EXPLAINS}  # groups whose entries people ask for
 # Modules that come with a package that is declared.
 WITH_OTHERS = {
     "h11": "uvicorn",

@@ -11,8 +11,8 @@ import torch
 from coalign import load_config
 from coalign.api import evaluate
 from coalign.data.batch import Batch
-from coalign.launch.check import trace
 from coalign.launch.plan import prepare
+from coalign.launch.trace import trace
 from coalign.recipes.distillation import assign_teachers, merge_teachers, select_for_teacher
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 from tests.tiny import tiny_tokenizer

@@ -7,8 +7,8 @@ import pytest
 from coalign import load_config
 from coalign.backends.base import TrainableModule
 from coalign.engine.hooks.guards import UNHEALTHY
-from coalign.launch.check import trace
 from coalign.launch.plan import prepare
+from coalign.launch.trace import trace
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coalign import load_config
-from coalign.launch.check import trace
 from coalign.launch.plan import prepare
+from coalign.launch.trace import trace
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 
 DIGITS = {"fn": "tests.digits:digits", "weight": 0.0}

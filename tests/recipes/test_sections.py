@@ -9,8 +9,9 @@ import pytest
 from coalign import load_config
 from coalign.config.errors import ConfigError
 from coalign.engine.engine import Engine
-from coalign.launch.check import check, trace
+from coalign.launch.check import check
 from coalign.launch.plan import prepare
+from coalign.launch.trace import trace
 from coalign.recipes.grpo import GRPO
 from coalign.recipes.ppo import PPO
 from coalign.report.display import Display

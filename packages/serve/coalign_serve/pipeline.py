@@ -22,10 +22,10 @@ from coalign.config.errors import Conflict
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig, Section, SourceConfig
 from coalign.files import move_aside, write_text_atomically
-from coalign.launch.check import trace
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.plan import find_recipe, prepare
 from coalign.launch.run import train
+from coalign.launch.trace import trace
 from coalign.launch.validate import check_reward_lengths
 from coalign.report.display import Display
 from coalign.report.step_line import format_metric

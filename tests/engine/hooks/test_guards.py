@@ -13,9 +13,9 @@ from coalign.algorithms.losses import policy_gradient
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.engine.hooks.guards import METRICS, UNHEALTHY, list_exceeded, list_non_finite, read_dump
-from coalign.launch.check import trace
 from coalign.launch.plan import prepare
 from coalign.launch.run import train
+from coalign.launch.trace import trace
 from coalign.report.display import Display
 from coalign.types import LossInput, LossOutput, Stat, Total
 from tests.runs import metrics, run, settings, weights_hash
