@@ -1,9 +1,9 @@
 """How often graders pay wrong answers and refuse right ones: `python benchmarks/graders.py`.
 
-Truths are the final answers in `tests/rewards/answers.txt`. Wrong answers are a truth with one of its numbers changed
-by one, a sign or a relation turned, a bracket opened, an element left out. Right ones are the truth in other notations.
-`tests/rewards/answer_pairs.jsonl` has the pairs that two graders are tested with by their authors, and our own. Where
-an author's name ends in "responses" the answer stands in a whole response, which only the reward itself reads.
+Truths are the final answers in `packages/graders/tests/answers.txt`. Wrong answers are a truth with one of its numbers
+changed by one, a sign or a relation turned, a bracket opened, an element left out. Right ones are the truth in other
+notations. `answer_pairs.jsonl` beside it has the pairs that two graders are tested with by their authors, and ours.
+Where an author's name ends in "responses" the answer stands in a whole response, which only the reward itself reads.
 
 Peers are measured if they are installed: Math-Verify (`math-verify`), and the grader of PRM800K with the normalisation
 of Hendrycks et al., which `mathruler` ships (`pip install mathruler pylatexenc tqdm`). Prints Markdown tables; the
@@ -26,11 +26,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from coalign.rewards import contains, exact_match, f1, math, multiple_choice
-from coalign.rewards.math_answer import is_same_answer
 from coalign.types import Sample
+from coalign_graders.answers import contains, exact_match, f1
+from coalign_graders.choice import multiple_choice
+from coalign_graders.math_answer import is_same_answer, math
 
-DATA = Path(__file__).resolve().parents[1] / "tests" / "rewards"
+DATA = Path(__file__).resolve().parents[1] / "packages" / "graders" / "tests"
 Grader = Callable[[str, str], bool]
 
 

@@ -11,10 +11,12 @@ group                  an entry
 ``coalign.api``        a function of `import coalign`
 ``coalign.commands``   a function with typer's annotations, or a `typer.Typer` with commands of its own
 ``coalign.backends``   a subclass of ``Module``, which `models.<name>.module` names
+``coalign.rewards``    a reward function (see coalign.rewards), which `reward.fn` names. The questions of judges have a
+                       group of their own, ``coalign.rewards.judge_questions``
 ``coalign.checks``     parts of `coalign check`. ``pipeline(file, overrides, cluster, display)``: the whole check of a
                        pipeline, False for other files. ``cluster(text)``: what `--cluster` describes.
                        ``memory(report, plan, config, cluster, lengths)`` and ``placement(report, plan, config,
-                       cluster)``: whether the run fits
+                       cluster)``: whether the run fits. ``sandbox()``: what a sandbox for code cannot limit here
 ``coalign.explains``   ``foreign_file(path, data, text="")``, ``foreign_key(key, value)``, ``exact_foreign_key(key,
                        value)``: what an error says of files and keys of other frameworks. ``ending(error,
                        folder)``: why a run ended
@@ -28,12 +30,21 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 API, COMMANDS, BACKENDS = "coalign.api", "coalign.commands", "coalign.backends"
+REWARDS, QUESTIONS = "coalign.rewards", "coalign.rewards.judge_questions"
 CHECKS, EXPLAINS = "coalign.checks", "coalign.explains"
-GROUPS = (API, COMMANDS, BACKENDS, CHECKS, EXPLAINS)
+GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, CHECKS, EXPLAINS)
 # What the companions of Coalign's repository bring.
 COMPANIONS = {
     "coalign-board": {COMMANDS: ("board", "watch")},
     "coalign-diagnose": {COMMANDS: ("diagnose", "doctor", "explain")},
+    "coalign-graders": {
+        REWARDS: (
+            *("contains", "exact_match", "f1", "regex", "math", "multiple_choice", "code"),
+            *("Remote", "RemoteJudge", "Tournament", "pairwise"),
+        ),
+        QUESTIONS: ("Pairwise", "Pointwise"),
+        CHECKS: ("sandbox",),
+    },
     "coalign-jobs": {COMMANDS: ("launch", "sweep")},
     "coalign-megatron": {COMMANDS: ("convert", "extend-vocab", "indexed"), BACKENDS: ("megatron",)},
     "coalign-migrate": {COMMANDS: ("import-config",)},

@@ -20,8 +20,9 @@ RUN python3 -m venv /opt/coalign \
 
 COPY pyproject.toml README.md LICENSE ./
 COPY coalign coalign
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
-    && rm -rf /src/coalign \
+COPY packages packages
+RUN pip install --no-cache-dir --no-deps --no-build-isolation ./packages/* . \
+    && rm -rf /src/coalign /src/packages \
     && coalign --version
 
 WORKDIR /work

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from coalign.cli import app
-from coalign.rewards.math_answer import math
+from coalign_graders.math_answer import math
 from examples.gsm8k import make_data
 from examples.smollm2.data import clean
 from examples.word_problems import PATTERNS, solve, spoil, write_files

@@ -21,8 +21,9 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from coalign import rewards
+from coalign.companions import REWARDS
 from coalign.config import ConfigError, load
+from coalign.config.functions import resolve
 from coalign.data.batch import Batch
 from coalign.data.cache import ARRAYS, HASH, ExampleStore
 from coalign.data.indexed import IndexedTokens, IndexedWriter
@@ -38,6 +39,7 @@ from coalign.files import hash_file, read_model_config
 from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.run_files.records import read_records
 from coalign.weights.compare import open_saved_weights
+from coalign_graders import math_answer
 from coalign_megatron.convert.huggingface import HuggingFaceReader
 from coalign_megatron.convert.sources import find_iteration
 from coalign_megatron.families import find_family
@@ -315,8 +317,8 @@ def reward_answer(answer: Any) -> None:
     """Whatever a row has as its answer: a number or the two errors that `read_truth` documents."""
     row = sample("The answer is B", answer=answer)
     for name in ("exact_match", "contains", "f1", "multiple_choice"):
-        attempt(lambda name=name: float(getattr(rewards, name)(row)), ValueError, KeyError)
-    attempt(lambda: asyncio.run(rewards.math(row)), ValueError, KeyError)
+        attempt(lambda name=name: float(resolve(name, REWARDS)(row)), ValueError, KeyError)
+    attempt(lambda: asyncio.run(math_answer.math(row)), ValueError, KeyError)
 
 
 VALUES: dict[str, tuple[Callable[[Any], None], st.SearchStrategy[Any]]] = {

@@ -101,10 +101,12 @@ def resolve(name: str, home: str) -> Any:
     """
     if ":" in name:
         return _import_dotted(name)
-    module = importlib.import_module(home)
-    names = _public(module)
+    module, brought = importlib.import_module(home), list_entries(home)
+    names = [*_public(module), *brought]
     if match := _match_case(name, names) or _match_case(name.replace("_", ""), names):
-        return getattr(module, match)
+        return brought[match].load() if match in brought else getattr(module, match)
+    if companion := name_missing(home, name):
+        raise ImportError(f"'{name}' comes with a companion of Coalign: pip install {companion}")
     raise ValueError(f"'{name}' is not in {home}{_correct(name, names)} (a function of your own: `my.module:name`)")
 
 
@@ -139,9 +141,10 @@ def list_classes(home: str) -> Mapping[str, str]:
 
 
 def list_functions(home: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions and classes of the module ``home`` that settings can name, by their names."""
+    """Return the functions and classes that settings can name, by their names: of ``home``, and of companions."""
     module = importlib.import_module(home)
-    return {name: getattr(module, name) for name in _public(module)}
+    brought = {name: entry.load() for name, entry in list_entries(home).items()}
+    return {name: getattr(module, name) for name in _public(module)} | brought
 
 
 def shorten_name(name: str) -> str:

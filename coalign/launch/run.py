@@ -15,7 +15,7 @@ from typing import Any
 from coalign.cluster.base import choose_cluster, start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.torchrun import TorchrunRank, serve_rank
-from coalign.companions import EXPLAINS, ask
+from coalign.companions import EXPLAINS, ask, list_modules
 from coalign.config import dump, locate_problems
 from coalign.config.export import list_written
 from coalign.config.schema import RunConfig
@@ -259,20 +259,23 @@ def _find_checkpoint(
 @contextmanager
 def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
     """Send the library's log to the screen and to log.txt."""
-    root = logging.getLogger("coalign")
+    roots = [logging.getLogger(name) for name in list_modules()]
     to_file = RecordHandler(RecordFile(folder.path / "log.txt"), hide_secrets)
     screen = display.handler()
-    root.setLevel(logging.INFO)
-    for handler in (to_file, screen):
-        root.addHandler(handler)
+    for root in roots:
+        root.setLevel(logging.INFO)
+        for handler in (to_file, screen):
+            root.addHandler(handler)
     try:
         yield
     except BaseException as error:
-        root.removeHandler(screen)  # whoever catches it says it there
+        for root in roots:
+            root.removeHandler(screen)  # whoever catches it says it there
         if explanation := ask(EXPLAINS, "ending", error, folder.path):
             error.add_note(explanation)
         log.exception("the run ended with an error")
         raise
     finally:
-        for handler in (to_file, screen):
-            root.removeHandler(handler)
+        for root in roots:
+            for handler in (to_file, screen):
+                root.removeHandler(handler)

@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary
 import cloudpickle
 from torch import Tensor
 
+from coalign.companions import list_modules
 from coalign.config.functions import is_bound_to_process
 from coalign.processes.function_program import CALL, CANCEL, CANCELLED, ERROR, FAST, HEADER, READY, SLOW, START
 from coalign.processes.host import count_processors
@@ -79,7 +80,7 @@ def build_pool(
 
     Coalign's own functions do, and with a warning an object that no process can be sent.
     """
-    if ":" not in path or path.startswith(("coalign.", "coalign:")):
+    if ":" not in path or path.partition(":")[0].partition(".")[0] in list_modules():
         return None
     try:
         return FunctionPool(path, fn, arguments, memory_mb)

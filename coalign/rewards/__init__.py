@@ -1,4 +1,6 @@
-"""Reward functions: plain Python functions of finished samples. `rules.py` has the simplest; `calls.py` calls them.
+"""Reward functions: plain Python functions of finished samples. `calls.py` calls them.
+
+`rules.py` has rewards by length and form. What grades answers comes from the companion coalign-graders.
 
 **What a function takes** depends on the name of its first parameter:
 
@@ -41,23 +43,15 @@ leave the batch before any baseline sees them, and are counted in ``reward/faile
 could be scored, the run stops with the function's own traceback.
 """
 
-from coalign.rewards.choice import multiple_choice
-from coalign.rewards.code import code
-from coalign.rewards.groups import PairwiseComparisons as pairwise
-from coalign.rewards.groups import Tournament
-from coalign.rewards.http.judge import RemoteJudge
-from coalign.rewards.http.remote import Remote
-from coalign.rewards.math_answer import math
+from typing import Any
+
+from coalign.companions import REWARDS, list_entries
 from coalign.rewards.rules import (
     CosineLength,
-    contains,
     episode,
-    exact_match,
-    f1,
     length_penalty,
     length_range,
     length_target,
-    regex,
     repetition_penalty,
     script,
     tags,
@@ -65,22 +59,18 @@ from coalign.rewards.rules import (
 
 __all__ = [
     "CosineLength",
-    "Remote",
-    "RemoteJudge",
-    "Tournament",
-    "code",
-    "contains",
     "episode",
-    "exact_match",
-    "f1",
     "length_penalty",
     "length_range",
     "length_target",
-    "math",
-    "multiple_choice",
-    "pairwise",
-    "regex",
     "repetition_penalty",
     "script",
     "tags",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Refuse a reward function that a companion brings, with where it is."""
+    if (entry := list_entries(REWARDS).get(name)) is not None:
+        raise AttributeError(f"coalign.rewards.{name} is {entry.value} now; a YAML names it `{name}`")
+    raise AttributeError(f"module 'coalign.rewards' has no attribute '{name}'")

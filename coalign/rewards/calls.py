@@ -56,8 +56,10 @@ class RewardBug(RewardError):
 class GiveUp(RuntimeError):
     """A reward function raises this to say that a retry would fail too: the call is not repeated.
 
-    In a list of values it stands for that of one sample.
+    So does any error with the attribute ``gives_up``. In a list of values it stands for that of one sample.
     """
+
+    gives_up = True
 
 
 # Errors that the same call raises again: a name, a key or a type that is wrong.
@@ -288,7 +290,9 @@ def _is_service_failure(outcome: RewardOutcome) -> bool:
 
 
 def _is_worth_repeating(outcome: RewardOutcome) -> bool:
-    return isinstance(outcome, RewardFailure) and outcome.reason not in BUGS and not isinstance(outcome.error, GiveUp)
+    if not isinstance(outcome, RewardFailure) or outcome.reason in BUGS:
+        return False
+    return not getattr(outcome.error, "gives_up", False)
 
 
 def _to_outcomes(

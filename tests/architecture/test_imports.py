@@ -50,12 +50,12 @@ ALLOWED = {
     "threads": set(),
     "http_server": set(),
     "interpreter_watch": set(),
-    "processes": {"types", "config", "threads"},
+    "processes": {"companions", "types", "config", "threads"},
     "devices": {"processes"},
     "memory": {"devices"},
     "algorithms": {"types", "cpu"},
     "data": {"types", "algorithms", "config", "files", "hub", "hub_data", "processes"},
-    "rewards": {"types", "config", "data", "services", "threads", "processes"},
+    "rewards": {"companions", "types", "config", "data", "services", "threads", "processes"},
     "environments": {
         "types",
         "config",
@@ -100,10 +100,10 @@ HEAVY = {
     "vllm": "backends/engines/vllm/",
     "megatron": "coalign_megatron/backend/",
     "deepspeed": "backends/deepspeed.py",
-    "latex2sympy2_extended": "rewards/checks.py",  # math-verify's parser
+    "latex2sympy2_extended": "coalign_graders/checks.py",  # math-verify's parser
     "huggingface_hub": "hub.py",
     "gguf": "gguf.py",
-    "httpx2": "rewards/http/client.py",
+    "httpx2": "coalign_graders/services/client.py",
     "cloudpickle": "processes/function_process.py",
     "matplotlib": ("report/plots.py",),
     "fsspec": "engine/hooks/checkpoint_remote.py",

@@ -15,10 +15,10 @@ import pytest
 from coalign import load_config
 from coalign.launch.run import train as train_here
 from coalign.report.display import Display
+from packages.graders.tests.service import Service, lengths
 from tests.chaos.damage import Proxy, flip_bit
 from tests.chaos.driver import Faults, read_lines
 from tests.chaos.test_lost_processes import measure, record, train
-from tests.rewards.service import Service, lengths
 from tests.runs import exact_settings, metrics, run, weights_hash
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]

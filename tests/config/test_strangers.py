@@ -20,7 +20,7 @@ from coalign.config.yaml_reader import parse
 from coalign.data.sources import BadRow, JsonLines
 from coalign.files import RecordFile, RecordHandler
 from coalign.report.display import Display
-from coalign.rewards.http.remote import Remote
+from coalign_graders.services.remote import Remote
 from coalign_serve.config.pipeline import ScoreConfig
 from coalign_serve.resumable import fingerprint_settings
 from tests.config.conftest import recipe_defaults
@@ -217,7 +217,7 @@ def no_code():
 
 @pytest.mark.parametrize("name", ["os:system", "coalign.files:os.system", "coalign.files:os", "tests.digits:digits"])
 def test_with_no_code_only_coaligns_own_functions_are_found(no_code, name):
-    assert resolve("math", "coalign.rewards") and resolve("coalign.rewards.math_answer:math", "coalign.rewards")
+    assert resolve("math", "coalign.rewards") and resolve("coalign_graders.math_answer:math", "coalign.rewards")
     with pytest.raises(ValueError, match=f"'{name}' is not Coalign's own"):
         resolve(name, "coalign.rewards")
 

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from coalign.cluster.future import WorkerError
-from tests.rewards.service import Service
+from packages.graders.tests.service import Service
 from tests.runs import metrics, run, settings
 
-HERE = "tests.rewards.hostile:"
+HERE = "packages.graders.tests.hostile:"
 
 
 def configure(tmp_path, reward, **runtime):

@@ -17,9 +17,9 @@ from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples
 from coalign.environments.conversation import find_environment
 from coalign.environments.parsers import ToolRequest
-from coalign.rewards import math
 from coalign.roles import Context
 from coalign.types import Sample, Status
+from coalign_graders.math_answer import math
 from tests.environments.helpers import TOOLS_CHATML
 from tests.gsm8k import TEST
 from tests.tiny import tiny_model_dir, tiny_tokenizer

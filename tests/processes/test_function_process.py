@@ -24,7 +24,7 @@ try:
 except ImportError:
     uvloop = None
 
-HERE = "tests.rewards.hostile:"
+HERE = "packages.graders.tests.hostile:"
 SAMPLES = [sample("bad" if i == 3 else f"good {i}", group=i // 2, index=i % 2, answer="1") for i in range(8)]
 
 
@@ -125,7 +125,7 @@ def test_errors_keep_their_class_and_their_traceback(caller):
     ((outcome,),) = caller.score([build("raises")], SAMPLES[3:4])
     assert isinstance(outcome.error, LookupError) and "hostile.py" in str(outcome.error.__cause__)
     ((odd,), (unsent,)) = caller.score([build("raises_oddly"), build("returns_odd")], SAMPLES[:1])
-    assert str(odd).startswith("raised: RuntimeError: OddError: odd (tests/rewards/hostile.py:")
+    assert str(odd).startswith("raised: RuntimeError: OddError: odd (packages/graders/tests/hostile.py:")
     assert unsent.reason == "bug"
 
 
@@ -167,7 +167,7 @@ def test_an_object_that_cannot_be_sent_runs_here_and_says_so(caller, caplog):
 
 
 def test_functions_of_the_package_stay_in_this_process():
-    for fn in ("exact_match", "coalign.rewards.rules:exact_match"):
+    for fn in ("exact_match", "coalign_graders.answers:exact_match", "coalign.rewards.rules:tags"):
         assert build_reward_function(RewardConfig(fn=fn), "reward.0").pool is None
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.rewards.http.remote import CircuitBreaker
+from coalign_graders.services.remote import CircuitBreaker
 
 
 class Clock:

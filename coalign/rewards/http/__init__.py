@@ -1,1 +1,0 @@
-"""Rewards of services over HTTP: `remote.py` asks reward services, `judge.py` language models; `client.py` sends."""

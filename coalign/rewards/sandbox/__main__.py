@@ -1,5 +1,0 @@
-"""The supervisor as a script (`python coalign/rewards/sandbox`), with the standard library alone."""
-
-from supervisor import main  # pyright: ignore[reportAttributeAccessIssue]  (a stub of that name is on its path)
-
-main()
