@@ -22,9 +22,12 @@ STEPS = 3
 
 
 def build_archives(folder: Path) -> tuple[Path, Path]:
-    """Build the source archive from the checkout, and the wheel from that archive; return wheel and archive."""
+    """Build the source archive, the wheel from it, and the wheels of companions; return wheel and archive."""
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], folder)
     [wheel], [archive] = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    for companion in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder)]
+        run([*build, str(companion.parent)], folder)
     return wheel, archive
 
 
@@ -105,7 +108,8 @@ def install(tool: str, archive: Path, folder: Path) -> Path:
     else:
         run([sys.executable, "-m", "venv", str(venv)], folder)
         command = [str(venv / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
-    run([*command, "--constraint", str(ROOT / "constraints.txt"), "torch", str(archive)], folder)
+    command += ["--constraint", str(ROOT / "constraints.txt"), "--find-links", str(archive.parent)]
+    run([*command, "torch", f"{archive}[migrate,plan]"], folder)
     return venv / "bin"
 
 
