@@ -26,9 +26,9 @@ from torch import Tensor
 
 from coalign.backends.base import Module
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
-from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.cluster.base import start_cluster
+from coalign.backends.engines.rollout_module import RolloutModule
+from coalign.cluster.cluster import start_cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import BatchRef, Future, Outcome, Span
 from coalign.cluster.local import LocalCluster, LocalWorker

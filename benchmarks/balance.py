@@ -14,9 +14,9 @@ from statistics import mean
 
 import torch
 
+from coalign.cluster.batch_shards import shard_rows
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
-from coalign.cluster.shards import shard_rows
 from coalign.data.batch import Batch
 
 STEPS, PROMPTS, SAMPLES = 20, 64, 8

@@ -84,8 +84,8 @@ def _serve(name: str, folder: str, args: argparse.Namespace, pipe: Connection) -
 
 
 def _coalign(folder: str, prompts: Prompts, args: argparse.Namespace) -> Callable[[], object]:
-    from coalign.backends.engines.native.engine import NativeEngine
-    from coalign.backends.engines.native.model import NativeModel
+    from coalign.backends.engines.native.native_engine import NativeEngine
+    from coalign.backends.engines.native.native_model import NativeModel
     from coalign.backends.engines.request import Request
     from coalign.config.schema import SamplingConfig
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from coalign.backends.base import Objective
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.layout import pack
+from coalign.backends.packing import pack
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.devices import is_accelerator

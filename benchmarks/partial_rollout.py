@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from common import make_model
 
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.engines.request import begin_samples
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.environment import Environment
-from coalign.engine.filters import build_group_selection
+from coalign.engine.selection import build_group_selection
 from coalign.engine.unfinished import UnfinishedGroups
 from coalign.launch.plan import Plan, find_recipe
 from coalign.roles import Context

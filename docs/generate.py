@@ -21,8 +21,7 @@ from coalign.cli import app
 from coalign.config.functions import list_arguments, list_classes, list_functions, shorten_name
 from coalign.config.introspect import find_section, unwrap_type
 from coalign.config.schema import Function, RunConfig, Section
-from coalign.config.yaml_edit import emit_inline
-from coalign.config.yaml_reader import emit
+from coalign.config.yaml_reader import emit, emit_inline
 from coalign.data.kinds import KINDS
 from coalign.launch.template import RunTemplate
 from coalign_jobs.sweep.config import SweepConfig

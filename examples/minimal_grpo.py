@@ -13,7 +13,7 @@ from arithmetic import make_model
 
 from coalign.algorithms.advantages import group as group_advantages
 from coalign.backends.base import Objective
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, OptimizerConfig, SamplingConfig
 from coalign.data.batch import Batch

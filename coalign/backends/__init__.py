@@ -19,10 +19,10 @@ from importlib import metadata
 CLASSES = {
     "fsdp": "coalign.backends.hf.fsdp:FSDPModule",
     "deepspeed": "coalign.backends.deepspeed:DeepSpeedModule",
-    "native": "coalign.backends.engines.native.engine:NativeModule",
+    "native": "coalign.backends.engines.native.native_engine:NativeModule",
     "transformers": "coalign.backends.engines.transformers:TransformersModule",
-    "vllm": "coalign.backends.engines.vllm.module:VLLMModule",
-    "reward": "coalign.backends.scorers.reward:RewardModule",
+    "vllm": "coalign.backends.engines.vllm.vllm_module:VLLMModule",
+    "reward": "coalign.backends.scorers.reward_functions:RewardModule",
     "judge": "coalign.backends.scorers.judge:JudgeModule",
     "preference": "coalign.backends.scorers.judge:PreferenceModule",
     "cached": "coalign.backends.scorers.cached:CachedModule",

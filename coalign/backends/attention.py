@@ -2,7 +2,7 @@
 
 It serves every decoder whose layers call the interface, with sliding windows, soft-capped scores and grouped heads.
 No [P, P] mask is built: on CUDA one call computes the row (flash or flex attention), elsewhere one call each block of
-coalign.backends.layout. Unknown settings are refused, never ignored.
+coalign.backends.packing. Unknown settings are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coalign.backends.hf.rows import HeadExchange
-from coalign.backends.layout import Block, Layout, RowPlan, Spans
+from coalign.backends.hf.row_sharding import HeadExchange
+from coalign.backends.packing import Block, Layout, RowPlan, Spans
 from coalign.devices import get_compute_capability
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from coalign.algorithms.segments import (
     sequence_weights,
     value_unit,
 )
-from coalign.backends.layout import get_loss_mask
 from coalign.backends.optim import compute_learning_rate
+from coalign.backends.packing import get_loss_mask
 from coalign.config.errors import located_at, parse_key
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig, ModelConfig

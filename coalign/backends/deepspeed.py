@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from coalign.backends import optim, require_package
 from coalign.backends.base import Outputs
 from coalign.backends.hf.fsdp import HuggingFaceModule
-from coalign.backends.layout import Layout
 from coalign.backends.lora import adapts_experts, get_weights
+from coalign.backends.packing import Layout
 from coalign.backends.process_group import join_process_group
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from coalign.backends.layout import Layout, pack
+from coalign.backends.packing import Layout, pack
 from coalign.backends.vision_language import find_body, has_towers
 from coalign.data.batch import Batch
 from coalign.data.images.pixels import PixelCache, Pixels

@@ -19,8 +19,8 @@ from typer.main import get_command
 
 import coalign
 from coalign.cli import models, train
-from coalign.cli.messages import WITH_OPTIONS, describe_usage, name_options
 from coalign.cli.problems import describe_error, find_user_error
+from coalign.cli.usage import WITH_OPTIONS, describe_usage, name_options
 from coalign.companions import COMMANDS as GROUP
 from coalign.companions import list_entries, name_missing
 

@@ -59,7 +59,7 @@ def scale(
     processes: Annotated[list[str], typer.Argument(help="Processes by model: `policy=4 trainer=2`.")],
 ):
     """Give models of a running run more processes or fewer, between two steps, and wait for the run's answer."""
-    from coalign.commands.control import scale_run
+    from coalign.commands.ask_run import scale_run
     from coalign.report.display import Display
 
     scale_run(run, processes, Display())
@@ -76,7 +76,7 @@ def stop(run: GoingRun):
 
 
 def _ask(run: Path, verb: str) -> None:
-    from coalign.commands.control import ask_run
+    from coalign.commands.ask_run import ask_run
     from coalign.report.display import Display
     from coalign.run_files.control import ControlRequest
 

@@ -3,7 +3,7 @@
 A call returns a Future at once. Calls of one model run in the order in which they were made; calls of different models
 run at the same time as far as their inputs and their devices allow. Nothing here depends on the kind of cluster.
 
-A batch is split over the replicas, and its rows are put together again (coalign.cluster.shards).
+A batch is split over the replicas, and its rows are put together again (coalign.cluster.batch_shards).
 """
 
 from __future__ import annotations
@@ -18,6 +18,18 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from coalign.cluster.batch_shards import (
+    By,
+    ShardedCall,
+    ShardRecord,
+    concat_outcomes,
+    is_streamed,
+    reorder,
+    shard_leaves,
+    shard_rows,
+    shard_updates,
+    stream_rows,
+)
 from coalign.cluster.future import (
     BatchRef,
     Call,
@@ -35,18 +47,6 @@ from coalign.cluster.future import (
     watch_task,
 )
 from coalign.cluster.placement.nodes import NoPlaceError
-from coalign.cluster.shards import (
-    By,
-    ShardedCall,
-    ShardRecord,
-    concat_outcomes,
-    is_streamed,
-    reorder,
-    shard_leaves,
-    shard_rows,
-    shard_updates,
-    stream_rows,
-)
 from coalign.cluster.slices import RowShare, SliceScheduler
 from coalign.cluster.survivors.keeper import KeeperLost
 from coalign.cluster.worker import find_module_class
@@ -55,7 +55,7 @@ from coalign.memory import PARTS
 from coalign.roles import Context, Rollout, Scorer, Trainable
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
 
 log = logging.getLogger(__name__)
 Role = TypeVar("Role", covariant=True)  # of coalign.roles: what a model can be asked for

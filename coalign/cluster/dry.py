@@ -99,7 +99,7 @@ class TracedBatch(LocalReference):
 
 
 class DryCluster:
-    """Has the interface of coalign.cluster.base.Cluster, on stand-ins."""
+    """Has the interface of coalign.cluster.cluster.Cluster, on stand-ins."""
 
     store = LocalStore()
 

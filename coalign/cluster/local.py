@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from coalign.cluster.base import Cluster
+from coalign.cluster.cluster import Cluster
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.future import Meta, WorkerHandle, WorkerLost, WorkerTask
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, find_accelerator, place_processes

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from coalign.cluster.base import start_cluster
+from coalign.cluster.cluster import start_cluster
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.commands.run_model import choose_dtype, find_model
 from coalign.config.errors import located_at

@@ -17,7 +17,7 @@ from pydantic_core import to_jsonable_python
 from coalign.config.errors import ConfigLocation, Key, format_key
 from coalign.config.functions import get_annotations, list_arguments, list_functions, resolve, shorten_name
 from coalign.config.introspect import find_section, unwrap_type
-from coalign.config.layers import escape_references
+from coalign.config.layering import escape_references
 from coalign.config.schema import Function, ModelConfig, RunConfig, Section
 from coalign.config.secrets import hide_secrets
 from coalign.config.yaml_reader import emit, flatten

@@ -36,7 +36,7 @@ from coalign.config.errors import (
     suggest,
 )
 from coalign.config.introspect import find_input, find_type, is_nullable, is_path
-from coalign.config.layers import (
+from coalign.config.layering import (
     ConfigLayer,
     apply_override,
     drop_foreign_arguments,

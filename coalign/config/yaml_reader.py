@@ -235,3 +235,9 @@ def _hint(error: yaml.MarkedYAMLError) -> str:
     if "mapping values are not allowed" in problem:
         return " (a colon in a text needs quotes; or the line is indented wrongly)"
     return ""
+
+
+def emit_inline(value: Any) -> str:
+    """Write a value as YAML in one line."""
+    lines = emit(value, flow=True).removesuffix("\n").removesuffix("\n...").splitlines()
+    return " ".join(line.strip() for line in lines)

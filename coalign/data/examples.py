@@ -12,7 +12,7 @@ import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.images.files import REASON as IMAGE
+from coalign.data.images.image_files import REASON as IMAGE
 from coalign.data.images.placeholders import describe_placeholders
 from coalign.data.images.rows import RowImages
 from coalign.data.messages import Message

@@ -17,7 +17,7 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import hash_file_samples, hash_files, hash_settings, open_cached
 from coalign.data.examples import Example, RowEncoder, RowLimit, build_batch
-from coalign.data.images.files import ImageFiles
+from coalign.data.images.image_files import ImageFiles
 from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.images.rows import RowImages

@@ -25,10 +25,10 @@ from coalign.config.schema import RunConfig
 from coalign.data.loader import Loader
 from coalign.engine.environment import Environment
 from coalign.engine.evaluator import Evaluator, score
-from coalign.engine.filters import build_group_selection
 from coalign.engine.flow import AbsentScorer, FunctionChain, PtxTrainer, RolloutPolicy, chain
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
+from coalign.engine.selection import build_group_selection
 from coalign.engine.unfinished import UnfinishedGroups
 from coalign.roles import Rollout, Scorer
 from coalign.types import Stats, Total, merge_stats
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from coalign.backends.base import Objective
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan
 

@@ -28,13 +28,13 @@ from torch import Tensor
 from coalign.cluster.future import BatchRef, Future, WatchedCalls
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.filters import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
 from coalign.engine.journal import CollectedBundle, Journal, describe_samples, format_groups, list_groups
+from coalign.engine.selection import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
 from coalign.engine.unfinished import UnfinishedGroups, find_oldest_versions
 from coalign.types import Max, Metric, Moments, Stat, Stats, Status, Total, merge_stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Environment:
         self.pool = GroupPool(selection.max_age)
         self.on_wait = on_wait
         self.kept_share = 1.0  # of the groups of the step before: what the filter let through
-        self.journal: Journal | None = None  # of a run that keeps one (coalign.engine.hooks.journal)
+        self.journal: Journal | None = None  # of a run that keeps one (coalign.engine.hooks.journal_hook)
 
     def next(self, version: int, served: int) -> tuple[BatchRef, Stats]:
         """Return the batch that the step at this weight version trains on, and its metrics (`time/rollout`: s waited).

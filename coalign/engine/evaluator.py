@@ -18,7 +18,7 @@ from coalign.rewards.calls import RewardError
 from coalign.types import Metric, Stat, Stats, Total, merge_stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
     from coalign.report.display import Display
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from coalign.cluster.future import BatchRef, Future
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.data.loader import Loader
     from coalign.engine.unfinished import UnfinishedGroups
@@ -26,7 +26,7 @@ class RolloutPolicy:
         self._model, self._unfinished = model, unfinished
 
     def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
-        """Generate responses to ``prompts``; see coalign.backends.engines.module.RolloutModule.
+        """Generate responses to ``prompts``; see coalign.backends.engines.rollout_module.RolloutModule.
 
         With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``: a
         flow that needs more about a group asks by what this returns.

@@ -20,7 +20,7 @@ from coalign.rewards.calls import BUGS, RewardBug, RewardError
 from coalign.types import SOURCE_KEY, Moments, Stat, Stats, Status, Total
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.engine.reference import BaseWeights
     from coalign.roles import Scorer

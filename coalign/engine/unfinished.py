@@ -25,9 +25,9 @@ from coalign.engine.journal import list_groups
 from coalign.types import Max, Stats, Status, Total
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.batch_shards import ShardRecord
+    from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
-    from coalign.cluster.shards import ShardRecord
     from coalign.roles import Rollout
 
 
@@ -46,7 +46,7 @@ class UnfinishedGroups:
         self.min_complete: float | None = None  # the share of groups that ends the next rollout
         self.calls = 0
         self.rolling_out = False  # whether `env_flow` is asking for samples
-        self.finished: FinishedRollouts | None = None  # of a run that keeps them (coalign.engine.hooks.journal)
+        self.finished: FinishedRollouts | None = None  # of a run that keeps them (coalign.engine.hooks.journal_hook)
         self._unfinished: BatchRef | Future | None = None
 
     @property

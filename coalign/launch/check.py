@@ -20,7 +20,7 @@ from coalign.devices import count_devices
 from coalign.engine.reward import describe_reward, list_reward_facts
 from coalign.hub import is_hub_name
 from coalign.launch.data_check import check_data, list_warnings
-from coalign.launch.devices import check_devices
+from coalign.launch.device_plan import check_devices
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.plan import Plan, PlannedModel, describe_models, prepare

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from coalign.backends.pretrained import find_context_length
-from coalign.backends.scorers.reward import resolve_reward
+from coalign.backends.scorers.reward_functions import resolve_reward
 from coalign.config import ConfigError
 from coalign.config.errors import ConfigProblem, Key, located_at, suggest
 from coalign.config.schema import SourceConfig

@@ -15,27 +15,27 @@ from typing import Any
 
 from coalign.algorithms.divergence import AdaptiveKL, FixedKL
 from coalign.backends.base import Module, Objective, TrainableModule
-from coalign.backends.scorers.reward import resolve_reward
+from coalign.backends.scorers.reward_functions import resolve_reward
 from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, locate_problems
 from coalign.config.errors import located_at, suggest
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig, VisionConfig
-from coalign.config.schema.base import Function
+from coalign.config.schema.section import Function
 from coalign.data.kinds import KINDS
 from coalign.data.templates import read_template
 from coalign.engine.engine import Engine
-from coalign.engine.filters import check_limits
 from coalign.engine.reward import list_reward_models, list_reward_parts
+from coalign.engine.selection import check_limits
 from coalign.engine.vocabulary import find_tokenizer_name, is_scored_at_end_of_text, is_tokenized_alike
 from coalign.environments.conversation import find_environment
 from coalign.environments.loop import EnvironmentFunction
 from coalign.launch import validate
-from coalign.launch.devices import assign_devices, describe_devices
+from coalign.launch.device_plan import assign_devices, describe_devices
 from coalign.rewards import episode
 from coalign.roles import Context, Rollout, Scorer, Trainable
 
-REWARD_FUNCTIONS = "coalign.backends.scorers.reward:RewardModule"  # a path: a dry run asks it for its columns
+REWARD_FUNCTIONS = "coalign.backends.scorers.reward_functions:RewardModule"  # a path: a dry run asks it for its columns
 
 
 @dataclass(frozen=True)

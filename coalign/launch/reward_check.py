@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coalign.backends.scorers.reward import build_reward_function
+from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config import ConfigError
 from coalign.config.errors import ConfigProblem
 from coalign.config.functions import is_code_refused

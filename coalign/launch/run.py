@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from coalign.cluster.base import choose_cluster, start_cluster
+from coalign.cluster.cluster import choose_cluster, start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.torchrun import TorchrunRank, serve_rank
 from coalign.companions import EXPLAINS, ask, list_modules
@@ -24,22 +24,22 @@ from coalign.engine.engine import Engine, Hook
 from coalign.engine.fleet import Fleet
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
-from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, fetch_checkpoint, find_newest_anywhere, is_url
-from coalign.engine.hooks.control import Preempted, RunControl, StopSignals
+from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, fetch_checkpoint, find_newest_anywhere, is_remote
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, FlatRewards, Guards
-from coalign.engine.hooks.journal import JournalHook
+from coalign.engine.hooks.journal_hook import JournalHook
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
 from coalign.engine.hooks.recovery import Recovery, find_memory, open_memory_folder
+from coalign.engine.hooks.run_control import Preempted, RunControl, StopSignals
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.engine.reference import precompute
 from coalign.files import RecordFile, RecordHandler, Sink, write_text_atomically
 from coalign.launch.data_load import load_data
-from coalign.launch.devices import check_devices
+from coalign.launch.device_plan import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import describe_assigned_layout, describe_start
 from coalign.launch.plan import prepare
@@ -250,7 +250,7 @@ def _find_checkpoint(
         return None
     if resume == "auto":
         return find_newest_anywhere(memory, disk, remote)
-    if is_url(resume):
+    if is_remote(resume):
         return fetch_checkpoint(resume, disk)
     verify_checkpoint(Path(resume))
     return Path(resume)

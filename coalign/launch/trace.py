@@ -9,7 +9,7 @@ import torch
 
 from coalign.algorithms.segments import LossTotals
 from coalign.backends.base import Objective, loss_input
-from coalign.cluster.base import Cluster
+from coalign.cluster.cluster import Cluster
 from coalign.cluster.dry import STANDINS, DryCluster, FlowGraph, TracedCall
 from coalign.cluster.future import Call
 from coalign.config import ConfigError, locate_problems

@@ -12,15 +12,15 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from coalign.backends.scorers.reward import resolve_reward
-from coalign.cluster.base import choose_cluster, plan_slots
+from coalign.backends.scorers.reward_functions import resolve_reward
+from coalign.cluster.cluster import choose_cluster, plan_slots
 from coalign.cluster.ray.space import check_ray
 from coalign.config.errors import ConfigError, ConfigProblem, located_at, suggest
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.kinds import KINDS
 from coalign.data.templates import read_arguments, read_template, reads_tools
-from coalign.engine.hooks.checkpoint_remote import check_url, is_url
+from coalign.engine.hooks.checkpoint_remote import check_url, is_remote
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
 from coalign.files import read_model_config
 from coalign.hub import find_directory
@@ -106,7 +106,7 @@ def check_copies(config: RunConfig) -> None:
 def check_resume(config: RunConfig) -> None:
     """Refuse to resume from a directory that is not there, or from a URL that is no checkpoint's."""
     resume = config.runtime.resume
-    if is_url(resume):
+    if is_remote(resume):
         with located_at("runtime", "resume"):
             check_url(resume, config.output)
             if find_step(Path(resume)) < 0:

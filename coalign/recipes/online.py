@@ -17,7 +17,7 @@ from coalign.types import Stats
 
 if TYPE_CHECKING:
     from coalign.backends.base import Objective
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.engine.reference import BaseWeights
     from coalign.launch.plan import Plan

@@ -19,7 +19,7 @@ from rich.style import Style
 from rich.text import Text
 
 from coalign.config.schema import ImagesConfig
-from coalign.data.images.files import read_content
+from coalign.data.images.image_files import read_content
 from coalign.data.images.videos import read_frames
 from coalign.data.sources import BadRow
 from coalign.run_files.records import parse_record, read_end

@@ -1,8 +1,8 @@
 """Requests to a run that is going: save now, stop, or compute with other numbers of processes.
 
 Whoever asks writes `control.json` into the run folder: an `id`, and `requests`. The run looks for it between two steps,
-does what it says, writes `control.done.json`, and deletes it (coalign.engine.hooks.control). So there is one request at
-a time. It outlives the process that asks, but not the run: a run that starts or ends refuses what it finds.
+does what it says, writes `control.done.json`, and deletes it (coalign.engine.hooks.run_control). So there is one
+request at a time. It outlives the process that asks, but not the run: a run that starts or ends refuses what it finds.
 """
 
 from __future__ import annotations

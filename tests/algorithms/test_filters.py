@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coalign.algorithms.filters import solve_rate, varied
+from coalign.algorithms.group_filters import solve_rate, varied
 
 GROUP = torch.tensor([4, 4, 7, 7, 9, 9, 9])
 

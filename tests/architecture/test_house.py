@@ -1,4 +1,4 @@
-"""The house in figures: words, comments, names of files, lines of each room, modules of a run. HOUSE.md has the goals."""
+"""The house in figures: words, comments, names of files, lines of each room, modules that a run loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.architecture.test_imports import COMPANIONS, FILES, PACKAGE, parse
 
-# Lines that each room may have. A change that needs more moves or removes something, or changes the budget and says why.
+# Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_600,
     "backends": 12_500,
@@ -104,7 +104,7 @@ def test_no_function_is_longer_than_100_lines():
     assert not [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= 100]
 
 
-@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 190), ("coalign.cli", 12)])
+@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 171), ("coalign.cli", 15)])
 def test_a_start_loads_few_modules(module, most):
     code = f"import sys, {module}; print(sum(name.partition('.')[0].startswith('coalign') for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.backends import attention
 from coalign.backends.attention import attend, check_kernel, choose_kernel, has_varlen, packed_attention
-from coalign.backends.layout import Block, RowPlan, pack
+from coalign.backends.packing import Block, RowPlan, pack
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
 from tests.backends.flash import flash_as_documented

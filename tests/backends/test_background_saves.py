@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict_saver
 
-from coalign.backends import checkpoint
+from coalign.backends import trainer_state as checkpoint
 from coalign.files import read_report
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module, same, weights

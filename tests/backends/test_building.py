@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, modeling_utils
 
 from coalign.backends import pretrained
-from coalign.backends.engines.native.model import NativeModel
+from coalign.backends.engines.native.native_model import NativeModel
 from coalign.config.schema import ModelConfig
 from coalign.devices import keep_generator, seed_generator
 from coalign.roles import Context

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coalign.backends.hf import layers
+from coalign.backends.hf import linear_layers as layers
 from coalign.backends.hf.plans import decoder_layers
 from coalign.config.schema import ModelConfig
 from tests.backends.batches import rollout

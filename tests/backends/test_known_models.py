@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from coalign.backends import pretrained
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.checks import is_known
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.known_models import HARMLESS, REQUIRED, find_known_model

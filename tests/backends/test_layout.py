@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.backends.layout import Block, get_loss_mask, pack
+from coalign.backends.packing import Block, get_loss_mask, pack
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from coalign.backends import lora as adapters
 from coalign.backends import pretrained
 from coalign.backends.deepspeed import DeepSpeedModule
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch

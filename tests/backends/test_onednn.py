@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from coalign.backends.engines.native import kernels
-from coalign.backends.hf import layers
+from coalign.backends.hf import linear_layers as layers
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import Watched, module
 from tests.tiny import tiny_model_dir

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from coalign.backends.scorers.reward import RewardModule
+from coalign.backends.scorers.reward_functions import RewardModule
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.engine.reward import RewardTerm, combine_rewards

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.backends.attention import register_attention
 from coalign.backends.engines.request import Request
-from coalign.backends.engines.vllm.module import VLLMModule
+from coalign.backends.engines.vllm.vllm_module import VLLMModule
 from coalign.backends.hf.heads import LanguageModel
 from coalign.backends.pretrained import read_config, read_context_length, read_rope_limit
 from coalign.config.schema import ModelConfig

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign import load_config
 from coalign.backends.base import Objective
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.engines.transformers import TransformersModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coalign import generate
 from coalign.backends import pretrained
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.engines.transformers import TransformersModule
-from coalign.backends.engines.vllm.module import VLLMModule
+from coalign.backends.engines.vllm.vllm_module import VLLMModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.hf.heads import LanguageModelHead
-from coalign.backends.layout import pack
+from coalign.backends.packing import pack
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

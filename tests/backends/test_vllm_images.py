@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
-from coalign.backends.engines.vllm.module import VLLMModule
+from coalign.backends.engines.vllm.vllm_module import VLLMModule
 from coalign.backends.vision import list_placeholder_ids, name_parts
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.images.files import ImageFiles
+from coalign.data.images.image_files import ImageFiles
 from coalign.roles import Context
 from coalign.run_files.records import read_records
 from coalign.types import Status
@@ -137,7 +137,7 @@ def generate_over_a_sync(trainer: Gradients, policy: VLLMModule, prompts: Batch,
 
 @VLLM
 def test_a_vllm_without_torchvision_is_refused_before_it_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr("coalign.backends.engines.vllm.module.find_spec", lambda name: None)
+    monkeypatch.setattr("coalign.backends.engines.vllm.vllm_module.find_spec", lambda name: None)
     path = vision_model_dir(tmp_path / "model", weights=False)
     config = ModelConfig(module="vllm", load=str(path), vision={})
     with pytest.raises(ImportError, match=r"models\.policy\.module is `vllm`, which needs torchvision for models that"):

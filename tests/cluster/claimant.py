@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import coalign.cluster.ray.cluster as on_ray
-from coalign.cluster.base import start_cluster
+import coalign.cluster.ray.ray_cluster as on_ray
+from coalign.cluster.cluster import start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from coalign.cluster.base import Cluster, start_cluster
+from coalign.cluster.cluster import Cluster, start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from coalign.cluster import base
+from coalign.cluster import cluster as base
 from coalign.cluster.future import (
     LEAST_SECONDS,
     LOAD_SECONDS,

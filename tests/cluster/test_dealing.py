@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.backends.layout import pack
+from coalign.backends.packing import pack
+from coalign.cluster.batch_shards import reorder, shard_rows, shard_updates
 from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
 from coalign.cluster.ray.store import NumpyBatch
-from coalign.cluster.shards import reorder, shard_rows, shard_updates
 from coalign.data.batch import Batch, estimate_costs
 
 STORE = LocalStore()

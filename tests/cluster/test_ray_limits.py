@@ -19,8 +19,8 @@ import logging, os, subprocess, sys, time
 from contextlib import suppress
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 import psutil, ray, torch
-from coalign.cluster.base import start_cluster
-from coalign.cluster.ray import cluster as ray_cluster, connection, store
+from coalign.cluster.cluster import start_cluster
+from coalign.cluster.ray import connection, ray_cluster, store
 from coalign.cluster.ray.space import RayStoreError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from coalign.backends.engines.native.model import NativeModel
+from coalign.backends.engines.native.native_model import NativeModel
 from coalign.cli import app
 from tests.runs import settings
 from tests.tiny import tiny_model_dir

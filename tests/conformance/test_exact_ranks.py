@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from coalign.backends.hf.exact import TreeSum
+from coalign.cluster.batch_shards import shard_leaves
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
-from coalign.cluster.shards import shard_leaves
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
 from tests.backends.batches import rollout

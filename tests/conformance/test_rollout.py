@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coalign.backends.base import Objective
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from coalign.cluster.batch_shards import shard_updates
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
-from coalign.cluster.shards import shard_updates
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
 from tests.backends.batches import rollout

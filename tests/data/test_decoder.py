@@ -14,7 +14,7 @@ from PIL import Image
 
 from coalign.data.images import decoder
 from coalign.data.images.decoder import DecodingProcess, UnreadablePicture, decode
-from coalign.data.images.files import ImageFiles, open_frames, open_image, write_data_url
+from coalign.data.images.image_files import ImageFiles, open_frames, open_image, write_data_url
 from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from coalign.config.schema import DataConfig, ImagesConfig
 from coalign.data.batch import Batch, pack_rows_with_images
 from coalign.data.examples import RowLimit
-from coalign.data.images.files import ImageFiles
+from coalign.data.images.image_files import ImageFiles
 from coalign.data.images.pixels import PixelCache
 from coalign.data.images.placeholders import list_images, place_images
 from coalign.data.images.processor import ImageProcessor

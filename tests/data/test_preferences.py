@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from coalign.backends.layout import pack
+from coalign.backends.packing import pack
 from tests.data.reading import TOKENIZER, assistant, batch, chatml, reader, texts, use, user
 from tests.data.test_templates import GENERATION
 from tests.tiny import CHATML, tiny_tokenizer

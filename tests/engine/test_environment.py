@@ -13,7 +13,7 @@ from coalign.cluster.local import LocalCluster
 from coalign.config.schema import RolloutConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.environment import BUNDLES, Bundle, Environment
-from coalign.engine.filters import GroupSelection
+from coalign.engine.selection import GroupSelection
 from coalign.engine.unfinished import UnfinishedGroups
 from coalign.types import EffectiveSize, Max, Stat, Total, merge_stats
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from coalign.backends.engines.module import RolloutModule
+from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.data.batch import Batch
 from coalign.engine.finished_rollouts import decode_samples, encode_samples
 from coalign.engine.hooks.checkpoint import Save

@@ -2,11 +2,11 @@
 
 import torch
 
+from coalign.cluster.batch_shards import shard_rows
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
-from coalign.cluster.shards import shard_rows
 from coalign.data.batch import Batch
-from coalign.engine.filters import ResponseLengths, response_lengths
+from coalign.engine.selection import ResponseLengths, response_lengths
 from coalign.engine.unfinished import go_on
 from coalign.types import Status
 

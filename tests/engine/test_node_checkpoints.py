@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 
 pytest.importorskip("ray")
-from coalign.cluster.base import Cluster
+from coalign.cluster.cluster import Cluster
 from coalign.cluster.local import LocalCluster
 from coalign.cluster.survivors.keeper import Keeper, KeeperLost, NodePath, has_keepers, name_folder
 from coalign.cluster.survivors.keepers import Keepers

@@ -3,7 +3,7 @@
 import pytest
 
 from coalign import load_config
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.engine.engine import Trainer
 from coalign.launch.check import check
 from coalign.recipes.grpo import GRPO

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from coalign import cli
-from coalign.engine.hooks.control import StopSignals
 from coalign.engine.hooks.recorder import MetricsRecorder
+from coalign.engine.hooks.run_control import StopSignals
 from tests.runs import MARK, command, metrics, processes_of, run, settings, wait_for, weights_hash
 
 
@@ -65,7 +65,7 @@ def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, monkeypatc
 
 def test_a_second_ctrl_c_stops_a_run_at_once(monkeypatch):
     clock = iter([10.0, 10.1, 11.0])
-    monkeypatch.setattr("coalign.engine.hooks.control.time", Mock(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("coalign.engine.hooks.run_control.time", Mock(monotonic=lambda: next(clock)))
     with StopSignals(None) as signals:
         signals.engine = Mock()
         for _ in range(2):  # 0.1 s after the first one

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coalign.cluster.base import Cluster
+from coalign.cluster.cluster import Cluster
 from coalign.cluster.future import Call, WorkerFailure, WorkerLost
 from coalign.engine.engine import Hook, Trainer
 from coalign.engine.environment import Environment

@@ -103,7 +103,7 @@ def test_what_a_filter_lacks_or_returns_is_named(tmp_path):
         run(config)
     with pytest.raises(ValueError, match=r"filter.min_sdt: unknown argument of varied.*min_std"):
         run(config | {"filter": {"fn": "varied", "min_sdt": 0.1}})
-    with pytest.raises(ValueError, match=r"'variid' is not in coalign.algorithms.filters.*varied"):
+    with pytest.raises(ValueError, match=r"'variid' is not in coalign.algorithms.group_filters.*varied"):
         run(config | {"filter": {"fn": "variid"}})
 
 

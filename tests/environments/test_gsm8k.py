@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from coalign.backends.engines.episodes import EpisodesFailed
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.config.schema import ImagesConfig, ModelConfig
-from coalign.data.images.files import write_data_url
+from coalign.data.images.image_files import write_data_url
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentFunction
 from coalign.environments.tools import Toolbox, ToolRequest

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coalign.backends.engines.episodes import EpisodesFailed
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.engines.request import begin_samples
 from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch

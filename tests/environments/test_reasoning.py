@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template

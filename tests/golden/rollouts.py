@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coalign.backends.engines.module import RolloutModule
+from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.backends.engines.sampling import stream_key, truncate, uniforms
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch

@@ -5,9 +5,9 @@ import torch
 
 from coalign.backends.attention import attend, has_varlen
 from coalign.backends.base import Objective
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.layout import Block, RowPlan
+from coalign.backends.packing import Block, RowPlan
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

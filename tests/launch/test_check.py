@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from coalign import cli, load_config
-from coalign.cluster.base import start_cluster
+from coalign.cluster.cluster import start_cluster
 from coalign.cluster.ray import space
 from coalign.config.functions import resolve_class
 from coalign.config.schema import TrackerConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coalign import load_config
-from coalign.cluster.base import plan_slots
+from coalign.cluster.cluster import plan_slots
 from coalign.cluster.placement.nodes import Node, assign_nodes
 from coalign.cluster.placement.slots import list_slots
 from coalign.config.errors import ConfigError
@@ -26,7 +26,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         if not ray:
             find = importlib.util.find_spec
-            monkeypatch.setattr("coalign.launch.devices.find_spec", lambda name: None if name == "ray" else find(name))
+            monkeypatch.setattr(
+                "coalign.launch.device_plan.find_spec", lambda name: None if name == "ray" else find(name)
+            )
 
     return make
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from coalign.backends.scorers.reward import build_reward_function
+from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config.functions import name_object
 from coalign.config.schema import RewardConfig
 from coalign.processes import function_process

@@ -45,7 +45,7 @@ def test_how_far_the_sampler_is_from_the_trainer(tmp_path, updates):
 
 
 def test_a_bad_sampler_is_seen(tmp_path, monkeypatch):
-    from coalign.backends.engines.native.engine import NativeModule
+    from coalign.backends.engines.native.native_engine import NativeModule
 
     generate = NativeModule.generate
 

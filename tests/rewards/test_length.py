@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from coalign.backends.scorers.reward import build_reward_function
+from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import CosineLength, length_penalty, length_range, length_target

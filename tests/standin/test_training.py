@@ -9,7 +9,7 @@ from torch import nn
 
 from coalign.backends import pretrained
 from coalign.backends.base import Objective
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.devices import use_device

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from coalign.backends import checkpoint
+from coalign.backends import trainer_state as checkpoint
 from coalign.weights.metadata import DistributedCheckpointPlanner, DistributedCheckpointReader, read_metadata
 from coalign_megatron.convert import legacy, torch_dist
 from tests.fuzzing import CASES, damage, try_cases

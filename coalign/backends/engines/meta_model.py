@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from coalign.backends import pretrained
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine
-from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import Decoder
+from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.backends.pretrained import build_model, building, choose_attention, find_auto_class, read_context_length
 from coalign.backends.vision import ImageEmbedder
 from coalign.backends.vision_language import drop_towers

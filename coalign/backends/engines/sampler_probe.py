@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 if TYPE_CHECKING:
-    from coalign.backends.engines.module import RolloutModule
+    from coalign.backends.engines.rollout_module import RolloutModule
     from coalign.cluster.future import Store
 
 SAMPLES, TOKENS = 4, 8  # that are compared

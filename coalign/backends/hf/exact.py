@@ -1,8 +1,8 @@
 """Sums gradients in an order that does not depend on the number of ranks (`reduction: exact`).
 
-The driver cuts each update into leaves (coalign.cluster.shards), and rank r of R computes the leaves r, r + R, r + 2R …
-one after the other. Each leaf's gradient goes into one binary tree over the numbers of the leaves. Missing leaves at
-the end are zeros, which change no sum, so the tree is the same for any number of ranks.
+The driver cuts each update into leaves (coalign.cluster.batch_shards), and rank r of R computes the leaves r, r + R,
+r + 2R … one after the other. Each leaf's gradient goes into one binary tree over the numbers of the leaves. Missing
+leaves at the end are zeros, which change no sum, so the tree is the same for any number of ranks.
 """
 
 from __future__ import annotations

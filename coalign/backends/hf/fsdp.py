@@ -19,15 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coalign.backends import checkpoint, lora, optim, pretrained
+from coalign.backends import lora, optim, pretrained, trainer_state
 from coalign.backends.attention import check_kernel, choose_kernel
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
-from coalign.backends.checkpoint import BackgroundSaves
 from coalign.backends.engines.native import kernels
 from coalign.backends.hf.checks import check_routers, check_rows, check_vision, find_hidden_routers, is_known
 from coalign.backends.hf.exact import LeafReduction, check_exact
 from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
-from coalign.backends.hf.layers import (
+from coalign.backends.hf.linear_layers import (
     check_compile,
     check_float8,
     check_float8_device_type,
@@ -37,11 +36,12 @@ from coalign.backends.hf.layers import (
     use_onednn,
 )
 from coalign.backends.hf.plans import check_cuts, decoder_layers, tower_layers
-from coalign.backends.hf.rows import RankAxis, RowSharding
-from coalign.backends.layout import Layout
+from coalign.backends.hf.row_sharding import RankAxis, RowSharding
 from coalign.backends.optim import WeightAverage
+from coalign.backends.packing import Layout
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
 from coalign.backends.routers import RouterCoefficients, RouterTotals
+from coalign.backends.trainer_state import BackgroundSaves
 from coalign.backends.vision import ImageEmbedder, name_parts
 from coalign.config.errors import located_at
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
@@ -573,13 +573,13 @@ class FSDPModule(HuggingFaceModule):
         return norm
 
     def save(self, dir: str | Path) -> None:
-        state = checkpoint.get_training_state(self.model, self.optimizer, self.average)
+        state = trainer_state.get_training_state(self.model, self.optimizer, self.average)
         alone, group = self.context.world_size == 1, self._background.group if self._background else None
-        self._write(dir, state, partial(checkpoint.save, dir, progress=self.progress, alone=alone, group=group))
+        self._write(dir, state, partial(trainer_state.save, dir, progress=self.progress, alone=alone, group=group))
 
     def load(self, dir: str | Path) -> None:
         alone = self.context.world_size == 1
-        self.restore_progress(checkpoint.load(dir, self.model, self.optimizer, self.average, alone=alone))
+        self.restore_progress(trainer_state.load(dir, self.model, self.optimizer, self.average, alone=alone))
 
     # ---- building
 

@@ -25,8 +25,8 @@ from coalign.algorithms.logprobs import (
     top_logprobs,
 )
 from coalign.backends.attention import check_attention
-from coalign.backends.hf.rows import HeadExchange
-from coalign.backends.layout import Layout, pack
+from coalign.backends.hf.row_sharding import HeadExchange
+from coalign.backends.packing import Layout, pack
 from coalign.backends.pretrained import describe_encoder, read_context_length, read_rope_limit
 from coalign.backends.routers import Routers
 from coalign.backends.vision import FORBIDDEN, ImageEmbedder, pack_with_images

@@ -18,7 +18,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from coalign.backends.base import HEADS, Module
-from coalign.backends.layout import get_loss_mask
+from coalign.backends.packing import get_loss_mask
 from coalign.backends.pretrained import get_directory
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig

@@ -28,7 +28,7 @@ from coalign.memory import Arena
 from coalign.threads import begin_in_thread, start_thread
 
 if TYPE_CHECKING:
-    from coalign.cluster.ray.cluster import RayCluster
+    from coalign.cluster.ray.ray_cluster import RayCluster
 
 MEASURE_SECONDS = 2.0  # how long a worker waits to hear what its store has free
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from coalign.cluster.placement.nodes import Domain, Nodes, NoPlaceError, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
-from coalign.cluster.ray.devices import DeviceReservations
+from coalign.cluster.ray.ray_devices import DeviceReservations
 
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used
 POLL_SECONDS = 0.2  # between two queries of the free devices

@@ -4,18 +4,6 @@ Open `run.py` first (RunConfig). Unknown keys are refused, except in a section t
 (``Function``): there the function's keyword-only arguments are the schema, checked by coalign.config.functions.
 """
 
-from coalign.config.schema.base import (
-    FUNCTIONS,
-    ContinuationSetting,
-    DrawSetting,
-    Function,
-    InputPath,
-    LossConfig,
-    NoEffect,
-    OutputPath,
-    RewardConfig,
-    Section,
-)
 from coalign.config.schema.data import DataConfig, ImagesConfig, SourceConfig
 from coalign.config.schema.model import (
     KEYS_OF_WEIGHTS,
@@ -38,7 +26,7 @@ from coalign.config.schema.rollout import (
     SamplingConfig,
     TransformersConfig,
 )
-from coalign.config.schema.run import PtxConfig, RunConfig
+from coalign.config.schema.run_config import PtxConfig, RunConfig
 from coalign.config.schema.runtime import (
     AutoscaleConfig,
     EarlyStopConfig,
@@ -47,6 +35,18 @@ from coalign.config.schema.runtime import (
     RuntimeConfig,
     SyncConfig,
     TrackerConfig,
+)
+from coalign.config.schema.section import (
+    FUNCTIONS,
+    ContinuationSetting,
+    DrawSetting,
+    Function,
+    InputPath,
+    LossConfig,
+    NoEffect,
+    OutputPath,
+    RewardConfig,
+    Section,
 )
 
 __all__ = [

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from coalign.config.errors import Conflict, suggest
-from coalign.config.schema.base import Continuable, Drawn, InputPath, OneOrMore, OutputPath, ResultNeutral, Section
+from coalign.config.schema.section import Continuable, Drawn, InputPath, OneOrMore, OutputPath, ResultNeutral, Section
 from coalign.hub_data import CODECS, describe_source, is_dataset, is_url
 
 

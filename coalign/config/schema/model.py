@@ -9,7 +9,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from coalign.config.errors import Conflict
 from coalign.config.functions import is_code_refused
-from coalign.config.schema.base import (
+from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
+from coalign.config.schema.section import (
     Continuable,
     Function,
     InputPath,
@@ -20,7 +21,6 @@ from coalign.config.schema.base import (
     ResultNeutral,
     Section,
 )
-from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
 
 # Kinds of parallelism; each backend supports some of them.
 PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "dp_replicate")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Function, Probability, Section
+from coalign.config.schema.section import Function, Probability, Section
 
 
 class SamplingConfig(Section):
@@ -95,7 +95,7 @@ class FilterConfig(Function):
     """Selects the groups to train on: a function of columns that returns one bool per sequence. Rejected groups are
     replaced by new ones."""
 
-    home = "coalign.algorithms.filters"
+    home = "coalign.algorithms.group_filters"
 
     max_rounds: PositiveInt = 10
     """Maximum rollouts of one step, which then trains on what it has."""

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Continuable, OneOrMore, OutputPath, Probability, ResultNeutral, Section
 from coalign.config.schema.rollout import GuardsConfig
+from coalign.config.schema.section import Continuable, OneOrMore, OutputPath, Probability, ResultNeutral, Section
 
 
 class ProfileConfig(Section):

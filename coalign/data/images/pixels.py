@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from coalign.data.images.files import open_image, read_content
+from coalign.data.images.image_files import open_image, read_content
 from coalign.data.images.probe import draw_picture
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.images.videos import read_frames

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from coalign.data.images.files import REASON, ImageFile, ImageFiles
 from coalign.data.images.frames import VIDEO_DEFAULTS
+from coalign.data.images.image_files import REASON, ImageFile, ImageFiles
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coalign.data.images.files import REASON, ImageFiles, write_data_url
+from coalign.data.images.image_files import REASON, ImageFiles, write_data_url
 from coalign.data.images.placeholders import MARKERS, is_image, read_part
 from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.data.images.files import (
+from coalign.data.images.image_files import (
     REASON,
     FilesByContent,
     ImageFile,

@@ -43,7 +43,7 @@ class RemoteError(OSError):
     """The place of the copies cannot be read."""
 
 
-def is_url(path: str) -> bool:
+def is_remote(path: str) -> bool:
     return "://" in path
 
 

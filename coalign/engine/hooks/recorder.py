@@ -27,7 +27,7 @@ from coalign.files import Sink, write_text_atomically
 from coalign.types import Stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
     from coalign.cluster.future import BatchRef
     from coalign.config.schema import RunConfig
     from coalign.engine.engine import Engine

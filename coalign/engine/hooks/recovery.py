@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coalign.cluster.base import choose_cluster, join_keepers
+from coalign.cluster.cluster import choose_cluster, join_keepers
 from coalign.cluster.future import Call, WorkerFailure, WorkerLost
 from coalign.cluster.survivors.keeper import KeeperLost, has_keepers
 from coalign.engine.engine import Hook

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from coalign.cluster.future import Future
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
 
 log = logging.getLogger(__name__)
 

@@ -368,8 +368,8 @@ def test_events_of_the_log(tmp_path):
     (tmp_path / "log.txt").write_text(
         "2026-11-24 10:00:00,123 INFO coalign.launch.run: loading policy\n"
         "2026-11-24 10:00:01,123 INFO coalign.launch.run: continuing from run/checkpoints/step_4\n"
-        "2026-11-24 10:00:02,123 WARNING coalign.cluster.base: policy, replica 1 is lost (died); it is started again, "
-        "1 of 10 times (runtime.restarts)\n"
+        "2026-11-24 10:00:02,123 WARNING coalign.cluster.cluster: policy, replica 1 is lost (died); it is started "
+        "again, 1 of 10 times (runtime.restarts)\n"
         "  a line of a traceback is lost (not at its beginning)\n"
         "2026-11-24 10:00:03,123 WARNING coalign.engine.hooks.guards: loss. Continuing from step 4 with later data\n"
     )

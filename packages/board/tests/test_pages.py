@@ -45,7 +45,7 @@ def made(tmp_path) -> Path:
     """A folder made by hand: an episode with a tool, images, devices, a lost process."""
     folder = make_run(tmp_path / "runs" / "made")
     add_steps(folder, range(1, 4), **{"faults/restarts": lambda step: 1.0 if step == 2 else None})
-    add_log(folder, "WARNING coalign.cluster.base: policy, replica 1 is lost (killed); it is started again")
+    add_log(folder, "WARNING coalign.cluster.cluster: policy, replica 1 is lost (killed); it is started again")
     (folder / "seen.png").write_bytes(draw_picture())
     samples = [sample(1, 0, index, 0.5, "four", versions=[[0, 2], [1, 2]]) for index in range(2)]
     samples.append(sample(1, 1, 0, 1.0, "It is four.", messages=EPISODE, versions=[[0, 11]]))

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from coalign.backends.scorers.reward import build_reward_function
+from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards.calls import NestedFunction, RewardCaller, RewardFailure, RewardFunction

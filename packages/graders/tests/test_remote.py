@@ -11,7 +11,7 @@ from email.utils import formatdate
 import pytest
 from hypothesis import strategies as st
 
-from coalign.backends.scorers.reward import build_reward_function
+from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards.calls import GiveUp, RewardCaller, RewardFailure, read_outcomes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from coalign.backends.base import Objective
-from coalign.cluster.base import plan_slots
+from coalign.cluster.cluster import plan_slots
 from coalign.cluster.placement.nodes import Node, assign_nodes
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.errors import ConfigError, ConfigProblem

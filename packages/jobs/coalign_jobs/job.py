@@ -15,7 +15,7 @@ from pathlib import Path
 from coalign.config import load
 from coalign.config.errors import ConfigError, ConfigProblem, Key, format_key
 from coalign.config.introspect import find_input
-from coalign.config.layers import walk
+from coalign.config.layering import walk
 from coalign.config.schema import RunConfig
 from coalign.launch.plan import find_recipe
 from coalign_jobs.cluster_size import ClusterSize, size_cluster

@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from coalign.backends.hf.heads import LanguageModelHead
-from coalign.backends.hf.rows import RankAxis, RowSharding
-from coalign.backends.layout import pack
+from coalign.backends.hf.row_sharding import RankAxis, RowSharding
+from coalign.backends.packing import pack
 from coalign.data.batch import Batch
 from coalign_megatron import families
 from coalign_megatron.backend.build import create_transformer_config

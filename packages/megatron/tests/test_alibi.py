@@ -10,7 +10,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as of_
 pytest.importorskip("megatron.core")
 
 from coalign.backends.attention import _add_bias, attend
-from coalign.backends.layout import Block, RowPlan
+from coalign.backends.packing import Block, RowPlan
 from coalign_megatron import families
 from coalign_megatron.backend.attention import Alibi, compute_slopes
 

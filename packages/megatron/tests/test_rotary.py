@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 pytest.importorskip("megatron.core")
 
-from coalign.backends.layout import Block
+from coalign.backends.packing import Block
 from coalign_megatron import families
 from coalign_megatron.backend.attention import (
     compute_attention_factor,

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from coalign.config.errors import ConfigError, suggest
-from coalign.config.layers import escape_references
-from coalign.config.yaml_edit import emit_inline
-from coalign.config.yaml_reader import emit
+from coalign.config.layering import escape_references
+from coalign.config.yaml_reader import emit, emit_inline
 from coalign_migrate.axolotl import translate_axolotl
 from coalign_migrate.chatlearn import translate_chatlearn
 from coalign_migrate.llama_factory import translate_llama_factory

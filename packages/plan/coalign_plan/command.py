@@ -41,7 +41,7 @@ def plan(
 
     def predict(display: Display, facts: dict[str, Any]) -> None:
         from coalign.api import load_config
-        from coalign.config.yaml_edit import emit_inline
+        from coalign.config.yaml_reader import emit_inline
         from coalign_plan.constants import Constants
         from coalign_plan.gpus import ClusterSpec
         from coalign_plan.job import LengthDistribution

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from coalign.cli import app, main
-from coalign.config.yaml_edit import edit_yaml
+from coalign_plan.report.yaml_edit import edit_yaml
 from packages.plan.tests.models import write_config
 
 ROOT = Path(__file__).resolve().parents[3]

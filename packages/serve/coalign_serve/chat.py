@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.pretrained import read_placeholders
 from coalign.commands.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig, VisionConfig

@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.cli import app
 from coalign.config.schema import DataConfig, NativeConfig, SamplingConfig, SourceConfig
 from coalign.report.display import Display

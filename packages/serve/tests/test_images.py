@@ -17,7 +17,7 @@ import coalign
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.cli import app
 from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig, SamplingConfig, SourceConfig
-from coalign.data.images.files import write_data_url
+from coalign.data.images.image_files import write_data_url
 from coalign.data.sources import BadRow
 from coalign.http_server import HttpRefusal
 from coalign.report.display import Display

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
-from coalign.backends.engines.native.engine import NativeEngine
-from coalign.backends.engines.native.model import NativeModel
+from coalign.backends.engines.native.native_engine import NativeEngine
+from coalign.backends.engines.native.native_model import NativeModel
 from coalign.backends.engines.request import Request
 from coalign.config.schema import SamplingConfig
 from coalign.types import Response

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from coalign.backends.engines.native.model import NativeModel
+from coalign.backends.engines.native.native_model import NativeModel
 from coalign.backends.engines.request import Request
 from coalign.types import Status
 from tests.backends.native import helpers

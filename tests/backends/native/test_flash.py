@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.backends.engines.native import attention
+from coalign.backends.engines.native import cached_attention as attention
 from tests.backends.flash import flash_as_documented
 from tests.backends.native import helpers
 from tests.backends.native.test_continuing import continued

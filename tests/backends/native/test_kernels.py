@@ -145,7 +145,7 @@ def test_a_run_chooses_before_it_starts_processes(tmp_path, monkeypatch):
 def test_where_all_kernels_depend_on_the_batch_the_engine_says_so(clock, monkeypatch, caplog):
     made = by_hand(only=clock(1.0, depends=True))
     monkeypatch.setitem(kernels.KERNELS, torch.float32, made)
-    monkeypatch.setattr("coalign.backends.engines.native.model.check_against_transformers", lambda model: None)
+    monkeypatch.setattr("coalign.backends.engines.native.native_model.check_against_transformers", lambda model: None)
     with caplog.at_level(logging.WARNING):
         engine = helpers.engine(helpers.reference(helpers.qwen2()))
     assert not engine.is_invariant

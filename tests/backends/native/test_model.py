@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.backends.engines.native.model import NativeModel
+from coalign.backends.engines.native.native_model import NativeModel
 from tests.backends.native import helpers
 
 

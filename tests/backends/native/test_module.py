@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.engines.request import StopFinder, begin_samples
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from coalign.backends.engines.native.model import NativeModel
+from coalign.backends.engines.native.native_model import NativeModel
 from tests.backends.native import helpers
 
 _SHAPE = dict(

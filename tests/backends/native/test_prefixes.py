@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.backends.engines.native.engine import ActiveSequence, QueuedRequest, SequenceSlots
+from coalign.backends.engines.native.native_engine import ActiveSequence, QueuedRequest, SequenceSlots
 from coalign.cpu.library import load_kernels
 from coalign.types import Response
 from tests.backends.native import helpers

@@ -219,7 +219,7 @@ def test_no_checkpoint_at_all(checkpoints):
 @pytest.fixture
 def slow_writer(monkeypatch):
     """The writer of a worker waits until step 3 is recorded; returns the steps at which checkpoints were complete."""
-    from coalign.backends.checkpoint import BackgroundWriter
+    from coalign.backends.trainer_state import BackgroundWriter
     from coalign.engine.hooks.checkpoint import Save
     from coalign.engine.hooks.recorder import MetricsRecorder
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.native.attention import ROWS
+from coalign.backends.engines.native.cached_attention import ROWS
 from coalign.devices import DeviceGraph, capture_graph
 
 log = logging.getLogger(__name__)

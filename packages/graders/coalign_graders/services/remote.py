@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from coalign.config.schema.base import OneOrMore
+from coalign.config.schema.section import OneOrMore
 from coalign.data.images.rows import send_images
 from coalign.rewards.batcher import CallBatcher
 from coalign.rewards.calls import GiveUp, quote

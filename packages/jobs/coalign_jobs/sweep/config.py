@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import InputPath, OutputPath, Section
+from coalign.config.schema.section import InputPath, OutputPath, Section
 
 
 class AshaConfig(Section):

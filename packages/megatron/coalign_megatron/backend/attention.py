@@ -24,8 +24,8 @@ from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
 
 from coalign.backends.attention import attend
-from coalign.backends.hf.rows import HeadExchange
-from coalign.backends.layout import Block, RowPlan
+from coalign.backends.hf.row_sharding import HeadExchange
+from coalign.backends.packing import Block, RowPlan
 from coalign.backends.pretrained import check_rope_length
 from coalign_megatron.families import MegatronConfig, RopeScaling
 

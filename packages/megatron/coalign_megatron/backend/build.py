@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from coalign.backends import lora as adapters
 from coalign.backends import pretrained, process_group
 from coalign.backends.base import HEADS
-from coalign.backends.hf import layers
+from coalign.backends.hf import linear_layers as layers
 from coalign.backends.hf.heads import LanguageModelHead
-from coalign.backends.hf.rows import RankAxis, RowSharding
+from coalign.backends.hf.row_sharding import RankAxis, RowSharding
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.hub import find_directory

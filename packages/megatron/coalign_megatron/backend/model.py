@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from coalign.algorithms.logprobs import VocabularyShard
 from coalign.backends.hf.heads import LanguageModelHead
-from coalign.backends.hf.rows import HeadExchange
-from coalign.backends.layout import Layout
+from coalign.backends.hf.row_sharding import HeadExchange
+from coalign.backends.packing import Layout
 from coalign.backends.vision import place_features
 from coalign_megatron.backend.attention import (
     EPSILON,
@@ -249,7 +249,7 @@ class PackedGPT(GPTModel):
     ) -> Tensor | dict[str, Tensor]:
         """Return hidden states [P, 1, H] for the next chunk, or the outputs of the last one.
 
-        ``layout``: of this rank's part of the row (coalign.backends.hf.rows.RowShard).
+        ``layout``: of this rank's part of the row (coalign.backends.hf.row_sharding.RowShard).
         """
         positions = layout.positions if layout.axes is None else layout.axes
         angles = compute_rotary_angles(self.described, positions, layout.blocks)

@@ -21,10 +21,10 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from coalign.backends import lora, pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
-from coalign.backends.checkpoint import BackgroundSaves
-from coalign.backends.hf import layers
+from coalign.backends.hf import linear_layers as layers
 from coalign.backends.process_group import all_reduce_values
 from coalign.backends.routers import RouterCoefficients
+from coalign.backends.trainer_state import BackgroundSaves
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor

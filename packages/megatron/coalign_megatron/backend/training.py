@@ -47,10 +47,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from coalign.algorithms.routing import count_choices
 from coalign.backends.base import Measure, Outputs
-from coalign.backends.checkpoint import BackgroundWriter, copy_to_host
-from coalign.backends.hf.rows import RowSharding
-from coalign.backends.layout import Layout, pack
+from coalign.backends.hf.row_sharding import RowSharding
+from coalign.backends.packing import Layout, pack
 from coalign.backends.routers import ExpertChoice, RouterCoefficients, RouterTotals
+from coalign.backends.trainer_state import BackgroundWriter, copy_to_host
 from coalign.backends.vision import pack_with_images
 from coalign.data.batch import Batch
 from coalign.weights.metadata import DistributedCheckpointPlanner, DistributedCheckpointReader

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from coalign.backends.hf.heads import LanguageModelHead
-from coalign.backends.layout import pack
+from coalign.backends.packing import pack
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.weights.layouts.shards import TensorSpec, cut, plan, reshard

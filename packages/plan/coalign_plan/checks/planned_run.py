@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import RunConfig
-from coalign.launch.devices import assign_devices
+from coalign.launch.device_plan import assign_devices
 from coalign.launch.plan import find_shared_bases, outline_run
 from coalign_plan.checks.memory_table import find_role
 from coalign_plan.gpus import ClusterSpec

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.base import find_footprint
+from coalign.cluster.cluster import find_footprint
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
-from coalign.config.yaml_edit import emit_inline
+from coalign.config.yaml_reader import emit_inline
 from coalign.launch.plan import prepare
 from coalign_plan.checks.cluster_check import place_models
 from coalign_plan.checks.memory_table import estimate_models, find_overload, list_loads

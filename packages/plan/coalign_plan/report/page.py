@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from coalign.config.yaml_edit import emit_inline
+from coalign.config.yaml_reader import emit_inline
 from coalign_plan.gpus import ClusterSpec
 from coalign_plan.layouts.adapter import PlannedRun
 from coalign_plan.layouts.devices import DeviceLoad

@@ -9,7 +9,6 @@ from typing import Any
 
 from coalign.config import locate_problems
 from coalign.config.schema import RunConfig
-from coalign.config.yaml_edit import edit_yaml
 from coalign.report.display import Display
 from coalign_plan.checks.planned_run import describe_run
 from coalign_plan.constants import Constants, load_machine
@@ -21,6 +20,7 @@ from coalign_plan.layouts.search import LayoutSearch, Objective, find_changes, s
 from coalign_plan.prediction import StepPrediction, predict_step
 from coalign_plan.report.page import THE_RUN, PlanPage, ProposedLayout
 from coalign_plan.report.step_trace import draw_trace
+from coalign_plan.report.yaml_edit import edit_yaml
 
 ASYNCHRONOUS = 4  # weight versions of an asynchronous run, where the configuration asks for none or one
 MOST_DOUBLINGS = 5  # of the nodes, where nothing fits

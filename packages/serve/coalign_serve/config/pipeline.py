@@ -7,7 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import (
+from coalign.config.schema.data import DataConfig
+from coalign.config.schema.model import ScoreAt
+from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
+from coalign.config.schema.run_config import RunConfig
+from coalign.config.schema.section import (
     InputPath,
     OneOrMore,
     OutputPath,
@@ -16,10 +20,6 @@ from coalign.config.schema.base import (
     Section,
     check_rewards,
 )
-from coalign.config.schema.data import DataConfig
-from coalign.config.schema.model import ScoreAt
-from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
-from coalign.config.schema.run import RunConfig
 
 
 class JudgeConfig(Section):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Conflict, Key, suggest
-from coalign.config.layers import ConfigLayer, apply_override, expand_shorthands, read_file, read_includes
+from coalign.config.layering import ConfigLayer, apply_override, expand_shorthands, read_file, read_includes
 from coalign.config.loading import Defaults, LoadContext, load_run, raise_problems, read_layer, validate_layer
 from coalign.config.schema import Section
 from coalign_serve.config.pipeline import STAGES, PipelineConfig

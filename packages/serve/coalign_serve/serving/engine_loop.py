@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from coalign.backends.engines.contract import GenerationSession
-from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.request import Request, SubmittedRequest
+from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.config.schema import SamplingConfig
 from coalign.threads import start_thread
 from coalign.types import ImageSpan, Response, Status

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from coalign.backends.attention import check_attention
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, compare_logits
 from coalign.backends.engines.native import kernels
-from coalign.backends.engines.native.attention import (
+from coalign.backends.engines.native.cached_attention import (
     EXPERTS,
     NAME,
     REFUSAL,
@@ -37,7 +37,7 @@ from coalign.backends.engines.native.attention import (
     register_attention,
 )
 from coalign.backends.engines.native.kernels import PackedLinear, replace_linears
-from coalign.backends.layout import join_neighbours
+from coalign.backends.packing import join_neighbours
 from coalign.backends.pretrained import MIXERS, choose_attention
 from coalign.backends.routers import Routers
 from coalign.backends.vision import ImageEmbedder, install_embeddings

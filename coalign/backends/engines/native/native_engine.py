@@ -23,8 +23,8 @@ from coalign.backends import pretrained
 from coalign.backends.engines.contract import GenerationSession, OnToken
 from coalign.backends.engines.meta_model import MetaModelEngine, MetaModelModule
 from coalign.backends.engines.native import kernels
-from coalign.backends.engines.native import model as probe
-from coalign.backends.engines.native.attention import (
+from coalign.backends.engines.native import native_model as probe
+from coalign.backends.engines.native.cached_attention import (
     EXPERTS,
     ROWS,
     STRIDE,
@@ -34,11 +34,11 @@ from coalign.backends.engines.native.attention import (
     PrefillSequence,
 )
 from coalign.backends.engines.native.graphs import DecodeGraphs
-from coalign.backends.engines.native.model import NativeModel
+from coalign.backends.engines.native.native_model import NativeModel
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import may_wait, read_choices, sample, uniforms
 from coalign.backends.known_models import find_known_model
-from coalign.backends.layout import join_neighbours
+from coalign.backends.packing import join_neighbours
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
 from coalign.cpu.library import find_compiler
 from coalign.data.examples import RowLimit

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from coalign.config.yaml_reader import emit
+from coalign.config.yaml_reader import emit_inline
 
 
 def edit_yaml(text: str, source: str, changes: Mapping[str, Any]) -> str:
@@ -90,9 +90,3 @@ def _find_end(node: yaml.Node) -> int:
     if isinstance(node, yaml.SequenceNode) and not node.flow_style and node.value:
         return _find_end(node.value[-1])
     return node.end_mark.index
-
-
-def emit_inline(value: Any) -> str:
-    """Write a value as YAML in one line."""
-    lines = emit(value, flow=True).removesuffix("\n").removesuffix("\n...").splitlines()
-    return " ".join(line.strip() for line in lines)

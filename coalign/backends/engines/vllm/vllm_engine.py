@@ -46,8 +46,8 @@ from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import sample, uniforms
 from coalign.backends.engines.vllm.images import ARGUMENTS, ImageInputs
-from coalign.backends.engines.vllm.module import check_known
-from coalign.backends.engines.vllm.worker import (
+from coalign.backends.engines.vllm.vllm_module import check_known
+from coalign.backends.engines.vllm.weight_loader import (
     ADAPTER_REQUEST,
     WeightLoader,
     WeightOutlet,
@@ -60,7 +60,7 @@ from coalign.data.images.processor import ImageProcessor
 from coalign.types import Status
 
 if TYPE_CHECKING:
-    from coalign.backends.engines.vllm.engine import VLLMEngine
+    from coalign.backends.engines.vllm.vllm_engine import VLLMEngine
 
 KEY, SAMPLING = "coalign_key", "coalign_sampling"  # in SamplingParams.extra_args
 FORBIDDEN = "coalign_forbidden"  # in EngineArgs.additional_config

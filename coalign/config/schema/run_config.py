@@ -7,7 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, PrivateAttr
 
 from coalign.config.errors import Conflict, Key, KeyLocations, suggest
-from coalign.config.schema.base import (
+from coalign.config.schema.data import DataConfig, SourceConfig
+from coalign.config.schema.model import ModelConfig
+from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig
+from coalign.config.schema.runtime import RuntimeConfig, SyncConfig
+from coalign.config.schema.section import (
     FUNCTIONS,
     Function,
     LossConfig,
@@ -18,10 +22,6 @@ from coalign.config.schema.base import (
     Section,
     check_rewards,
 )
-from coalign.config.schema.data import DataConfig, SourceConfig
-from coalign.config.schema.model import ModelConfig
-from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig
-from coalign.config.schema.runtime import RuntimeConfig, SyncConfig
 
 
 class PtxConfig(Section):

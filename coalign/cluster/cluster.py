@@ -558,7 +558,7 @@ def start_cluster(
 
         return TorchrunCluster(config, models)
     check_ray()
-    from coalign.cluster.ray.cluster import RayCluster  # the extra [ray] is needed only here
+    from coalign.cluster.ray.ray_cluster import RayCluster  # the extra [ray] is needed only here
 
     return RayCluster(config, models, claim)
 
@@ -566,7 +566,7 @@ def start_cluster(
 def join_keepers(address: str, run: Path, seconds: float | None) -> AbstractContextManager[Keepers]:
     """Find the checkpoints of a run in the memory of the nodes of a Ray cluster, before the run has a cluster."""
     check_ray()
-    from coalign.cluster.ray.cluster import join_keepers as join  # the extra [ray] is needed only here
+    from coalign.cluster.ray.ray_cluster import join_keepers as join  # the extra [ray] is needed only here
 
     return join(address, run, seconds)
 

@@ -25,15 +25,15 @@ from ray._private.authentication.authentication_token_setup import enable_token_
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from coalign.cluster.base import Cluster
+from coalign.cluster.cluster import Cluster
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.future import LOAD_SECONDS, WorkerHandle, WorkerLost
 from coalign.cluster.placement.nodes import ProcessPlacement, find_accelerator
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.ray.actor import Actor, RayWorker
 from coalign.cluster.ray.connection import connect, end_in_time
-from coalign.cluster.ray.devices import DeviceReservations
 from coalign.cluster.ray.placements import ProcessPlacer
+from coalign.cluster.ray.ray_devices import DeviceReservations
 from coalign.cluster.ray.space import RayStoreError
 from coalign.cluster.ray.store import STORE_SECONDS, RayStore, watch_stores
 from coalign.cluster.stacks import StackFile, collect_stacks

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coalign.cluster.base import find_footprint
+from coalign.cluster.cluster import find_footprint
 from coalign.cluster.future import BatchRef, Future
 from coalign.cluster.worker import bind_columns, name_of
 from coalign.config.schema import RunConfig
@@ -29,7 +29,7 @@ from coalign.data.loader import Loader
 from coalign.types import SEQUENCE_COLUMNS, SOURCE_KEY, Stat, Stats, Total
 
 if TYPE_CHECKING:
-    from coalign.cluster.base import Cluster
+    from coalign.cluster.cluster import Cluster
     from coalign.launch.plan import Plan
 
 

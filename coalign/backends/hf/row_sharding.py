@@ -14,7 +14,7 @@ from typing import Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from coalign.backends.layout import Block, Layout
+from coalign.backends.packing import Block, Layout
 from coalign.backends.process_group import AllToAll, Group, ScatterRows
 
 
