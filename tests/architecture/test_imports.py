@@ -112,7 +112,7 @@ HEAVY = {
     "h11": "http_server.py",
     "datasets": "hub_data.py",
     "bitsandbytes": "backends/optim.py",
-    "torchao": "backends/hf/layers.py",
+    "torchao": "backends/hf/linear_layers.py",
     "peft": "backends/lora.py",
     "sentencepiece": "coalign_megatron/vocab/tokenizer.py",
     "tensorboard": "report/trackers.py",
