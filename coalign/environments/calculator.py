@@ -15,7 +15,7 @@ from pydantic import Field
 from coalign.threads import parse_python
 
 _MAX_NODES = 200
-_MAX_BITS = 512  # of an intermediate number
+_MAX_NUMBER_BITS = 512  # intermediate results, too
 _TOO_LARGE = "the number is too large"
 _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -78,7 +78,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
             return _check_size(Fraction(repr(float(base) ** float(exponent))))
         except (OverflowError, ValueError):
             _refuse(_TOO_LARGE)
-    if base not in (0, 1, -1) and _bits(base) * abs(exponent) > 2 * _MAX_BITS:
+    if base not in (0, 1, -1) and _bits(base) * abs(exponent) > 2 * _MAX_NUMBER_BITS:
         _refuse(_TOO_LARGE)
     return _check_size(base ** int(exponent))
 
@@ -88,7 +88,7 @@ def _bits(value: Fraction) -> int:
 
 
 def _check_size(value: Fraction) -> Fraction:
-    return value if _bits(value) <= _MAX_BITS else _refuse(_TOO_LARGE)
+    return value if _bits(value) <= _MAX_NUMBER_BITS else _refuse(_TOO_LARGE)
 
 
 def _refuse(why: str) -> NoReturn:

@@ -20,10 +20,10 @@ _DAY = 86400.0  # seconds: the episode's clock cancels what takes too long
 def scripted(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], random: Random) -> str | None:
     """The user's next message from the row's list ``replies``. ValueError for a row without it."""
     answers = sum(message["role"] == "assistant" for message in messages)
-    before = sum(message["role"] == "assistant" for message in row.get("messages") or [])  # the episode
+    given = sum(message["role"] == "assistant" for message in row.get("messages") or [])  # the episode
     if (replies := row.get("replies")) is None:
         raise ValueError(f"the row has no list `replies` of what the user says; it has {', '.join(sorted(row))}")
-    position = answers - before - 1
+    position = answers - given - 1
     return replies[position] if position < len(replies) else None
 
 
