@@ -9,7 +9,7 @@ function compares at most.
 Metrics: ``pairs/count``, ``pairs/tied`` (groups without a pair), ``pairs/margin`` (mean reward difference of a pair).
 
 A group of n responses with different preferences has n(n - 1)/2 pairs, so chosen / rejected data and rankings of k
-responses (2203.02155, section 3.5) are one case. At the end: what the preference losses compute from pairs.
+responses (2203.02155, section 3.5) are one case. At the end: functions of pairs that the preference losses share.
 """
 
 from __future__ import annotations

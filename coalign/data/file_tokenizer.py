@@ -201,7 +201,7 @@ def _is_plain(content: Mapping[str, Any], special: set[Any]) -> bool:
 
 
 class GenerationTag(Extension):
-    """Reads `{% generation %}`, which marks what a model learns, and writes what is in it."""
+    """Parses `{% generation %}`, which marks the learned text, and renders its content."""
 
     tags = {"generation"}
 
@@ -221,7 +221,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _write_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):
-    """Write JSON as it is; jinja2's own filter would escape it for HTML."""
+    """Write plain JSON; jinja2's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,9 +1,8 @@
 """The engine: models, the flow between them, and the one loop that runs it.
 
 A recipe subclasses ``Engine`` and writes two methods. Everything else is here, once, for synchronous and asynchronous
-training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop; the
-rollout side is in environment.py, evaluation in evaluator.py, and references without a model of their own in
-reference.py.
+training alike: steps, weight syncs, and calls of hooks. ``Trainer`` is the training side of the loop; the rollout side
+is in environment.py, evaluation in evaluator.py, and references without a separate model in reference.py.
 """
 
 from __future__ import annotations
@@ -381,7 +380,7 @@ class Engine:
         return self.step - self.step % self.config.sync.every
 
     def phase(self, name: str) -> None:
-        """Tell all phase listeners what the loop waits for now."""
+        """Call all phase listeners with the phase that begins."""
         for listener in self.phase_listeners:
             listener(name)
 

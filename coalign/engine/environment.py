@@ -46,7 +46,7 @@ class ReadyGroups:
 
     @property
     def ends(self) -> list[int]:
-        """Where each group ends, in rows; without groups every row is one."""
+        """The row at which each group ends; without groups every row is one."""
         return find_group_ends(self.batch.group, len(self.batch))
 
 

@@ -1,4 +1,4 @@
-"""What a flow calls in place of plain models and functions, where sections of the configuration decide."""
+"""Stand-ins for models and functions in flows, where sections of the configuration decide what they do."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The journal of a run's rollouts: ``journal.jsonl``, a line for each event in the life of groups of samples.
 
-A line is a JSON object whose last key is a checksum of the text before it, so a line that was cut or changed is found.
-Groups of one bundle share a line. The driver only writes numbers that it has, and what ``describe_samples`` computes in
-a worker. Events, each with ``at`` (seconds since the journal began):
+A line is a JSON object whose last key is a checksum of the text before it, so that damaged lines are detected.
+Groups of one bundle share a line. The driver only writes numbers that it has, and the results of ``describe_samples``
+from workers. Events, each with ``at`` (seconds since the journal began):
 
 - ``run``: the identity of the run; the first line. ``source``: a number for a source of data.
-- ``drawn``: prompts were drawn for ``step`` at weight ``version``, and begun in ``bundles`` of so many groups. ``rows``
-  are [number of the source, row] of each group. ``begun``: prompts of a checkpoint were begun again.
+- ``drawn``: prompts were drawn for ``step`` at weight ``version``, in ``bundles`` of so many groups. ``rows`` are
+  [number of the source, row] of each group. ``begun``: prompts of a checkpoint are generated again.
 - ``done``: groups are complete and scored. ``samples`` has [tokens, status, reward, versions] for each sample of each
   group. ``dropped`` are those that the filter dropped.
 - ``dropped``: groups were dropped for another ``cause``.
@@ -224,7 +224,7 @@ class Journal:
             self.note("dropped", cause=cause, groups=text)
 
     def note_taken(self, step: int, waited: Tensor | None, trained: Tensor | None) -> None:
-        """Note the groups that leave the pool for ``step``, and how what it trains on differs (`replay`)."""
+        """Note the groups that leave the pool for ``step``, and those that `replay` adds or leaves out."""
         groups, batch = list_groups(waited), list_groups(trained)
         replayed = format_groups(sorted(set(batch) - set(groups)))
         left_out = format_groups(sorted(set(groups) - set(batch)))

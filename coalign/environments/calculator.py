@@ -32,7 +32,8 @@ def calculator(
     expression: Annotated[str, Field(description="numbers, + - * / // % ** and parentheses, e.g. (3 + 4) * 12.5")],
 ) -> str:
     """Works out an arithmetic expression and returns the number."""
-    return _format(evaluate(expression))
+    value = evaluate(expression)
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def evaluate(expression: str) -> Fraction:
@@ -93,9 +94,3 @@ def _check_size(value: Fraction) -> Fraction:
 
 def _refuse(why: str) -> NoReturn:
     raise ValueError(why)
-
-
-def _format(value: Fraction) -> str:
-    if value.denominator == 1:
-        return str(value.numerator)
-    return f"{float(value):.10g}"

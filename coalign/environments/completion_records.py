@@ -55,7 +55,7 @@ class TokenUsage(_Record):
 
 
 class ChatCompletion(_Record):
-    """What `client.chat.completions.create` returns."""
+    """The result of `client.chat.completions.create`."""
 
     id: str
     model: str

@@ -37,8 +37,8 @@ async def simulated_user(
 ) -> None:
     """A conversation of at most ``max_turns`` turns with a function that plays the user.
 
-    ``user(messages, row, random)`` (a dotted path; plain or async) returns what the user says next, or None to end the
-    conversation. ``random`` is the episode's own generator. A ServiceError of the function has it called again.
+    ``user(messages, row, random)`` (a dotted path; plain or async) returns the user's next message, or None to end the
+    conversation. ``random`` is the episode's generator. The function is called again after a ServiceError.
     """
     reply = resolve(user, "coalign.environments.conversation")
     for turns_left in reversed(range(max_turns)):
@@ -72,7 +72,7 @@ async def call_isolated(
 ) -> Any:
     """Call the function that a configuration names ``path`` with data, no live objects; ``settings`` are keywords.
 
-    A plain function of a person's runs in processes, which may hang or die. Raises what the function raises,
+    A user's plain function runs in child processes, which may hang or die. Raises what the function raises,
     CallTimeout after ``seconds``, and ProcessDied.
     """
     settings = settings or {}

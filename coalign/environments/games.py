@@ -36,7 +36,7 @@ class Game(Protocol):
         ...
 
     def view(self, player: int) -> str:
-        """What has happened since the player's last move, and the position."""
+        """The moves since the player's last one, and the position."""
         ...
 
     def moves(self) -> list[str]:
@@ -213,7 +213,7 @@ class _Player:
         self.moved = False
 
     async def move(self, board: Game) -> bool:
-        """Let the policy move; whether it made a legal move."""
+        """Have the policy move; return whether it made a legal move."""
         if self.moved:
             self._tell(board.view(self.number))
         else:

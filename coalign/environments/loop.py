@@ -195,7 +195,7 @@ class EnvironmentBatch:
             if call in self._tasks:  # the environment cancelled itself
                 call.reason, call.error = "cancelled", error
         except OutOfTokens:
-            pass  # the episodes keep what they have
+            pass  # the episodes keep their turns so far
         except (Exception, SystemExit) as error:
             call.reason, call.error = type(error).__name__, error
         self._settle(call, Status.ERROR if call.error else None)

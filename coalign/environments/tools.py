@@ -2,8 +2,8 @@
 
 A tool is a plain or async function. Its annotated positional parameters are the arguments that the policy gives, its
 docstring describes it to the policy, and keyword-only parameters are configuration. A first parameter called
-``episode`` gets the Episode, for state or random numbers that belong to it. Without it, a plain function of a person's
-runs in processes, which may hang or die.
+``episode`` gets the Episode, for its state or random numbers. Without it, a user's plain function runs in child
+processes, which may hang or die.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Tool:
         try:
             checked = self.arguments.model_validate(arguments)
         except ValidationError as error:
-            raise ToolError("bad_arguments", _first_error(error)) from error
+            problem = error.errors()[0]
+            path = ".".join(map(str, problem["loc"]))
+            raise ToolError("bad_arguments", f"argument '{path}': {problem['msg']}") from error
         values = [getattr(checked, name) for name in self.arguments.model_fields]
         if self.takes_episode:
             call = call_function(self.fn, episode, *values, **self.configuration)
@@ -185,12 +187,6 @@ class Toolbox:
             raise ToolError("died", str(error)) from error
         except Exception as error:
             raise ToolError("raised", f"{type(error).__name__}: {error}") from error
-
-
-def _first_error(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    argument = ".".join(map(str, problem["loc"]))
-    return f"argument '{argument}': {problem['msg']}"
 
 
 async def tool_use(

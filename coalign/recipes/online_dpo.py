@@ -14,7 +14,7 @@ class OnlineDPO(Online):
     only part of the loss (`loss.beta`).
     """
 
-    scores = ("reward",)  # the reference reads only what is compared
+    scores = ("reward",)  # the reference scores only the compared responses, in train_flow
     unread = ("advantage", "covariance", "kl")
     defaults = {
         **Online.defaults,

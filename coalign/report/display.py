@@ -112,7 +112,7 @@ class Display:
         atexit.register(self.close)  # an error at exit must not leave the terminal without its cursor
 
     def phase(self, text: str) -> None:
-        """Show beside the bar what the run is doing: ``train``."""
+        """Show the phase of the run beside the bar: ``train``."""
         if self._bar is not None:
             self._bar.update(self._task, phase=self._waiting if text == "rollout" else text)
 
@@ -208,7 +208,7 @@ class Display:
         self.out.print(Panel(text, title=title, subtitle=_format_reward(sample), title_align="left"))
 
     def show(self, content: RenderableType) -> None:
-        """Print a result: a text as it is, never folded, or anything that rich can render."""
+        """Print a result: an unwrapped text, or anything that rich can render."""
         self.out.print(content, soft_wrap=isinstance(content, str | Text))
 
     def write(self, text: str) -> None:

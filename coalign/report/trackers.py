@@ -60,11 +60,11 @@ class Tracker(ABC):
         """Send samples as a table called ``name``. All rows have the same keys; values are texts and numbers."""
 
     def rewind(self, step: int) -> None:  # noqa: B027 (most can do nothing)
-        """Forget what was sent after ``step``, where a tracker can. By default it stays, and new points join it."""
+        """Delete the records after ``step``, if the tracker can. By default they stay, and new points join them."""
 
     @abstractmethod
     def finish(self, failed: bool) -> None:
-        """Send what the client still holds, and end the run."""
+        """Send the client's buffered records, and end the run."""
 
 
 class TensorBoardTracker(Tracker):

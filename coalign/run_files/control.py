@@ -28,7 +28,7 @@ _KEPT_ANSWERS = 20
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """What a run should do: `save`, `stop`, or `scale`, with the number of processes that each of ``models`` gets.
+    """A request to `save`, `stop`, or `scale`, with the number of processes that each of ``models`` gets.
 
     Raises ValueError for anything else.
     """

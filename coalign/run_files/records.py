@@ -21,7 +21,7 @@ from coalign.files import open_regular
 CHUNK = 1 << 22  # bytes read at once
 MAX_LINE = 1 << 24  # bytes; a longer line is read as several damaged records
 MAX_NESTING = 100  # lists and objects within each other
-LARGEST_STEP = 1 << 53  # which JavaScript can still count
+LARGEST_STEP = 1 << 53  # the largest integer that JavaScript counts exactly
 LARGEST_NUMBER = 1e200  # sums of as many as a file can hold stay finite
 _QUOTE = ord('"')
 _TEXTS_OR_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.?)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class FilePosition:
-    """Where reading ended: after ``offset`` bytes of the file with this ``inode``, the last of which are ``tail``."""
+    """The end of the last read: after ``offset`` bytes of the file with this ``inode``, which end with ``tail``."""
 
     inode: int = 0
     offset: int = 0

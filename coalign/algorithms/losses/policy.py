@@ -304,8 +304,8 @@ def kl_cov(x: LossInput, *, cov_coef: float = 1.0) -> Surrogate:
     """KL-Cov (2505.22617): the ratio without a clip, and a penalty on the tokens that lower the entropy most.
 
     -ρA + cov_coef · |log ρ| where the column `high_covariance` is True, -ρA elsewhere. The section
-    `covariance: {fn: kl_cov}` marks these tokens over the whole rollout. |log ρ| is what the authors' code and verl
-    take for the paper's KL(π_old ‖ π); its gradient is 0 in the first update of a batch, where ρ = 1.
+    `covariance: {fn: kl_cov}` marks these tokens over the whole rollout. Like the authors' code and verl, this takes
+    |log ρ| for the paper's KL(π_old ‖ π); its gradient is 0 in the first update of a batch, where ρ = 1.
 
     Reads and raises as policy_gradient does, and ValueError without that column; the other settings are those of
     `add_policy_terms`.

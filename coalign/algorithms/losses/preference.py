@@ -135,14 +135,14 @@ def sppo_hard(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> Loss
 
 
 def apo_zero(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than what the policy writes."""
+    """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than the policy's own responses."""
     pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
     return compare_responses(x, pairs, torch.sigmoid(-winner) + torch.sigmoid(loser), rewards, nll_coef)
 
 
 def apo_down(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than what the policy writes."""
+    """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than the policy's own responses."""
     pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
     return compare_responses(x, pairs, torch.sigmoid(winner) + torch.sigmoid(loser - winner), rewards, nll_coef)

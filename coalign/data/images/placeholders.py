@@ -133,7 +133,7 @@ def _write(message: Message, parts: Sequence[Message]) -> Message:
 
 
 def show_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Message]:
-    """Put images before the text of the last message of the user, unless the messages have images of their own."""
+    """Put images before the text of the last user message, unless the messages already have images."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if not paths or last is None or any(is_image(part) for message in messages for part in _list_parts(message)):
         return list(messages)

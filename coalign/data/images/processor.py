@@ -79,7 +79,7 @@ class ImageProcessor:
         if not file.is_video:
             try:
                 return self.measure(file.size)
-            except Exception as error:  # a model's processor raises whatever a size leads to that it was not made for
+            except Exception as error:  # processors raise anything for a size that they do not expect
                 width, height = file.size
                 problem = describe_problem(error)
                 raise BadRow(

@@ -14,7 +14,7 @@ from coalign.data.sources import BadRow
 COLUMNS = ("images", "image")  # most data sets; MMMU has image_1, image_2, …
 VIDEO_COLUMNS = ("videos", "video")  # several videos, one video
 _NUMBERED = re.compile(r"image_(\d+)")
-_TEXTS = ("messages", "conversations", "prompt", "problem", "question", "instruction")  # where `<image>` may stand
+_TEXTS = ("messages", "conversations", "prompt", "problem", "question", "instruction")  # columns with `<image>`
 
 
 class RowImages:

@@ -248,9 +248,9 @@ class Save(Hook):
         self._step = engine.step
         try:
             self.checkpoints.begin(engine.step, lambda directory: write_engine_state(engine, directory))
-        except WorkerLost:  # the engine starts it again
+        except WorkerLost:  # the engine restarts the process
             raise
-        except Exception as problem:  # writers of tensors report a full disk by errors of their own
+        except Exception as problem:  # libraries that write tensors report a full disk by their own error types
             self._report(engine, problem, fatal=last)
         self.saved_at = time.monotonic()
         if last:

@@ -100,7 +100,7 @@ def _try(verb: str, work: Callable[[Engine], str], engine: Engine) -> ControlRes
         return ControlResult(verb, True, work(engine))
     except WorkerLost:  # the engine starts it again, and then the hook serves the request once more
         raise
-    except Exception as problem:  # writers of tensors report a full disk by errors of their own
+    except Exception as problem:  # libraries that write tensors report a full disk by their own error types
         text = str(problem) if isinstance(problem, ValueError) else describe_problem(problem)
         return ControlResult(verb, False, f"refused: {text}")
 
@@ -128,7 +128,7 @@ class StopSignals:
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
+        # Python delivers signals to the main thread only; a run in another thread is stopped by its caller.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP

@@ -72,7 +72,7 @@ class Goodput(Hook):
             for cause in _STEP_CAUSES:
                 self._seconds[cause] += self._step[cause]
                 self._step[cause] = 0.0
-        self._cause = _CAUSES.get(name, "hooks")  # a hook may have phases of its own
+        self._cause = _CAUSES.get(name, "hooks")  # hooks may announce further phases
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         count = lambda name: stats[name].value if name in stats else 0.0  # noqa: E731

@@ -73,13 +73,12 @@ class RunFolder:
 
     def __init__(self, path: str | Path, keep_rollouts: int = 0) -> None:
         self.path = Path(path)
-        previous_owner = read_owner(self.path)
+        previous = read_owner(self.path)
         self._lock = lock_folder(self.path)
         owner = read_owner(self.path)
-        self.epoch = owner.epoch if owner else 1  # how many have held the lock
-        self.waits = (
-            previous_owner is None or not previous_owner.is_here
-        )  # the one before may be going, whatever the lock says
+        self.epoch = owner.epoch if owner else 1  # number of owners of the lock so far
+        # The lock does not tell whether a previous owner on another machine still runs.
+        self.waits = previous is None or not previous.is_here
         refuse_request(self.path, "the run ended before it came to this")
         self.metrics = StepLog(self.path / "metrics.jsonl")
         self.samples = StepLog(self.path / "samples.jsonl")
