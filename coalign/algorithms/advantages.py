@@ -87,8 +87,8 @@ def group(
     if scale == "std":
         advantages = advantages / (groups.std(unbiased=unbiased)[groups.member] + eps)
     elif scale == "batch":
-        whole = RewardGroups(reward, torch.zeros_like(group))
-        advantages = advantages / (whole.std(unbiased=unbiased)[whole.member] + eps)
+        batch = RewardGroups(reward, torch.zeros_like(group))
+        advantages = advantages / (batch.std(unbiased=unbiased)[batch.member] + eps)
     return _outcome(advantages, groups, loss_mask, segment)
 
 
@@ -98,8 +98,8 @@ def rloo(reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor) -> d
     A group of one gets 0.
     """
     groups = RewardGroups(reward, group)
-    others = (groups.size - 1).clamp(min=1)
-    return _outcome(groups.deviation * (groups.size / others)[groups.member], groups, loss_mask, segment)
+    divisor = (groups.size - 1).clamp(min=1)
+    return _outcome(groups.deviation * (groups.size / divisor)[groups.member], groups, loss_mask, segment)
 
 
 def reinforce_pp(
@@ -174,7 +174,7 @@ def opo(reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor) -> di
     groups = RewardGroups(reward, group)
     lengths = segment_count(segment[loss_mask], len(reward)).double()
     total = segment_sum(lengths, groups.member, len(groups.size)).clamp(min=1.0)
-    # Of deviations, not of rewards: equal rewards then have advantage 0 exactly.
+    # Averages deviations, not rewards, so that equal rewards have advantage 0 exactly.
     shift = segment_sum(lengths * groups.deviation, groups.member, len(groups.size)) / total
     return _outcome(groups.deviation - shift[groups.member], groups, loss_mask, segment)
 
@@ -195,7 +195,7 @@ def pass_at_k(
     largest = int(groups.size.max()) if len(groups.size) else k
     if not 1 <= k <= largest:
         raise ValueError(f"advantage.k is {k}: expected 1 to {largest}, the samples of the largest group")
-    table = reward.new_zeros(len(groups.size), 2, dtype=torch.float64)  # of each group: wrong, right
+    table = reward.new_zeros(len(groups.size), 2, dtype=torch.float64)  # advantages of (wrong, right) answers
     rates = reward.new_full((len(groups.size),), float("nan"), dtype=torch.float64)
     right = (groups.mean * groups.size).round().long().tolist()
     for i, (n, some) in enumerate(zip(groups.size.tolist(), right, strict=True)):
@@ -247,18 +247,18 @@ def gigpo(
 
     episodes = RewardGroups(reward, group)
     sequence = segment[loss_mask]
-    begun = (turn_states != 0).cumsum(0)[loss_mask]
-    of_token = torch.unique_consecutive(torch.stack([sequence, begun]), dim=1, return_inverse=True)[1]
+    turn_number = (turn_states != 0).cumsum(0)[loss_mask]
+    of_token = torch.unique_consecutive(torch.stack([sequence, turn_number]), dim=1, return_inverse=True)[1]
     turns = int(of_token[-1]) + 1 if len(of_token) else 0
     owner = torch.zeros(turns, dtype=torch.int64, device=segment.device).scatter_(0, of_token, sequence)
-    state = torch.zeros_like(owner).index_add_(0, of_token, turn_states[loss_mask].long())  # the others are 0
+    state = torch.zeros_like(owner).index_add_(0, of_token, turn_states[loss_mask].long())  # one token a turn is not 0
     if bool((state == 0).any()):
         raise ValueError(
             f"`turn_states` has no state of {int((state == 0).sum())} of {turns} turns: see Episode.anchor"
         )
     rewards = segment_sum(token_rewards[loss_mask].double(), of_token, turns)
-    place = torch.unique(torch.stack([group[owner], state]), dim=1, return_inverse=True)[1]
-    alike = RewardGroups(discounted_sum(rewards, owner, gamma), place)
+    state_group = torch.unique(torch.stack([group[owner], state]), dim=1, return_inverse=True)[1]
+    alike = RewardGroups(discounted_sum(rewards, owner, gamma), state_group)
     advantages = compare(episodes)[sequence] + turn_coef * compare(alike)[of_token]
     return {
         "advantages": _spread(advantages, loss_mask),

@@ -3,13 +3,13 @@
 The functions that a configuration names (`pairs`) take columns with one entry per sequence, [N], with the responses of
 a group side by side. They return the columns that the pairwise losses read: ``preference`` f32[N], higher is better
 within a group, NaN for a response that is not compared; ``margin`` f32[N], how much better it is than the worst of its
-group. Equal rewards make no pair. The attribute ``compares``, if there is one, is the most responses of a group that a
-function compares; otherwise that may be all.
+group. Equal rewards make no pair. The attribute ``compares``, if there is one, is how many responses of a group the
+function compares at most.
 
 Metrics: ``pairs/count``, ``pairs/tied`` (groups without a pair), ``pairs/margin`` (mean reward difference of a pair).
 
 A group of n responses with different preferences has n(n - 1)/2 pairs, so chosen / rejected data and rankings of k
-responses (2203.02155, section 3.5) are one case. At the end: what the preference losses compute from pairs.
+responses (2203.02155, section 3.5) are one case. At the end: functions of pairs that the preference losses share.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _ranges(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _first(chosen: Tensor, number: Tensor) -> Tensor:
     """bool[N]: the first of the ``chosen`` responses in each group."""
-    where = chosen.nonzero().flatten()
-    fresh = torch.ones(len(where), dtype=torch.bool)
-    fresh[1:] = number[where][1:] != number[where][:-1]
-    return torch.zeros_like(chosen).index_fill(0, where[fresh], True)
+    rows = chosen.nonzero().flatten()
+    is_first = torch.ones(len(rows), dtype=torch.bool)
+    is_first[1:] = number[rows][1:] != number[rows][:-1]
+    return torch.zeros_like(chosen).index_fill(0, rows[is_first], True)
 
 
 def _comparisons(reward: Tensor, number: Tensor, worst: Tensor, compared: Tensor) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 Functions of the section `covariance`, which take columns of the whole rollout after its advantages. The covariance of
 a token is (log π - its mean)(A - its mean), both means over all trained tokens of the rollout, and π is the policy
-that sampled. So the choice is made once for each rollout, whatever micro-batches, updates, ranks and packing follow,
-and in whatever order samples arrived. The authors, verl and SkyRL choose again in every micro-batch, with the current
-policy and the means of that micro-batch: their choice depends on how a batch is cut.
+that sampled. So tokens are chosen once for each rollout: the choice does not depend on micro-batches, updates, ranks,
+packing, or the order in which samples arrived. The authors, verl and SkyRL choose again in every micro-batch, with the
+current policy and the means of that micro-batch: their choice depends on how a batch is split.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def clip_cov(
         raise ValueError(f"covariance.low is {low} and covariance.high {high}: expected low < high")
     order, covariance = measure_covariance(advantages, rollout_logprobs, loss_mask, segment, group, index)
     eligible = order[(covariance > low) & (covariance < high)]
-    # Groups are numbered through the run: each rollout has draws of its own, and a repeated run the same ones.
+    # Groups are numbered through the run: each rollout has its own draws, and a repeated run has the same draws.
     seed = int(group.min()) if len(group) else 0
     draw = torch.randperm(len(eligible), generator=torch.Generator().manual_seed(seed))
     chosen = eligible[draw[: count_tokens(share, len(order))].to(eligible.device)]

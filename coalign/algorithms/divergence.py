@@ -1,4 +1,4 @@
-"""How far two policies are apart on sampled tokens: the KL divergence from a reference, and importance weights.
+"""The distance of two policies on sampled tokens: the KL divergence from a reference, and importance weights.
 
 Estimators of KL(π‖π_ref) from the tokens that π sampled, with d = log π - log π_ref at the sampled token (Schulman,
 "Approximating KL divergence", 2020). ``FixedKL`` and ``AdaptiveKL`` control the penalty's coefficient.
@@ -10,7 +10,7 @@ k3        e^(-d) - 1 + d  unbiased, never negative, low variance; its gradient i
 ========  ==============  ======================================================================================
 
 Importance weights correct for samples drawn from another policy than the trained one. The sampler differs from the
-trainer even at equal weights (another engine, another precision), and more so when it is some updates behind. The
+trainer even at equal weights (other kernels, another precision), and more so when it is some updates behind. The
 loss's own ratio is π/π_old, with π_old the *trainer's* policy before the first update of the batch (the proximal
 policy). The weight is π_old/π_rollout, a constant. Their product is the ratio to the sampler, and the loss clips only
 the first factor: the decoupled objective (2110.00641; 2505.24298).

@@ -29,7 +29,7 @@ from coalign.cpu import operations
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The tokens of this rank of ``group``: from ``first`` on, one for each row of its weight (at least one).
+    """The tokens of one rank of ``group``: from ``first`` on, one for each row of its weight (at least one).
 
     ``size`` is the number of tokens on all ranks.
     """
@@ -49,15 +49,15 @@ class VocabularyShard:
         return _Sum.apply(x, self.group)
 
     def logsumexp(self, x: Tensor) -> Tensor:
-        """The log-sum-exp [M] over the ranks, of theirs. Differentiable, like ``sum``."""
+        """The log-sum-exp [M] over the ranks' log-sum-exps. Differentiable, like ``sum``."""
         top = self.max(x.detach())
         return self.sum((x - top).exp()).log() + top
 
     def gather_all(self, x: Tensor) -> Tensor:
         """Gather [M, k] from each of n ranks into [M, n · k]."""
-        parts = [torch.empty_like(x) for _ in range(self.group.size())]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, 1)
+        gathered = [torch.empty_like(x) for _ in range(self.group.size())]
+        dist.all_gather(gathered, x.contiguous(), group=self.group)
+        return torch.cat(gathered, 1)
 
 
 class _Sum(torch.autograd.Function):
@@ -102,14 +102,14 @@ def candidate_logprobs(
         logits = _logits(hidden, weight, bias, temperature, scale, softcap)
         if shard is None:
             return logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
-        own = ids - shard.first
-        here = (own >= 0) & (own < len(weight))
-        chosen = shard.sum(logits.gather(1, own.clamp(0, len(weight) - 1)) * here)
+        local_ids = ids - shard.first
+        here = (local_ids >= 0) & (local_ids < len(weight))
+        chosen = shard.sum(logits.gather(1, local_ids.clamp(0, len(weight) - 1)) * here)
         return chosen - shard.logsumexp(logits.logsumexp(1))[:, None]
 
     size = _count_block_rows(hidden, weight)
-    parts = zip(hidden.split(size), candidates.split(size), strict=True)
-    return torch.cat([checkpoint(block, h, ids, weight, bias, use_reentrant=False) for h, ids in parts])
+    blocks = zip(hidden.split(size), candidates.split(size), strict=True)
+    return torch.cat([checkpoint(block, h, ids, weight, bias, use_reentrant=False) for h, ids in blocks])
 
 
 @torch.no_grad()
@@ -129,8 +129,8 @@ def top_logprobs(
     K is the smaller of k and the vocabulary.
     """
     ids, logprobs = [], []
-    for part in hidden.split(_count_block_rows(hidden, weight)):
-        logits = _logits(part, weight, bias, temperature, scale, softcap)
+    for block in hidden.split(_count_block_rows(hidden, weight)):
+        logits = _logits(block, weight, bias, temperature, scale, softcap)
         normaliser = logits.logsumexp(1)
         values, indices = logits.topk(min(k, len(weight)), dim=1)
         if shard is not None:
@@ -160,15 +160,15 @@ def log_collision(
     shard: VocabularyShard | None = None,
 ) -> Tensor:
     """f32[M]: log Σ p² over the vocabulary after hidden [M, H], the log-prob that two draws agree."""
-    parts = []
-    for part in hidden.split(_count_block_rows(hidden, weight)):
-        logits = _logits(part, weight, bias, temperature, scale, softcap)
+    results = []
+    for block in hidden.split(_count_block_rows(hidden, weight)):
+        logits = _logits(block, weight, bias, temperature, scale, softcap)
         normaliser = logits.logsumexp(1)
         squares = logits.mul_(2).logsumexp(1)
         if shard is not None:
             normaliser, squares = shard.logsumexp(normaliser), shard.logsumexp(squares)
-        parts.append(squares - 2 * normaliser)
-    return torch.cat(parts)
+        results.append(squares - 2 * normaliser)
+    return torch.cat(results)
 
 
 def _count_block_rows(hidden: Tensor, weight: Tensor) -> int:
@@ -288,8 +288,8 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normaliser, entropies = ctx.saved_tensors
         head, needed = ctx.head, ctx.needs_input_grad
         cast = weight.to(hidden.dtype)[: head.vocabulary]
-        # Without entropy a row of the gradient is a row of (softmax - one-hot) times a number: scaling the narrow side
-        # of the products by that number saves a pass over the logits.
+        # Without entropy a row of the gradient is a row of (softmax - one-hot) times a number. Multiplying the narrow
+        # factor of the products by that number saves a pass over the logits.
         factor = -head.inner * (grad if entropies is None else torch.ones_like(grad))
         scaled = (hidden * factor[:, None]).to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=factor.dtype) if needed[0] else None
@@ -329,8 +329,8 @@ def _sum_tiles(
             operations.add_tile(products, head.inner, head.outer, targets, start, sums)
         return sums
     for start, logits in head.tiles(hidden, weight, bias):
-        where, inside = _locate(targets, start, logits)
-        chosen = torch.where(inside, logits.gather(1, where)[:, 0], chosen)
+        columns, inside = _locate(targets, start, logits)
+        chosen = torch.where(inside, logits.gather(1, columns)[:, 0], chosen)
         higher = torch.maximum(top, logits.amax(1))
         shrink = (top - higher).exp_()
         logits.sub_(higher[:, None])
@@ -350,14 +350,14 @@ def _combine(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, log-sum-exps and entropies over all ranks from the sums of each. All [M]."""
     if shard is not None:
-        own, top = top, shard.max(top)
-        shrink = (own - top).exp_()
-        here = ~chosen.isnan()
-        moved = total if moment is None else shrink * (moment + total * (own - top))
-        sums = shrink * total, moved, chosen.nan_to_num_(0.0), here.to(total.dtype)
-        total, moved, chosen, found = shard.sum(torch.stack(sums))
+        local_top, top = top, shard.max(top)
+        shrink = (local_top - top).exp_()
+        has_target = ~chosen.isnan()
+        moved = total if moment is None else shrink * (moment + total * (local_top - top))
+        sums = shrink * total, moved, chosen.nan_to_num_(0.0), has_target.to(total.dtype)
+        total, moved, chosen, target_count = shard.sum(torch.stack(sums))
         moment = None if moment is None else moved
-        chosen = chosen.masked_fill(found == 0, float("nan"))
+        chosen = chosen.masked_fill(target_count == 0, float("nan"))
     log_total = total.log()
     sums = top + log_total
     return chosen - sums, sums, None if moment is None else log_total - moment / total
@@ -383,7 +383,7 @@ def _errors(
         return
     for start, logits in head.tiles(hidden, weight, bias):
         slope = head.slope(logits)
-        where, inside = _locate(targets, start, logits)
+        columns, inside = _locate(targets, start, logits)
         logits.sub_(normaliser[:, None])
         if by_entropy is None:
             error, peak = logits.exp_(), inside.to(logits.dtype)
@@ -392,7 +392,7 @@ def _errors(
             probabilities = logits.exp()
             error = logits.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None]).mul_(probabilities)
             peak = inside * grad
-        error.scatter_add_(1, where, -peak[:, None])
+        error.scatter_add_(1, columns, -peak[:, None])
         yield start, error if slope is None else error.mul_(slope)
 
 

@@ -147,17 +147,17 @@ def required_inputs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]
 
 
 def value_unit(loss: Loss) -> str:
-    """What one value of ``loss`` belongs to: token, sequence, group or batch (see coalign.types.LossOutput)."""
+    """Return what ``loss`` gives a value for: token, sequence, group or batch (see coalign.types.LossOutput)."""
     return getattr(loss, "per", "token")
 
 
-def check_aggregation(loss: Loss, name: str, aggregation: str, where: str = "loss") -> None:
+def check_aggregation(loss: Loss, name: str, aggregation: str, section: str = "loss") -> None:
     """Raise ValueError for an ``aggregation`` that has no effect on ``loss``, or that the loss is not defined for.
 
     ``loss.aggregations``, if there is one, lists those it is defined for. ``name`` is the loss's name in the
-    configuration at ``where``.
+    configuration at ``section``.
     """
-    setting = f"{where}.aggregation is `{aggregation}`"
+    setting = f"{section}.aggregation is `{aggregation}`"
     if value_unit(loss) != "token" and aggregation != "token_mean":
         raise ValueError(
             f"{setting} and has no effect: `{name}` gives a value per {value_unit(loss)}, of which the mean is taken"

@@ -639,7 +639,7 @@ class TrainableModule(Module):
         sizes = torch.bincount(groups_of(batch) if whole else torch.arange(len(batch)), batch.lengths)
         budget = self.token_budget(int(sizes.max()) if len(sizes) else 0)
         patches = None if "images" not in batch else self.config.max_patches_per_micro
-        return batch.micro(budget, keep=_group_column(batch), whole=whole, max_patches=patches)
+        return batch.micro(budget, keep=_group_column(batch), intact=whole, max_patches=patches)
 
     def _objective(self, name: str | None) -> Objective:
         """The loss of the configuration, or the one called ``name``. ValueError without any."""

@@ -237,7 +237,7 @@ def cut_leaves(batch: BatchRef, updates: int, max_tokens: int | None, *, whole: 
     for i, (start, stop) in enumerate(split_ranges(batch.lengths, updates, keep=batch.group)):
         keep = None if batch.group is None else batch.group[start:stop]
         update[start:stop] = i
-        for leaf, rows in enumerate(pack_rows(batch.lengths[start:stop], max_tokens, keep=keep, whole=whole)):
+        for leaf, rows in enumerate(pack_rows(batch.lengths[start:stop], max_tokens, keep=keep, intact=whole)):
             number[start + torch.tensor(rows)] = leaf
     return Leaves(update, number)
 

@@ -3,7 +3,7 @@
 A Batch is immutable: its methods return new batches and keep the order of the sequences. It does not know what its
 columns mean (coalign.types says that), and it never moves between devices by itself.
 
-``partition`` and ``pack_bins`` divide rows by what they cost: pure functions on numbers.
+``partition`` and ``pack_bins`` divide rows by their costs: pure functions on numbers.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Batch:
         if both := set(self.token) & set(self.sequence):
             raise ValueError(f"columns {sorted(both)} are declared both per token and per sequence")
 
-    # A mappingproxy cannot be pickled, and cached properties need not travel. A view would take its whole storage
-    # along, so a part of a split would be as large as the whole batch.
+    # A mappingproxy cannot be pickled, and cached properties need not travel. A view would be pickled with its whole
+    # storage, so a slice would be as large as the batch.
     def __reduce__(self) -> tuple[Any, ...]:
         token = {k: _compact(v) for k, v in self.token.items()}
         return Batch, (_compact(self.lengths), token, {k: _compact(v) for k, v in self.sequence.items()})
@@ -183,11 +183,11 @@ class Batch:
         lengths = self.lengths[rows]
         # Token t of the result is the old one at: old start of its row, plus its distance from the row's new start.
         shifts = self.offsets[:-1][rows] - (lengths.cumsum(0) - lengths)
-        where = torch.repeat_interleave(shifts, lengths) + torch.arange(int(lengths.sum()))
+        indices = torch.repeat_interleave(shifts, lengths) + torch.arange(int(lengths.sum()))
         return Batch(
             lengths,
-            {k: v[where] for k, v in self.token.items()},
-            {k: _take(v, rows) for k, v in self.sequence.items()},
+            {k: v[indices] for k, v in self.token.items()},
+            {k: v[rows] if isinstance(v, Tensor) else [v[i] for i in rows.tolist()] for k, v in self.sequence.items()},
         )
 
     def slice(self, start: int, stop: int) -> Batch:
@@ -211,22 +211,22 @@ class Batch:
         return [self.slice(a, b) for a, b in ranges]
 
     def micro(
-        self, max_tokens: int | None, *, keep: str | None = None, whole: bool = False, max_patches: int | None = None
+        self, max_tokens: int | None, *, keep: str | None = None, intact: bool = False, max_patches: int | None = None
     ) -> list[Batch]:
         """Pack the sequences into few micro-batches of at most ``max_tokens`` tokens each (None: a single one).
 
         With ``max_patches`` their images (column ``images``) have at most as many patches, each image counted once.
 
         Micro-batches with long sequences come first. ``keep`` names a column: neighbours with equal values stay
-        together and in order as far as they fit, or always if ``whole``. ValueError if something that must stay whole
-        exceeds ``max_tokens``: cutting it would change the result, and keeping it could exhaust the memory.
+        together and in order as far as they fit, or always if ``intact``. ValueError if something that must not be
+        cut exceeds ``max_tokens``: cutting it would change the result, and keeping it could exhaust the memory.
         """
         column = self[keep] if keep else None
         if max_patches is None:
-            rows = pack_rows(self.lengths, max_tokens, keep=column, whole=whole)
+            rows = pack_rows(self.lengths, max_tokens, keep=column, intact=intact)
         else:
             images = [{span.image: span.patches for span in spans} for spans in self["images"]]
-            rows = pack_rows_with_images(self.lengths, images, max_tokens, max_patches, keep=column, whole=whole)
+            rows = pack_rows_with_images(self.lengths, images, max_tokens, max_patches, keep=column, intact=intact)
         return [self.select(inside) for inside in rows]
 
     @staticmethod
@@ -238,8 +238,8 @@ class Batch:
         if len(batches) == 1:
             return batches[0]
         first = batches[0]
-        for other in batches[1:]:
-            if differ := (set(first.token) ^ set(other.token)) | (set(first.sequence) ^ set(other.sequence)):
+        for batch in batches[1:]:
+            if differ := (set(first.token) ^ set(batch.token)) | (set(first.sequence) ^ set(batch.sequence)):
                 raise ValueError(f"cannot concatenate batches: only some of them have the columns {sorted(differ)}")
         return Batch(
             torch.cat([b.lengths for b in batches]),
@@ -295,20 +295,20 @@ def split_ranges(lengths: Tensor, n: int, *, keep: Column | None = None, by: str
     sizes = lengths.tolist() if by == "tokens" else [1] * len(lengths)
     units = _units(sizes, keep)
     filled = [0, *accumulate(sum(sizes[a:b]) for a, b in units)]  # [u]: size of the first u units
-    least = 1 if len(units) >= n else 0
+    min_units = 1 if len(units) >= n else 0
     cuts = [0]
-    for part in range(1, n):
-        ideal = filled[-1] * part / n
+    for index in range(1, n):
+        ideal = filled[-1] * index / n
         cut = bisect_left(filled, ideal)
         if cut and ideal - filled[cut - 1] < filled[cut] - ideal:
             cut -= 1
-        cuts.append(min(max(cut, cuts[-1] + least), len(units) - least * (n - part)))
+        cuts.append(min(max(cut, cuts[-1] + min_units), len(units) - min_units * (n - index)))
     rows = [*(start for start, _ in units), len(sizes)]
     return [(rows[a], rows[b]) for a, b in pairwise([*cuts, len(units)])]
 
 
 def pack_rows(
-    lengths: Tensor, max_tokens: int | None, *, keep: Column | None = None, whole: bool = False
+    lengths: Tensor, max_tokens: int | None, *, keep: Column | None = None, intact: bool = False
 ) -> list[list[int]]:
     """Compute the rows of each micro-batch of `Batch.micro`, from the lengths alone."""
     if len(lengths) == 0 or max_tokens is None:
@@ -320,7 +320,7 @@ def pack_rows(
     pieces = []
     for start, stop in _units(sizes, keep):
         size = sum(sizes[start:stop])
-        if whole and size > max_tokens:
+        if intact and size > max_tokens:
             raise ValueError(
                 f"{stop - start} sequences that a loss compares have {size} tokens together, which exceeds "
                 f"max_tokens_per_micro={max_tokens}; raise it or shorten the data"
@@ -337,34 +337,37 @@ def pack_rows_with_images(
     max_patches: int,
     *,
     keep: Column | None = None,
-    whole: bool = False,
+    intact: bool = False,
 ) -> list[list[int]]:
     """`pack_rows` with a second limit: the patches of the different images in a micro-batch.
 
-    ``images``: of each row {image: patches}. A unit counts as the larger of its shares of both limits, so what fits by
-    that measure fits by both. Rows of a unit that must be cut count all of their images.
+    ``images`` has {image: patches} for each row. A unit costs the larger of its shares of both limits, so units that
+    fit by their cost fit by both. Rows of a unit that must be cut count all of their images.
     """
-    most = max_tokens or max(1, int(lengths.sum()))
-    if (largest := max((sum(own.values()) for own in images), default=0)) > max_patches:
+    budget = max_tokens or max(1, int(lengths.sum()))
+    if (largest := max((sum(patches.values()) for patches in images), default=0)) > max_patches:
         remedy = "raise it, or scale images down (data.images.max_pixels)"
         raise ValueError(
             f"images of a sequence have {largest} patches; max_patches_per_micro is {max_patches}; {remedy}"
         )
     sizes = lengths.tolist()
-    costs = [max(size, -(-sum(own.values()) * most // max_patches)) for size, own in zip(sizes, images, strict=True)]
+    costs = [
+        max(size, -(-sum(patches.values()) * budget // max_patches))
+        for size, patches in zip(sizes, images, strict=True)
+    ]
     for start, stop in _units(sizes, keep):
         together: dict[str, int] = {}
-        for own in images[start:stop]:
-            together |= own
+        for patches in images[start:stop]:
+            together |= patches
         tokens = sum(sizes[start:stop])
-        cost = max(tokens, -(-sum(together.values()) * most // max_patches))
-        if cost <= most or whole:  # it stays in one piece, whose first row has what the images need beyond the tokens
+        cost = max(tokens, -(-sum(together.values()) * budget // max_patches))
+        if cost <= budget or intact:  # the first row also carries the cost of the unit's images
             costs[start:stop] = [sizes[start] + cost - tokens, *sizes[start + 1 : stop]]
-    return pack_rows(torch.tensor(costs), most, keep=keep, whole=whole)
+    return pack_rows(torch.tensor(costs), budget, keep=keep, intact=intact)
 
 
 def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:
-    """Row ranges that must stay whole: single rows, or runs of equal neighbours in ``keep``."""
+    """Return the row ranges that must not be cut: single rows, or runs of equal neighbours in ``keep``."""
     if keep is None:
         return [(i, i + 1) for i in range(len(sizes))]
     values = keep.tolist() if isinstance(keep, Tensor) else list(keep)
@@ -381,10 +384,6 @@ def _cut_to_fit(first: int, sizes: Sequence[int], capacity: int) -> list[tuple[i
             filled = 0
         filled += size
     return list(pairwise([*cuts, first + len(sizes)]))
-
-
-def _take(column: Column, rows: Tensor) -> Column:
-    return column[rows] if isinstance(column, Tensor) else [column[i] for i in rows.tolist()]
 
 
 def _join(columns: Sequence[Column]) -> Column:
@@ -413,35 +412,35 @@ def estimate_costs(lengths: Tensor) -> Tensor:
     return lengths + lengths.square() / ATTENTION_LENGTH
 
 
-def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Divide the indices of ``costs`` into ``parts`` subsets of nearly equal sums.
+def partition(costs: Sequence[float], count: int) -> list[list[int]]:
+    """Divide the indices of ``costs`` into ``count`` subsets of nearly equal sums.
 
     Indices ascend within a subset, and subsets are ordered by their first index. Empty subsets come last, and exist
-    only if there are fewer indices than parts.
+    only if there are fewer indices than subsets.
 
     Largest differencing method (Karmarkar and Karp, "The differencing method of set partitioning", 1982), for any
     number of subsets: join the two partial partitions with the greatest differences, the largest subset of one with
     the smallest of the other, until one partition is left.
     """
-    if parts == 1:
+    if count == 1:
         return [list(range(len(costs)))]
     heap = [(-cost, index, [(-cost, [index])]) for index, cost in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
-        _, index, other = heapq.heappop(heap)
-        joined = _join_partitions(one, other, parts)
-        smallest = joined[-1][0] if len(joined) == parts else 0.0
+        _, _, first = heapq.heappop(heap)
+        _, index, second = heapq.heappop(heap)
+        joined = _join_partitions(first, second, count)
+        smallest = joined[-1][0] if len(joined) == count else 0.0
         heapq.heappush(heap, (joined[0][0] - smallest, index, joined))
     subsets = sorted(sorted(members) for _, members in heap[0][2]) if heap else []
-    return subsets + [[] for _ in range(parts - len(subsets))]
+    return subsets + [[] for _ in range(count - len(subsets))]
 
 
-def _join_partitions(one: list[Subset], other: list[Subset], parts: int) -> list[Subset]:
-    """Join two partitions (largest subset first) into one of at most ``parts`` subsets."""
-    excess = max(len(one) + len(other) - parts, 0)  # subsets to merge in pairs: the smallest ones of each side
-    separate = one[: len(one) - excess] + other[: len(other) - excess]
-    pairs = zip(one[len(one) - excess :], reversed(other[len(other) - excess :]), strict=True)
+def _join_partitions(first: list[Subset], second: list[Subset], count: int) -> list[Subset]:
+    """Join two partitions (largest subset first) into one of at most ``count`` subsets."""
+    excess = max(len(first) + len(second) - count, 0)  # subsets to merge in pairs: the smallest ones of each side
+    separate = first[: len(first) - excess] + second[: len(second) - excess]
+    pairs = zip(first[len(first) - excess :], reversed(second[len(second) - excess :]), strict=True)
     return sorted(separate + [(a + b, x + y) for (a, x), (b, y) in pairs])
 
 

@@ -54,7 +54,7 @@ HASH = xxhash.xxh3_128
 
 
 class DamagedCache(ValueError):
-    """A cache entry whose files are not what was written."""
+    """A cache entry whose files were changed after they were written."""
 
 
 class ExampleStore:
@@ -98,12 +98,9 @@ class ExampleStore:
         token_end, text_end = self._sequences[i].tolist()
         rest = json.loads(self._rest[text:text_end].tobytes())
         mask = self._mask[token:token_end].tolist() if len(self._mask) else None
-        images = tuple(_read_span(own) for own in rest["images"]) if "images" in rest else None
+        spans = [ImageSpan(**span | {"grid": tuple(span["grid"])}) for span in rest.get("images", ())]
+        images = tuple(spans) if "images" in rest else None
         return Example(self._tokens[token:token_end].tolist(), {**row, **rest["row"]}, mask, rest["columns"], images)
-
-
-def _read_span(own: dict[str, Any]) -> ImageSpan:
-    return ImageSpan(**{**own, "grid": tuple(own["grid"])})
 
 
 def store_examples(folder: Path, scan: SourceScan) -> None:
@@ -193,7 +190,7 @@ def open_cached(
 def hash_settings(
     encoder: RowEncoder, config: DataConfig, source: SourceConfig, phase: DataPhase | None, files: Any
 ) -> str:
-    """Hash everything that decides what the rows of a source become; ``files`` describes their contents."""
+    """Hash everything that the encoding of a source's rows depends on; ``files`` describes their contents."""
     placeholders = encoder.template.placeholders
     images = [] if placeholders is None else [placeholders.processor.identity, str(placeholders.files.root)]
     return _digest(
@@ -212,12 +209,12 @@ def hash_settings(
 
 
 def hash_files(rows: FileRows) -> list[str]:
-    """Hash the bytes of each file; one on the hub is known by its commit."""
+    """Hash the bytes of each file; a file on the hub is identified by its commit."""
     return [hash_file(path, HASH) if isinstance(path, Path) else str(path) for path in rows.paths]
 
 
 def hash_file_samples(rows: FileRows) -> list[tuple[str, str]]:
-    """Name of each file and hash of its samples: up to 1 GiB is read whole, of more some 128 MiB."""
+    """Return the name of each file and a hash of its samples: up to 1 GiB is read completely, else some 128 MiB."""
     blocks = max(2, 1024 // len(rows.paths))
     return [(path.name, hash_samples(path, blocks) if isinstance(path, Path) else str(path)) for path in rows.paths]
 

@@ -1,7 +1,7 @@
-"""Whether a chat template writes all that messages say: their contents, roles, calls and reasoning, each once.
+"""Checks that a chat template writes the contents, roles, calls and reasoning of messages, each exactly once.
 
-Templates leave out in silence what they have no form for. Whether they do depends on the form of a conversation (its
-roles, and what its messages have), not on its words. So each form is rendered once, with stand-ins for all texts.
+Templates silently leave out what they do not support. Whether they do depends on the form of a conversation (its roles
+and the keys of its messages), not on its words. So each form is rendered once, with stand-ins for all texts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from coalign.data.messages import KEYS, REASONING_KEYS, Message, is_learned, spl
 from coalign.data.sources import BadRow
 
 MAX_FORMS = 4096  # verdicts that are kept
-_UNHEARD = "qzroleqz"  # no template's role
-# Content as of a tool's result, which templates tell from a question.
+_UNKNOWN_ROLE = "qzroleqz"  # no template has it
+# The content of a tool's result, which templates distinguish from a question.
 _ENCLOSED = re.compile(r"\s*<([\w|]+)>.*</\1>\s*", re.DOTALL)
 
 Render = Callable[[list[Message]], str]
@@ -25,7 +25,7 @@ Render = Callable[[list[Message]], str]
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A text in place of one that message ``index`` has; ``what`` names that."""
+    """A text that replaces one of message ``index``; ``what`` says which."""
 
     text: str
     index: int
@@ -33,9 +33,9 @@ class StandIn:
 
 
 class CoverageCheck:
-    """Checks what a template writes, and keeps the verdict on each form of a conversation.
+    """Checks the text that a template writes, and keeps the verdict on each form of a conversation.
 
-    ``name`` is the template's in messages; ``jinja`` its text.
+    ``name`` is the template's name in error messages, ``jinja`` its text.
     """
 
     def __init__(self, name: str, jinja: str) -> None:
@@ -48,7 +48,7 @@ class CoverageCheck:
         """Raise BadRow if ``render`` leaves out something of the messages from ``since`` on, or writes it twice.
 
         Reasoning must be written in answers from message ``learned`` on; elsewhere templates drop it on purpose.
-        ``form`` is all else that rendering depends on.
+        ``form`` is everything beside the messages that rendering depends on.
         """
         key = (form, since, learned, *map(_describe_form, messages))
         if key not in self._verdicts:
@@ -70,7 +70,7 @@ class CoverageCheck:
         standing, expected = write_stand_ins(messages)
         try:
             text = render(standing)
-        except BadRow:  # the messages themselves were written: this template looks at what they say
+        except BadRow:  # the messages themselves were rendered: this template depends on their words
             return
         for stand_in in expected:
             i, times = stand_in.index, text.count(stand_in.text)
@@ -104,7 +104,7 @@ def list_unknown_keys(message: Message, jinja: str = "") -> list[str]:
 
 
 def write_stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[StandIn]]:
-    """Return the messages with stand-ins for all of their texts, and these."""
+    """Return the messages with stand-ins for all of their texts, and the stand-ins."""
     expected: list[StandIn] = []
     numbers = count()
 
@@ -147,7 +147,7 @@ def _replace_call(call: dict[str, Any], number: int, stand: Callable[[str], str]
 
 
 def _describe_form(message: Message) -> Hashable:
-    """Describe what decides how templates write a message, apart from its words."""
+    """Describe the form of a message: everything but its words that decides how templates write it."""
     content = message["content"]
     if isinstance(content, list):
         shape: Hashable = tuple((part.get("type"), bool((part.get("text") or "").strip())) for part in content)
@@ -163,7 +163,7 @@ def _describe_form(message: Message) -> Hashable:
 
 
 def _is_dropped_later(messages: Sequence[Message], stand_in: StandIn, render: Render) -> bool:
-    """Whether a template writes what is said beside a call until an answer follows, as gpt-oss' does: on purpose."""
+    """Whether a template writes the content beside a call only until an answer follows, as gpt-oss' does on purpose."""
     if stand_in.what != "content" or not messages[stand_in.index].get("tool_calls"):
         return False
     try:
@@ -173,19 +173,19 @@ def _is_dropped_later(messages: Sequence[Message], stand_in: StandIn, render: Re
 
 
 def _loses_role(messages: Sequence[Message], index: int, text: str, render: Render) -> bool:
-    """Whether a template writes a message as any of no known role, and as one of another role."""
+    """Whether a template writes a message as it would an unknown role, and as it would one of another role."""
     role = messages[index]["role"]
     if role in ("user", "assistant") or not messages[index]["content"]:
         return False
 
-    def is_same(other: str) -> bool:
+    def is_same(candidate: str) -> bool:
         try:
-            return render([m | {"role": other} if i == index else m for i, m in enumerate(messages)]) == text
+            return render([m | {"role": candidate} if i == index else m for i, m in enumerate(messages)]) == text
         except BadRow:
             return False
 
-    others = ("user", "assistant") if role in ("system", "tool") else ("user", "assistant", "system")
-    return is_same(_UNHEARD) and any(map(is_same, others))
+    roles = ("user", "assistant") if role in ("system", "tool") else ("user", "assistant", "system")
+    return is_same(_UNKNOWN_ROLE) and any(map(is_same, roles))
 
 
 def _name(messages: Sequence[Message], index: int) -> str:

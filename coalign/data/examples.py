@@ -1,4 +1,4 @@
-"""What all kinds of rows share: the encoder that turns a row into token sequences, and their packing into a batch."""
+"""The base encoder that turns a row into token sequences, and the packing of sequences into a batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from coalign.data.templates import Template, get_bos, locate_images
 from coalign.types import SEQUENCE_COLUMNS, SOURCE_KEY, TOKEN_COLUMNS, ImageSpan
 
 KEEPS_SPECIAL_TOKENS = "_keep_special_tokens"
-# Keys added to each row: the name of its source, and its number there; to those of a source that may write special
-# tokens (and to no other, whatever they bring themselves) also the third.
+# Keys added to each row: the name of its source, and its number there. The third is added only for a source that may
+# write special tokens, and removed from other rows.
 MARKS = ("_source", "_row", KEEPS_SPECIAL_TOKENS)
 
 
 @dataclass(frozen=True, order=True)
 class RowLimit:
-    """The most that a model takes at once of a row; ``key`` names the setting that says so.
+    """The longest row that a model can read at once; ``key`` names the setting that limits it.
 
     ``scope``: tokens of one sequence, tokens of all sequences of a row (which a loss compares), or patches of its
     images.
@@ -41,7 +41,7 @@ class RowLimit:
 
     @property
     def origin(self) -> str:
-        """The key in brackets, for a message; empty for a limit of `data`, whose keys the reader of a row knows."""
+        """The key in brackets, for a message; empty for a limit of `data`, which other messages name."""
         return "" if self.key.startswith("data.") else f" ({self.key})"
 
     def describe_excess(self, amount: int, images: str = "") -> str:
@@ -52,7 +52,7 @@ class RowLimit:
 
     @staticmethod
     def choose(setting: int | None, key: str, limits: Sequence[RowLimit]) -> dict[str, RowLimit]:
-        """Choose the least of each scope; ``setting`` is that of `data`, under ``key``."""
+        """Choose the lowest limit of each scope; ``setting`` is that of `data`, under ``key``."""
         named = [*limits, *([] if setting is None else [RowLimit(setting, key)])]
         return {scope: min(limit for limit in named if limit.scope == scope) for scope in {one.scope for one in named}}
 
@@ -66,7 +66,7 @@ class Example:
     """One token sequence; ``loss_mask`` is None for a prompt.
 
     ``row`` is the data set's row. ``columns`` holds further columns of the batch: a number is a sequence column, a list
-    of length T a token column. All examples of a kind have the same columns. ``images``: where images stand; None in a
+    of length T a token column. All examples of a kind have the same columns. ``images`` are spans of tokens; None in a
     run that reads text alone.
     """
 
@@ -109,12 +109,12 @@ class RowEncoder(ABC):
     """Encodes the rows of one source, and drops, counts or refuses unusable ones.
 
     The policies ``bad_rows`` (a missing key, images), ``on_empty``, ``on_identical`` and ``on_long`` decide whether
-    such a row is dropped and counted (see ``report``), or refused with a ValueError that names its place and its fault.
-    Rows with other faults are always refused. ``limits`` are what the models of a run take of a row, beside the limit
-    that `data` sets.
+    such a row is dropped and counted (see ``report``), or refused with a ValueError that names its line and its fault.
+    Rows with other faults are always refused. ``limits`` are those of the run's models, beside the limit that `data`
+    sets.
     """
 
-    keys: ClassVar[str]  # what a row needs, in words
+    keys: ClassVar[str]  # the keys that a row needs, in words
     longest: ClassVar[str]  # the key of DataConfig that limits the tokens of a row
     from_tokens: ClassVar[bool] = False  # whether an indexed dataset can replace rows of text
     reads_images: ClassVar[bool] = True  # whether rows may hold images
@@ -135,7 +135,7 @@ class RowEncoder(ABC):
         self.reader = RowReader(config, source, None if placeholders is None else RowImages(placeholders.files))
         self.limits = RowLimit.choose(getattr(config, self.longest), f"data.{self.longest}", limits)
         self.max_tokens = self.limits["sequence"].amount if "sequence" in self.limits else None
-        self.first_long = ""  # where the first row is that no model of the run could read, and why
+        self.first_long = ""  # location and problem of the first row that is too long for a model of the run
         self.template = template
         self.counts: Counter[str] = Counter()
         self.policy = {
@@ -167,10 +167,10 @@ class RowEncoder(ABC):
     def use(self, entry: SourceRow) -> list[Example] | None:
         """Encode and count a new row: None if it is dropped, ValueError if it is refused."""
         self.counts["rows"] += 1
-        markers = self.template.guard.found
+        markers = self.template.guard.codes_read
         try:
-            whole = self.encode(self.reader.add_names(entry.row()))
-            examples = self._fit_all(whole)
+            encoded = self.encode(self.reader.add_names(entry.row()))
+            examples = self._fit_all(encoded)
         except BadRow as error:
             if self.policy.get(error.reason, "error") == "error":
                 raise ValueError(f"{entry.where()}: {error}{self._describe_mixture(error)}") from error
@@ -179,9 +179,9 @@ class RowEncoder(ABC):
                 self.first_long = f"{entry.where()}: {error}"
             return None
         self.counts["used"] += 1
-        self.counts["markers"] += self.template.guard.found > markers
+        self.counts["markers"] += self.template.guard.codes_read > markers
         self.counts.update(self.count(examples))
-        self.counts["cut"] += any(len(e.tokens) < len(w.tokens) for e, w in zip(examples, whole, strict=True))
+        self.counts["cut"] += any(len(e.tokens) < len(w.tokens) for e, w in zip(examples, encoded, strict=True))
         self.mark_origin(examples, entry.number)
         self.counts[f"{SOURCE_KEY}={examples[0].row[SOURCE_KEY]}"] += 1
         return examples
@@ -205,7 +205,7 @@ class RowEncoder(ABC):
         return " or ".join(str(self.limits[scope]) for scope in ("sequence", "row", "patches") if scope in self.limits)
 
     def describe_emptiness(self, report: str) -> str:
-        """Why no row is usable: what became of all of them, the key to change, and the first row that is too long."""
+        """Explain why no row is usable: the report, the key to change, and the first row that is too long."""
         if not self.counts["long"]:
             return f"({report})"
         setting = getattr(self.config, self.longest)
@@ -214,11 +214,11 @@ class RowEncoder(ABC):
         return f"({report}); data.{self.longest} is {setting or 'not set'}; the first: {self.first_long}"
 
     def describe_left_out(self) -> str:
-        """The first row that a model of the run cannot read; empty if there is none."""
+        """Name the first row that is too long for a model of the run; empty if there is none."""
         return f"rows that are too long for a model are left out; the first: {self.first_long}" * bool(self.first_long)
 
     def count(self, examples: list[Example]) -> Mapping[str, int]:
-        """Count what ``counted`` names in the examples of a used row."""
+        """Compute the counts that ``counted`` names for the examples of a used row."""
         return {}
 
     def warning(self) -> str:
@@ -226,7 +226,7 @@ class RowEncoder(ABC):
         return self.describe_left_out()
 
     def report(self) -> str:
-        """Summarise the fate of the rows: "7470 used, 2 empty, 1 over 1024 tokens"."""
+        """Summarise how many rows are used and dropped: "7470 used, 2 empty, 1 over 1024 tokens"."""
         words = {
             "missing": "without the key",
             "empty": "empty",
@@ -237,15 +237,15 @@ class RowEncoder(ABC):
             "markers": "of these with a special token's text, read as text (see keep_special_tokens)",
             **self.counted,
         }
-        parts = [f"{self.counts[reason]} {text}" for reason, text in words.items() if self.counts[reason]]
-        return ", ".join([f"{self.counts['used']} used", *parts])
+        dropped = [f"{self.counts[reason]} {text}" for reason, text in words.items() if self.counts[reason]]
+        return ", ".join([f"{self.counts['used']} used", *dropped])
 
     def _fit_all(self, examples: list[Example]) -> list[Example]:
         """Bring a row within all limits. BadRow (long) if that is not allowed."""
         fitted = self.fit(examples)
         patches = {span.image: span.patches for example in fitted for span in example.images or ()}
-        if (most := self.limits.get("patches")) and (count := sum(patches.values())) > most.amount:
-            raise BadRow(f"images of {count} patches, and {most} are what is read at once", "long", most.origin)
+        if (limit := self.limits.get("patches")) and (count := sum(patches.values())) > limit.amount:
+            raise BadRow(f"images of {count} patches, and {limit} are what is read at once", "long", limit.origin)
         return fitted
 
     def fit(self, examples: list[Example]) -> list[Example]:

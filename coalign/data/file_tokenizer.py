@@ -1,7 +1,7 @@
-"""A tokenizer read from its files by `tokenizers` alone, in the place of transformers' own, which takes two seconds.
+"""A tokenizer read from its files by `tokenizers` alone, without importing transformers, which takes two seconds.
 
-`coalign check` reads rows with it. It has the part of transformers' interface by which rows are read, and gives the
-same tokens. Anything unusual in the files, and a version of transformers that nobody has compared, is left to it.
+`coalign check` reads rows with it. It has the methods of transformers' tokenizers that reading rows needs, and gives
+the same tokens. transformers reads files with anything unusual, and its versions that were not compared.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from coalign.files import read_json_object
 
-COMPARED = ("5.19.",)  # beginnings of versions of transformers
-MAX_TOKENS = 100_000  # of a larger vocabulary transformers looks whether it is Mistral's
+COMPARED_VERSIONS = ("5.19.",)  # beginnings of versions of transformers
+MAX_TOKENS = 100_000  # transformers examines whether a larger vocabulary is Mistral's
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Files by which transformers would change what tokenizer.json says.
-OTHERS = ("special_tokens_map.json", "added_tokens.json", "tekken.json", "tokenizer.model", "additional_chat_templates")
+# Files with which transformers overrides tokenizer.json.
+EXTRAS = ("special_tokens_map.json", "added_tokens.json", "tekken.json", "tokenizer.model", "additional_chat_templates")
 # Keys of tokenizer_config.json that change nothing, with their harmless values; None: any.
 HARMLESS: dict[str, tuple[Any, ...] | None] = {
     "add_prefix_space": (False, None),
@@ -46,7 +46,7 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-# What Qwen's tokenizers have, whatever their tokenizer.json says.
+# Settings of Qwen's tokenizers that override their tokenizer.json.
 QWEN: dict[str, Any] = {
     "normalizer": {"type": "NFC"},
     "pre_tokenizer": {
@@ -150,21 +150,24 @@ class FileTokenizer:
 def open_file_tokenizer(directory: Path) -> FileTokenizer | None:
     """Read the tokenizer of a model's directory. None for one that transformers has to read."""
     files = [directory / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
-    if not version("transformers").startswith(COMPARED) or not all(file.is_file() for file in files):
+    if not version("transformers").startswith(COMPARED_VERSIONS) or not all(file.is_file() for file in files):
         return None
     try:
         family, settings, content = map(read_json_object, files)
         special = {name: token for name in SPECIAL if (token := settings.pop(name, None)) is not None}
         template = _read_chat_template(directory, settings)
-        kind = _find_class(str(family.get("model_type")), str(settings.get("tokenizer_class")))
-        if kind is None or any((directory / name).exists() for name in OTHERS) or not _is_harmless(settings):
+        class_name = _find_class(str(family.get("model_type")), str(settings.get("tokenizer_class")))
+        harmless = all(k in HARMLESS and (HARMLESS[k] is None or v in HARMLESS[k]) for k, v in settings.items())
+        if class_name is None or any((directory / name).exists() for name in EXTRAS) or not harmless:
             return None
-        if kind == "Qwen2Tokenizer":
+        if class_name == "Qwen2Tokenizer":
             special = {"unk_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT} | special
         if not _is_plain(content, {*special.values()}):
             return None
-        tokenizer = _build_qwen(content) if kind == "Qwen2Tokenizer" else Tokenizer.from_file(str(files[-1]))
-        return FileTokenizer(tokenizer, special, template, str(directory))
+        if class_name == "Qwen2Tokenizer":
+            text = json.dumps({**content, **QWEN, "model": content["model"] | QWEN_MODEL})
+            return FileTokenizer(Tokenizer.from_str(text), special, template, str(directory))
+        return FileTokenizer(Tokenizer.from_file(str(files[-1])), special, template, str(directory))
     except Exception:  # transformers says what is wrong with the files
         return None
 
@@ -185,10 +188,6 @@ def _find_class(family: str, name: str) -> str | None:
     return by_family.get(family)
 
 
-def _is_harmless(settings: Mapping[str, Any]) -> bool:
-    return all(key in HARMLESS and (HARMLESS[key] is None or value in HARMLESS[key]) for key, value in settings.items())
-
-
 def _is_plain(content: Mapping[str, Any], special: set[Any]) -> bool:
     """Whether a tokenizer.json is byte-pair encoding whose special tokens are there, marked as such."""
     model, added = content["model"], content["added_tokens"]
@@ -201,12 +200,8 @@ def _is_plain(content: Mapping[str, Any], special: set[Any]) -> bool:
     )
 
 
-def _build_qwen(content: Mapping[str, Any]) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps({**content, **QWEN, "model": content["model"] | QWEN_MODEL}))
-
-
 class GenerationTag(Extension):
-    """Reads `{% generation %}`, which marks what a model learns, and writes what is in it."""
+    """Parses `{% generation %}`, which marks the learned text, and renders its content."""
 
     tags = {"generation"}
 
@@ -226,7 +221,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _write_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):
-    """Write JSON as it is; jinja2's own filter would escape it for HTML."""
+    """Write plain JSON; jinja2's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -77,10 +77,10 @@ class IndexedTokens:
             or bool((np.diff(self.documents) < 0).any())
         ):
             raise ValueError(f"{index}: its documents do not follow one another from the first sequence to the last")
-        if (found := data.stat().st_size) != (told := int(starts[-1]) * self.dtype.itemsize):
-            raise ValueError(f"{data} has {found:,} bytes; its index tells of {told:,}")
+        if (actual := data.stat().st_size) != (expected := int(starts[-1]) * self.dtype.itemsize):
+            raise ValueError(f"{data} has {actual:,} bytes; its index tells of {expected:,}")
         self.ends = starts[self.documents]
-        self.flat = np.memmap(data, self.dtype, mode="r") if found else np.zeros(0, self.dtype)
+        self.flat = np.memmap(data, self.dtype, mode="r") if actual else np.zeros(0, self.dtype)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -106,7 +106,7 @@ class IndexedWriter:
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
-        self._code = next(code for code, kind in CODES.items() if kind == self.dtype)
+        self._code = next(code for code, dtype_of_code in CODES.items() if dtype_of_code == self.dtype)
         self._lengths, self._documents = array("i"), array("q", [0])
         self._bin, self._idx = (file.with_name(f"{file.name}.part") for file in name_files(prefix))
 
@@ -115,14 +115,14 @@ class IndexedWriter:
         self._file = self._bin.open("wb")
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if kind is None:
+            if error_type is None:
                 self._finish()
         finally:
             self._file.close()
-            for part in (self._bin, self._idx):
-                part.unlink(missing_ok=True)
+            for file in (self._bin, self._idx):
+                file.unlink(missing_ok=True)
 
     def add(self, document: Sequence[int]) -> None:
         """Write a document of one sequence. ValueError for a token that the type cannot represent."""
@@ -134,22 +134,22 @@ class IndexedWriter:
         self._lengths.append(len(tokens))
         self._documents.append(len(self._lengths))
 
-    def extend(self, other: IndexedTokens) -> None:
+    def extend(self, dataset: IndexedTokens) -> None:
         """Write all documents of another dataset. ValueError if its tokens have another type."""
-        if other.dtype != self.dtype:
-            raise ValueError(f"{other.prefix} holds {other.dtype}, the others {self.dtype}: they cannot be merged")
-        with name_files(other.prefix)[0].open("rb") as source:
+        if dataset.dtype != self.dtype:
+            raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, the others {self.dtype}: they cannot be merged")
+        with name_files(dataset.prefix)[0].open("rb") as source:
             shutil.copyfileobj(source, self._file, 1 << 24)
-        self._documents.extend((other.documents[1:] + len(self._lengths)).tolist())
-        self._lengths.extend(other.lengths.tolist())
+        self._documents.extend((dataset.documents[1:] + len(self._lengths)).tolist())
+        self._lengths.extend(dataset.lengths.tolist())
 
     def _finish(self) -> None:
         lengths = np.array(self._lengths, "<i4")
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         with self._idx.open("wb") as out:
             out.write(HEADER.pack(MAGIC, 1, self._code, len(lengths), len(self._documents)))
-            for part in (lengths, (ends - lengths * self.dtype.itemsize).astype("<i8")):
-                out.write(part.tobytes())
+            for column in (lengths, (ends - lengths * self.dtype.itemsize).astype("<i8")):
+                out.write(column.tobytes())
             out.write(np.array(self._documents, "<i8").tobytes())
             _flush(out)
         _flush(self._file)
@@ -187,7 +187,7 @@ class IndexedDocuments:
         max_samples: int | None = None,
         source: str = "",
     ) -> None:
-        """``vocabulary`` is its size in tokens, ``source`` that of its rows. ValueError if no document is usable."""
+        """``vocabulary`` is its size in tokens, ``source`` the rows' source. ValueError if no document is usable."""
         self.name, self._source = data.prefix.name, source
         self._data, self._vocabulary = data, vocabulary
         numbers: Iterable[int] = range(len(data) if max_samples is None else min(len(data), max_samples))
@@ -232,5 +232,5 @@ class IndexedDocuments:
     @cached_property
     def _hash(self) -> str:
         data, index = name_files(self._data.prefix)
-        known = f"{hash_file(index)} {hash_samples(data)} {self._max_tokens} {self._seen}"
-        return xxhash.xxh3_128_hexdigest(known.encode())
+        contents = f"{hash_file(index)} {hash_samples(data)} {self._max_tokens} {self._seen}"
+        return xxhash.xxh3_128_hexdigest(contents.encode())

@@ -52,8 +52,8 @@ class ResponseEncoder(RowEncoder):
             for (tokens, _), response in zip(encoded, responses, strict=True)
         ]
         return [
-            Example(tokens, dict(row), mask, {"index": i, "prompt_length": shared} | own, images[i])
-            for i, ((tokens, mask), own) in enumerate(zip(encoded, columns, strict=True))
+            Example(tokens, dict(row), mask, {"index": i, "prompt_length": shared} | response_columns, images[i])
+            for i, ((tokens, mask), response_columns) in enumerate(zip(encoded, columns, strict=True))
         ]
 
     def encode_pair(self, row: dict[str, Any], columns: list[dict[str, Any]]) -> list[Example]:
@@ -85,7 +85,7 @@ class ResponseEncoder(RowEncoder):
         return [exclude_first_token(example) for example in examples]
 
     def _limit_prompt(self, prompt: int, response: int, examples: list[Example]) -> Iterator[tuple[int, str]]:
-        """Yield the most tokens of the prompt that each limit allows, and the model's setting that says so."""
+        """Yield how many prompt tokens each limit allows, and the model's setting behind it."""
         yield self.config.max_prompt_tokens, ""
         if limit := self.limits.get("sequence"):
             yield limit.amount - response, limit.origin
@@ -95,7 +95,7 @@ class ResponseEncoder(RowEncoder):
 
 
 def trim_after_last_trained(tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
-    """Remove what a template writes after the end of the last turn. BadRow (empty) if no token is trained.
+    """Remove the tokens that a template writes after the last turn. BadRow (empty) if no token is trained.
 
     Generated responses end there as well, and a reward model reads its score from the last token.
     """
@@ -137,8 +137,8 @@ class ConversationEncoder(RowEncoder):
     """Encodes rows as conversations; the loss mask covers the assistant's words and the end of its turns.
 
     ``data.train_on`` narrows the mask to the assistant's last message, or widens it to all tokens. A conversation that
-    is cut on the left keeps its last answer whole, and something before it. With ``data.reasoning: last``, whose
-    answers no single sequence holds as they are generated, a conversation is one for each user message (``index``).
+    is cut on the left keeps its last answer, and at least one token before it. With ``data.reasoning: last`` no single
+    sequence holds all answers as they are generated, so each user message gives a sequence (``index``).
     """
 
     keys = "`messages`, or `prompt` and `answer`"
@@ -158,7 +158,7 @@ class ConversationEncoder(RowEncoder):
         return examples
 
     def _find_learned(self, messages: list[Message]) -> list[tuple[int, int]]:
-        """For each sequence the first message that is learned, and how many messages there are."""
+        """Return for each sequence its first learned message and its number of messages."""
         if self.config.train_on == "last":
             return [(len(messages) - 1, len(messages))]
         if self.config.reasoning != "last":
@@ -186,7 +186,7 @@ def _refuse_weights(messages: list[Message]) -> None:
 
 
 def _exclude_images(mask: list[bool], images: tuple[ImageSpan, ...] | None) -> list[bool]:
-    """The mask without the placeholders of images, which no model predicts."""
+    """Remove the placeholders of images from the mask: no model predicts them."""
     for span in images or ():
         mask[span.start : span.stop] = [False] * span.length
     return mask

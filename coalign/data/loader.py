@@ -62,7 +62,7 @@ class Loader:
     ) -> None:
         """At least one weight must be positive.
 
-        ``allow_changed``: a checkpoint may be of other data. ``encoders``: of the sources, for their counts.
+        ``allow_changed``: a checkpoint may be of other data. ``encoders`` are those of the sources, for their counts.
         """
         self.orders, self._encoders = list(orders), encoders
         self.batch_size, self.batch_tokens, self.min_rows = batch_size, batch_tokens, min_rows
@@ -89,13 +89,14 @@ class Loader:
         return math.ceil(epochs * tokens / self.batch_tokens)
 
     def report(self) -> str:
-        """Summarise what became of each source's rows, for the log."""
+        """Summarise how many rows of each source are used, for the log."""
         return "; ".join(f"{order.name}: {order.report()}" for order in self.orders)
 
     def stats(self) -> Stats:
         """Compute `data/epoch`, a mean over the sources, and `data/dropped` of streams.
 
-        `data/markers`, if there are any: the rows so far in which the text of a special token was read as text."""
+        `data/markers`, if there are any, counts the rows so far in which a special token was read as text.
+        """
         markers = sum(encoder.counts["markers"] for encoder in self._encoders)
         stats = merge_stats(order.stats() for order in self._drawable)
         return {**stats, "data/markers": Total(markers)} if markers else stats
@@ -108,12 +109,12 @@ class Loader:
 
     @property
     def is_known(self) -> bool:
-        """Whether all rows have been looked at: not so with a stream."""
+        """Whether the number of rows is known: not with a stream."""
         return all(order.rows is not None for order in self.orders)
 
     @property
     def sources(self) -> list[str]:
-        """The names of the rows' sources; of a stream those that have been read."""
+        """The names of the rows' sources; with a stream, of the rows read so far."""
         return sorted(set().union(*(encoder.count_by_source() or {encoder.source} for encoder in self._encoders)))
 
     def count_by_source(self) -> dict[str, int]:
@@ -126,9 +127,9 @@ class Loader:
     def all(self, limit: int | None = None) -> Iterator[tuple[str, Batch]]:
         """Yield all usable rows (at most ``limit`` of a source) in file order: (source, up to ``batch_size`` rows).
 
-        A rest of fewer than ``min_rows`` joins the rows before it. The cursor does not move; ``group`` counts from 0.
+        Fewer than ``min_rows`` last rows join the batch before them. The cursor does not move; ``group`` counts from 0.
         """
-        parts: dict[str, list[tuple[int, list[Example]]]] = {}
+        pending: dict[str, list[tuple[int, list[Example]]]] = {}
         seen: Counter[str] = Counter()
         held = self.min_rows if self.min_rows > 1 else 0
         for group, examples in enumerate(chain.from_iterable(order.once() for order in self.orders)):
@@ -136,12 +137,12 @@ class Loader:
             if limit is not None and seen[source] == limit:
                 continue
             seen[source] += 1
-            part = parts.setdefault(source, [])
-            part.append((group, examples))
-            if len(part) == self.batch_size + held:
-                yield source, _build_numbered_batch(part[: self.batch_size])
-                del part[: self.batch_size]
-        yield from ((source, _build_numbered_batch(part)) for source, part in parts.items() if part)
+            rows = pending.setdefault(source, [])
+            rows.append((group, examples))
+            if len(rows) == self.batch_size + held:
+                yield source, _build_numbered_batch(rows[: self.batch_size])
+                del rows[: self.batch_size]
+        yield from ((source, _build_numbered_batch(rows)) for source, rows in pending.items() if rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor (a few numbers) and a fingerprint of the data, as JSON values."""
@@ -195,9 +196,9 @@ def build_loader(
 ) -> Loader:
     """Build the loader of ``config.train`` or ``config.eval``; ``kind`` is a key of KINDS.
 
-    ``limits``: what the models that read the rows take of one; `data.on_long` says what becomes of longer ones.
+    ``limits``: how long a row the models of the run can read; `data.on_long` decides about longer ones.
 
-    FileNotFoundError or ValueError, with the place, if files, rows, tokenizer or template are faulty.
+    FileNotFoundError or ValueError, with file and line, if files, rows, tokenizer or template are faulty.
     """
     sources = config.train if split == "train" else config.eval
     if not sources:
@@ -254,14 +255,14 @@ def build_encoder(
 def _build_placeholders(
     kind: str, config: DataConfig, source: SourceConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Placeholders | None:
-    """What images of a source become; None for a run that reads text alone, and for documents."""
+    """Build the placeholders of a source's images; None for a run that reads text alone, and for documents."""
     if config.images is None or not KINDS[kind].reads_images or (images := open_row_images(config, source)) is None:
         return None
     return Placeholders(ImageProcessor(tokenizer.name_or_path, tokenizer, config.images), images.files)
 
 
 def open_row_images(config: DataConfig, source: SourceConfig) -> RowImages | None:
-    """What reads the images in the rows of a source; None for a run that reads text alone."""
+    """Return the reader of images in the rows of a source; None for a run that reads text alone."""
     if (images := config.images) is None:
         return None
     root = Path(images.root) if images.root else Path(source.path).absolute().parent
@@ -290,7 +291,7 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
         return StreamedOrder(encoder, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
     if config.cache is None:
         return ShuffledOrder(ScannedSource(encoder, rows, phase), shuffled)
-    # A stream's identity is without them: what is longer is dropped as it is drawn, and a run may go on with others.
+    # A stream's identity excludes them: longer rows are dropped when drawn, so a run may go on with other limits.
     limits = [(limit.amount, scope) for scope, limit in sorted(encoder.limits.items())]
     identity = hash_settings(encoder, config, source, phase, [hash_files(rows), limits])
     return ShuffledOrder(open_cached(Path(config.cache), encoder, rows, phase, identity), shuffled)

@@ -1,8 +1,8 @@
 """Chat messages of rows: validated, normalised, and converted to text.
 
 A message is a dict with ``role`` and ``content`` (a text, or a list of parts as in chat APIs). Its other keys are for
-the chat template, or hold the reasoning of an assistant's message. ContentGuard tokenises what messages say as text,
-also where they spell a control token.
+the chat template, or hold the reasoning of an assistant's message. ContentGuard tokenises contents as text, also where
+they spell a control token.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-# Who speaks in `from` of conversations as ShareGPT and OpenHermes have them, beside the roles themselves.
+# Speakers in the key `from` of ShareGPT's and OpenHermes' conversations -> roles.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-# Roles in either form: OpenAI's before `tool`, ms-swift's and LLaMA-Factory's; and those whose content is a call.
+# Roles of OpenAI before `tool`, of ms-swift and of LLaMA-Factory; CALLS are those whose content is a call.
 RESULTS = {"function": "tool", "function_response": "tool", "tool_response": "tool"}
 CALLS = ("function_call", "tool_call")
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 ReasoningPolicy = Literal["keep", "drop", "last"]
-SEEN = ("image", "video")  # types of parts that models which see read
+SEEN = ("image", "video")  # types of parts that vision-language models read
 MEDIA = (*SEEN, "audio")
-TEXTS = ("text", "input_text", "output_text", "None")  # types of parts that are texts; not all say their type
+TEXTS = ("text", "input_text", "output_text", "None")  # types of parts that are texts; some have no type
 # Keys of messages that hold reasoning: vLLM's and Qwen's, gpt-oss', OpenAI's and others'.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING_KEYS}  # that are read here
+KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING_KEYS}  # keys that Coalign reads
 _THOUGHTS = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
 
-MAX_CHARACTERS = 1 << 23  # of one text: 2 million tokens of English, and some 10 s of tokenising
+MAX_CHARACTERS = 1 << 23  # 2 million tokens of English, and some 10 s of tokenising
 
 
 def parse_messages(value: Any, key: str, *, images: bool = False) -> list[Message]:
@@ -67,8 +67,8 @@ def parse_response(value: Any, key: str) -> list[Message]:
 
 def parse_transcript(text: str, key: str) -> list[Message]:
     """Split a text like "\\n\\nHuman: …\\n\\nAssistant: …" (Anthropic's hh-rlhf) into turns. BadRow for others."""
-    before, *turns = TURN.split(text)
-    if before.strip() or not turns:
+    beginning, *turns = TURN.split(text)
+    if beginning.strip() or not turns:
         raise BadRow(
             f"the row has no prompt, and '{key}' is a text that does not hold one either (as messages, or as "
             "'\\n\\nHuman: …\\n\\nAssistant: …'); name the prompt's key in data.prompt_key",
@@ -79,7 +79,7 @@ def parse_transcript(text: str, key: str) -> list[Message]:
 
 
 def trim_to_assistant(messages: list[Message]) -> list[Message]:
-    """Drop what follows the assistant's last message. BadRow (empty) if there is none, or if it has no content."""
+    """Drop everything after the assistant's last message. BadRow (empty) if there is none, or it has no content."""
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
     if not has_content(messages[-1:]):
@@ -103,7 +103,7 @@ def get_text(message: Message) -> str:
 
 
 def replace_text(message: Message, text: str) -> str | list[dict[str, Any]]:
-    """The content of a message with another text: behind its images, if it has any."""
+    """Return the content of a message with another text, after its images if it has any."""
     if not has_images(message):
         return text
     return [*(part for part in message["content"] if part.get("type") in SEEN), {"type": "text", "text": text}]
@@ -127,23 +127,23 @@ def parse_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": t} if b else t for t, b in zip(tools, bare, strict=True)] or None
 
 
-def _message(value: Any, place: str, images: bool = False) -> Message:
-    """Validate a message, and convert it to the one form that is used here.
+def _message(value: Any, label: str, images: bool = False) -> Message:
+    """Validate a message, and convert it to the form that Coalign uses.
 
-    Without keys that are None or say nothing; calls of tools as objects; a content of text alone as a text.
+    Keys without a value are removed; tool calls become objects; a content of text parts alone becomes a text.
     """
-    message = _name_keys(value, place)
+    message = _name_keys(value, label)
     if message["role"] in CALLS:
-        message = _read_called(message, place)
-    if calls := _read_calls(message, place):
+        message = _read_called(message, label)
+    if calls := _read_calls(message, label):
         message["tool_calls"] = calls
     if "content" not in message and not calls:
-        raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
-    message["content"] = _read_content(message.get("content"), place, images)
-    return _read_reasoning(_read_weight(message, place), place)
+        raise BadRow(f"{label} is not an object with role and content: {str(value)[:80]}")
+    message["content"] = _read_content(message.get("content"), label, images)
+    return _read_reasoning(_read_weight(message, label), label)
 
 
-def _name_keys(value: Any, place: str) -> Message:
+def _name_keys(value: Any, label: str) -> Message:
     """Return the message without keys that are None, with `role` and `content` in place of `from` and `value`."""
     entries = value.items() if isinstance(value, dict) else ()
     message = {key: entry for key, entry in entries if entry is not None or key == "content"}
@@ -151,27 +151,27 @@ def _name_keys(value: Any, place: str) -> Message:
         rest = {key: entry for key, entry in message.items() if key not in ("from", "value", "content")}
         message = rest | {"role": ROLES.get(said, said)} | ({"content": value["value"]} if "value" in value else {})
     if not isinstance(message.get("role"), str):
-        raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
+        raise BadRow(f"{label} is not an object with role and content: {str(value)[:80]}")
     return message | {"role": RESULTS.get(str(message["role"]), message["role"])}
 
 
-def _read_content(content: Any, place: str, images: bool) -> str | list[dict[str, Any]]:
+def _read_content(content: Any, label: str, images: bool) -> str | list[dict[str, Any]]:
     """Return a text, or parts if any of them is an image or a video. BadRow for parts of other types."""
     if not isinstance(content, list):
         if not isinstance(content, str | None):
-            raise BadRow(f"{place}: content is {type(content).__name__}; expected a string or a list of parts")
+            raise BadRow(f"{label}: content is {type(content).__name__}; expected a string or a list of parts")
         return content or ""
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str | None):
-            raise BadRow(f"{place}: a part of content is an object, maybe with a text, not {str(part)[:80]}")
+            raise BadRow(f"{label}: a part of content is an object, maybe with a text, not {str(part)[:80]}")
         name = str(part.get("type"))
         medium = name.removeprefix("input_").removesuffix("_url")
         if medium in MEDIA and not (images and name in SEEN):
             seen = f"{medium}s are read if data.images is set"
             remedy = seen if medium in SEEN else "Coalign reads text, images and videos"
-            raise BadRow(f"{place}: a part of content is of type '{name}'; {remedy}")
+            raise BadRow(f"{label}: a part of content is of type '{name}'; {remedy}")
         if medium not in MEDIA and (name not in TEXTS or ("text" not in part and part.keys() != {"type"})):
-            raise BadRow(f"{place}: a part of content is no text: {str(part)[:80]}")
+            raise BadRow(f"{label}: a part of content is no text: {str(part)[:80]}")
     return content if any(part.get("type") in SEEN for part in content) else get_text({"content": content})
 
 
@@ -182,65 +182,65 @@ def join_parts(content: Any) -> Any:
     return "".join(part["text"] or "" for part in content)
 
 
-def _read_called(message: Message, place: str) -> Message:
-    """Read a turn whose content is a call, or a list of calls: as JSON text, maybe behind a block of reasoning."""
+def _read_called(message: Message, label: str) -> Message:
+    """Read a turn whose content is a call, or a list of calls, as JSON text; a block of reasoning may precede it."""
     content = join_parts(message.get("content"))
     block = _THOUGHTS.match(content) if isinstance(content, str) else None
-    calls = parse_json(content[block.end() :] if block else content, f"{place}: {message['role']}")
+    calls = parse_json(content[block.end() :] if block else content, f"{label}: {message['role']}")
     said = {"content": block[0].strip() if block else "", "tool_calls": calls if isinstance(calls, list) else [calls]}
     return message | {"role": "assistant"} | said
 
 
-def _read_calls(message: Message, place: str) -> list[dict[str, Any]]:
+def _read_calls(message: Message, label: str) -> list[dict[str, Any]]:
     """Take the calls of tools out of a message, those under OpenAI's older `function_call` as well."""
     calls, call = (parse_json(message.pop(key, None) or None, key) for key in ("tool_calls", "function_call"))
     if calls and call:
-        raise BadRow(f"{place} has both tool_calls and function_call; leave one out")
+        raise BadRow(f"{label} has both tool_calls and function_call; leave one out")
     calls = [call] if call else calls or []
     if not isinstance(calls, list):
-        raise BadRow(f"{place}: tool_calls is {type(calls).__name__}; expected a list")
-    return [_tool_call(call, place) for call in calls]
+        raise BadRow(f"{label}: tool_calls is {type(calls).__name__}; expected a list")
+    return [_tool_call(call, label) for call in calls]
 
 
-def _tool_call(call: Any, place: str) -> dict[str, Any]:
+def _tool_call(call: Any, label: str) -> dict[str, Any]:
     """Return a call with its arguments as an object, as templates expect; chat APIs have JSON text."""
     call = {key: entry for key, entry in call.items() if entry is not None} if isinstance(call, dict) else {"": call}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow(f"{place}: a tool call is an object with function: {{name, arguments}}, not {str(call)[:80]}")
+        raise BadRow(f"{label}: a tool call is an object with function: {{name, arguments}}, not {str(call)[:80]}")
     arguments = function.get("arguments")
     arguments = parse_json(arguments.strip() or None if isinstance(arguments, str) else arguments, "arguments") or {}
     if not isinstance(arguments, dict):
-        raise BadRow(f"{place}: the arguments of '{function['name']}' are {str(arguments)[:80]!r}; expected an object")
+        raise BadRow(f"{label}: the arguments of '{function['name']}' are {str(arguments)[:80]!r}; expected an object")
     function = function | {"arguments": arguments}
     return call | {"function": function} if "function" in call else {"type": "function", "function": function}
 
 
-def _read_weight(message: Message, place: str) -> Message:
-    """Keep `weight` only where it is 0: on an answer that is not learned. BadRow for what nothing here can do."""
+def _read_weight(message: Message, label: str) -> Message:
+    """Keep `weight` only if it is 0, on an answer that is not learned. BadRow for any other weight."""
     if (weight := message.pop("weight", None)) is None:
         return message
     if weight not in (0, 1):
-        raise BadRow(f"{place}: weight is {weight!r}; expected 1, or 0 for an answer that is not learned")
+        raise BadRow(f"{label}: weight is {weight!r}; expected 1, or 0 for an answer that is not learned")
     if weight and message["role"] != "assistant":
-        raise BadRow(f"{place}: weight is 1, and only what the assistant says is learned, not role '{message['role']}'")
+        raise BadRow(f"{label}: weight is 1, and only what the assistant says is learned, not role '{message['role']}'")
     return message if weight or message["role"] != "assistant" else message | {"weight": 0}
 
 
-def _read_reasoning(message: Message, place: str) -> Message:
-    """Leave out reasoning that is empty or said twice. BadRow for what is no text, or where two differ."""
-    said = {key: message.pop(key) for key in REASONING_KEYS if key in message}
-    for key, value in said.items():
+def _read_reasoning(message: Message, label: str) -> Message:
+    """Leave out reasoning that is empty or repeated. BadRow if it is no text, or if two reasonings differ."""
+    reasoning = {key: message.pop(key) for key in REASONING_KEYS if key in message}
+    for key, value in reasoning.items():
         if not isinstance(value, str) or (value.strip() and message["role"] != "assistant"):
-            raise BadRow(f"{place}: {key} is {str(value)[:80]!r}; expected a text, in messages of the assistant")
-    said = {key: value for key, value in said.items() if value.strip()}
-    if not said:
+            raise BadRow(f"{label}: {key} is {str(value)[:80]!r}; expected a text, in messages of the assistant")
+    reasoning = {key: value for key, value in reasoning.items() if value.strip()}
+    if not reasoning:
         return message
     block, rest = split_reasoning(message)
-    if len({value.strip() for value in (*said.values(), block) if value}) > 1:
+    if len({value.strip() for value in (*reasoning.values(), block) if value}) > 1:
         also = " and in a <think> block" if block else ""
-        raise BadRow(f"{place} has different reasoning under {', '.join(said)}{also}")
-    key, value = next(iter(said.items()))
+        raise BadRow(f"{label} has different reasoning under {', '.join(reasoning)}{also}")
+    key, value = next(iter(reasoning.items()))
     return (rest if block else message) | {key: value}
 
 
@@ -265,13 +265,13 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
     """Return an assistant message's reasoning ("" for none) and the message without it.
 
     It is the value of one of REASONING_KEYS, or a block at the beginning of the content that `</think>` ends. `<think>`
-    may lack: some templates begin the answer with it.
+    may be missing: some templates begin the answer with it.
     """
     rest = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-    if found := next(
+    if reasoning := next(
         (value for key in REASONING_KEYS if isinstance(value := message.get(key), str) and value.strip()), ""
     ):
-        return found.strip(), rest
+        return reasoning.strip(), rest
     block = _THOUGHTS.match(text := get_text(message))
     return (block[1].strip(), rest | {"content": text[block.end() :]}) if block else ("", rest)
 
@@ -279,7 +279,7 @@ def split_reasoning(message: Message) -> tuple[str, Message]:
 def apply_reasoning(messages: Sequence[Message], policy: ReasoningPolicy | None) -> list[Message]:
     """Remove the reasoning that ``policy`` drops, and move the rest to ``reasoning_content``.
 
-    `last` keeps what follows the last user message. None: the messages as they are.
+    `last` keeps the reasoning after the last user message. None returns the messages unchanged.
     """
     if policy is None:
         return list(messages)
@@ -309,7 +309,7 @@ def place_reasoning(messages: Sequence[Message], jinja: str) -> list[Message]:
 
 
 def move_blocks(messages: Sequence[Message], key: str) -> list[Message]:
-    """Move blocks of reasoning that begin what the assistant says to ``key``, in messages without such a key."""
+    """Move blocks of reasoning at the beginning of assistant messages to ``key``, unless they have such a key."""
     return [
         _place_reasoning(message, key)
         if message["role"] == "assistant" and not any(key in message for key in REASONING_KEYS)
@@ -333,17 +333,17 @@ def _place_reasoning(message: Message, key: str | None) -> Message:
 
 
 class ContentGuard:
-    """Keeps contents from forging control tokens: where they spell a special token, that stays text.
+    """Keeps contents from forging control tokens: where they spell a special token, it is tokenised as text.
 
-    Before a template sees contents, `protect` replaces each such spelling by a code, which templates leave as it is.
-    `tokenize` reads a code as the text that it stands for; a special token that is spelled beside codes is the
-    template's own. A text without codes is tokenised as ever. With ``keep`` nothing is replaced.
+    Before a template sees contents, `protect` replaces each such spelling by a code, which templates do not change.
+    `tokenize` reads a code as the text that it stands for; special tokens spelled beside codes come from the template.
+    A text without codes is tokenised as usual. With ``keep`` nothing is replaced.
 
-    ``found`` counts the codes that were read.
+    ``codes_read`` counts the codes that were read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, keep: bool = False) -> None:
-        self.tokenizer, self.keep, self.found = tokenizer, keep, 0
+        self.tokenizer, self.keep, self.codes_read = tokenizer, keep, 0
         added = tokenizer.added_tokens_decoder.items()
         self._tokens = {token.content: (i, token) for i, token in added if token.special and token.content}
         self._numbers = {text: number for number, text in enumerate(self._tokens)}
@@ -354,13 +354,13 @@ class ContentGuard:
         self._code_or_marker = re.compile(rf"{self._code}(\d+)z|{markers}")
 
     def protect(self, value: Any) -> Any:
-        """The value (texts, in lists and dicts) with codes in place of special tokens; itself if it spells none."""
+        """Replace special tokens in a value (texts, in lists and dicts) by codes; return it itself if it has none."""
         if self.keep:
             return value
         if isinstance(value, str):
             if self._marker.search(value) is None:
                 return value
-            return self._marker.sub(lambda found: f"{self._code}{self._numbers[found[0]]}z", value)
+            return self._marker.sub(lambda match: f"{self._code}{self._numbers[match[0]]}z", value)
         if isinstance(value, list | tuple):
             items = [self.protect(item) for item in value]
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items
@@ -380,21 +380,21 @@ class ContentGuard:
         """Tokenise a text of protected contents, with the tokenizer's BOS and EOS only if ``special``."""
         if self._code not in check_length(text):
             return tokenize(self.tokenizer, text, special=special)
-        self.found += text.count(self._code)
+        self.codes_read += text.count(self._code)
         # Tokenizers in Python cannot split special tokens alone, and some models (Unigram, WordLevel) find them all the
         # same: there, the content's spelling is cut in two.
         forged = {i for i, _ in self._tokens.values() if i != self.tokenizer.unk_token_id}
-        whole = self._spell(text, "")
-        can_split = self.tokenizer.is_fast and forged.isdisjoint(self._split(whole))
-        safe = whole if can_split else self._spell(text, f"{self._name}cut")
+        respelled = self._spell(text, "")
+        can_split = self.tokenizer.is_fast and forged.isdisjoint(self._split(respelled))
+        safe = respelled if can_split else self._spell(text, f"{self._name}cut")
         return [token for i in self._split(safe, special) if (token := self._ids.get(i, i)) is not None]
 
     def read(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenise a content that stands alone, as `tokenize` does."""
+        """Tokenise a content without a template."""
         return self.tokenize(self.protect(text), special=special)
 
     def check_setting(self, text: str, key: str) -> None:
-        """Raise ValueError for a setting that becomes a part of contents, and spells a special token."""
+        """Raise ValueError for a setting that becomes part of contents and spells a special token."""
         if not self.keep and (marker := self._marker.search(text)):
             raise ValueError(
                 f"{key} spells the special token {marker[0]!r}, which contents cannot write: it would be read as text. "
@@ -402,12 +402,12 @@ class ContentGuard:
             )
 
     def _spell(self, text: str, cut: str) -> str:
-        """The text with other names for the template's special tokens, and contents as they were, or ``cut``."""
+        """Rename the template's special tokens, and restore those of contents, with ``cut`` inside."""
 
-        def spell(found: re.Match[str]) -> str:
-            if found[1] is None:
-                return f"{self._name}{self._numbers[found[0]]}z"
-            content = [*self._tokens][int(found[1])]
+        def spell(match: re.Match[str]) -> str:
+            if match[1] is None:
+                return f"{self._name}{self._numbers[match[0]]}z"
+            content = [*self._tokens][int(match[1])]
             return content[:1] + cut + content[1:]
 
         return self._code_or_marker.sub(spell, text)
@@ -418,7 +418,7 @@ class ContentGuard:
 
     @cached_property
     def _splitting(self) -> PreTrainedTokenizerBase:
-        """A copy of the tokenizer that splits special tokens, and knows them by other names.
+        """A copy of the tokenizer that splits special tokens, and has other names for them.
 
         Splitting is a state of a tokenizer, and other threads use the original."""
         from transformers import AddedToken
@@ -433,14 +433,14 @@ class ContentGuard:
 
     @cached_property
     def _ids(self) -> dict[int, int | None]:
-        """The special tokens' ids by those of their other names; None for the cut."""
+        """Map the ids of the other names to those of the special tokens; the cut's to None."""
         named: dict[str, int | None] = {f"{self._name}{n}z": i for n, (i, _) in enumerate(self._tokens.values())}
         named[f"{self._name}cut"] = None
         return {cast(int, self._splitting.convert_tokens_to_ids(name)): i for name, i in named.items()}
 
 
 def check_length(text: str) -> str:
-    """Return the text. BadRow (long) for one that would be tokenised for minutes, in tens of GiB of memory."""
+    """Return the text. BadRow (long) for one whose tokenisation would take minutes and tens of GiB of memory."""
     if len(text) > MAX_CHARACTERS:
         raise BadRow(f"a text of {len(text):,} characters; at most {MAX_CHARACTERS:,} are tokenised", "long")
     return text

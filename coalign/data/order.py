@@ -74,7 +74,7 @@ class FileSource(ABC):
     def __getitem__(self, index: int) -> list[Example]: ...
 
     def report(self) -> str:
-        """Summarise what became of the rows: "7473 rows: 7470 used, 2 empty, 1 over 1024 tokens"."""
+        """Summarise how many rows are used: "7473 rows: 7470 used, 2 empty, 1 over 1024 tokens"."""
         rows = f"{len(self._rows)} rows"
         if self._phase is not None:
             rows = f"{self._encoder.counts['rows']} of {rows} (phase {self._phase.name})"
@@ -110,7 +110,7 @@ ExampleSource = FileSource | IndexedDocuments
 
 
 class ShuffledOrder:
-    """Draws from a source whose rows are known; each epoch has its own permutation, given by ``key`` and its number.
+    """Draws from a source of known size; each epoch has its own permutation, given by ``key`` and its number.
 
     With the key None, rows are drawn in file order. ``rows`` and ``tokens`` are those of an epoch.
     """
@@ -134,7 +134,7 @@ class ShuffledOrder:
         return self.source.report()
 
     def stats(self) -> Stats:
-        """`data/epoch`, the passes over the source so far; of a stream also `data/dropped`."""
+        """`data/epoch`, the passes over the source so far; for a stream also `data/dropped`."""
         return {"data/epoch": Stat(self._taken / self.rows)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,10 +155,10 @@ class ShuffledOrder:
 
 
 class StreamedOrder:
-    """Draws from files that are read as it goes, for more rows than memory or patience hold.
+    """Draws from files while it reads them, for data that are too large to scan first.
 
     A row is tokenised, and used, dropped or refused, when it is drawn. The next ``window`` rows (of ``phase``) are held
-    in memory as the file has them. They are drawn in an order given by ``key``, the epoch and the window's number, or
+    in memory, unparsed. They are drawn in an order given by ``key``, the epoch and the window's number, or
     in file order with the key None. The cursor is the file position of the window and the number of rows drawn from it.
     """
 
@@ -174,7 +174,7 @@ class StreamedOrder:
         identity: str,
         phase: DataPhase | None = None,
     ) -> None:
-        """``identity`` is a hash of files and settings, which a checkpoint is compared with."""
+        """``identity`` is a hash of files and settings, which is compared with a checkpoint's."""
         self.name = encoder.name
         self._encoder, self._rows, self._key, self._phase = encoder, rows, key, phase
         self._window_size, self._identity = window, identity
@@ -190,11 +190,11 @@ class StreamedOrder:
             if self._key is not None:
                 position = permute(position, len(self._window), *self._key, self._epoch, self._number)
             self._taken += 1
-            known = self._encoder.first_long
+            first_long = self._encoder.first_long
             if (examples := self._encoder.use(self._window[position])) is not None:
                 self._used += 1
                 return examples
-            if self._encoder.first_long != known:
+            if self._encoder.first_long != first_long:
                 log.warning("%s: %s", self.name, self._encoder.describe_left_out())
 
     def once(self) -> Iterator[list[Example]]:
@@ -233,13 +233,13 @@ class StreamedOrder:
                 allow_changed,
             )
             # Bytes may have moved, so the row is found by its number.
-            places = (after for _, after in self._rows.read() if after[2] == number)
-            file, start, number = START if number == 0 else next(places, START)
-        elif late := self._rows.list_written_since(state["written"]):
+            positions = (after for _, after in self._rows.read() if after[2] == number)
+            file, start, number = START if number == 0 else next(positions, START)
+        elif changed := self._rows.list_written_since(state["written"]):
             log.warning(
                 "%s: written since the checkpoint: %s; samples of their contents are as before, single rows may differ",
                 self.name,
-                late,
+                changed,
             )
         self._go_to(state["epoch"], state["window"], (file, start, number))
         self._taken, self._used = min(state["taken"], len(self._window)), state["used"]
@@ -279,7 +279,7 @@ DrawOrder = ShuffledOrder | StreamedOrder
 
 
 def report_change(problem: str, allowed: bool) -> None:
-    """Log that a checkpoint is of other data if that is allowed. ValueError otherwise."""
+    """Log that a checkpoint was made with other data. ValueError unless that is ``allowed``."""
     if not allowed:
         raise ValueError(
             f"{problem}. Restore it, start a new run, or allow it with `runtime.allow_changed: [data]`: the run then "
@@ -289,7 +289,7 @@ def report_change(problem: str, allowed: bool) -> None:
 
 
 def check_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise ValueError for a setting whose value in a checkpoint is another one."""
+    """Raise ValueError for a setting that has another value in a checkpoint."""
     for key, value in current.items():
         if saved[key] != value:
             raise ValueError(f"the checkpoint was made with {key}={saved[key]}, not {value}: the order would differ")

@@ -1,4 +1,4 @@
-"""Opens data files as bytes, decompressed if need be, with limits: few bytes can stand for more than memory holds."""
+"""Opens data files as bytes, decompressed if need be, within limits: a small file can expand beyond memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
     DataPath = Path | HubFile
 
-MAX_LINE = 64 * 2**20  # bytes of a row's line
-MAX_ARRAY = 2 * 2**30  # bytes of a file that is one JSON array, which is parsed in one go
-MAX_RATIO, LEAST_UNPACKED = 200, 64 * 2**20  # by how much a file may grow, and bytes to which any may
-_BLOCK = 1 << 20
-_DENSE, _FEW = 8, 100_000  # bytes that a bracket stands for in rows, at least; so many brackets may be denser
+MAX_LINE = 64 * 2**20  # bytes per row
+MAX_ARRAY = 2 * 2**30  # bytes of a file that is one JSON array, which is parsed at once
+MAX_RATIO = 200  # a file may decompress to this many times its size,
+LEAST_UNPACKED = 64 * 2**20  # and any file to this many bytes
+_BLOCK_BYTES = 1 << 20
+_MIN_BYTES_PER_BRACKET = 8  # in rows
+_MAX_DENSE_BRACKETS = 100_000  # so many may be denser
 
 
 class DataBomb(ValueError):
-    """A file stands for more than a reader is willing to hold."""
+    """A file expands to more than a reader accepts."""
 
 
 def open_binary(path: DataPath, max_line: int | None = MAX_LINE) -> BinaryIO:
@@ -34,21 +36,21 @@ def open_binary(path: DataPath, max_line: int | None = MAX_LINE) -> BinaryIO:
     times its size. Raises NotRegularFile for a FIFO, a device or a directory.
     """
     file: BinaryIO = open_regular(path) if isinstance(path, Path) else path.open("rb")
-    most = None
+    max_bytes = None
     if (codec := CODECS.get("".join(path.suffixes[-1:]).lower())) is not None:
         import pyarrow
 
-        most = max(LEAST_UNPACKED, MAX_RATIO * file.seek(0, os.SEEK_END))
+        max_bytes = max(LEAST_UNPACKED, MAX_RATIO * file.seek(0, os.SEEK_END))
         file.seek(0)
         file = cast(BinaryIO, pyarrow.CompressedInputStream(file, codec))
-    return io.BufferedReader(_BoundedBytes(file, max_line, most), _BLOCK)
+    return io.BufferedReader(_BoundedBytes(file, max_line, max_bytes), _BLOCK_BYTES)
 
 
 def read_first_byte(path: DataPath) -> bytes:
     """Return the first byte of a text that is no white space and no byte order mark; empty without one."""
     with open_binary(path, None) as file:
-        first = file.read(_BLOCK).removeprefix(BOM_UTF8).strip()
-        while not first and (block := file.read(_BLOCK)):
+        first = file.read(_BLOCK_BYTES).removeprefix(BOM_UTF8).strip()
+        while not first and (block := file.read(_BLOCK_BYTES)):
             first = block.strip()
     return first[:1]
 
@@ -66,16 +68,16 @@ def read_array(path: DataPath) -> bytes:
 def refuse_brackets(text: bytes) -> None:
     """Raise DataBomb for JSON that is mostly brackets: each becomes an object of 64 bytes."""
     brackets = text.count(b"[") + text.count(b"{")
-    if brackets > _FEW and brackets * _DENSE > len(text):
+    if brackets > _MAX_DENSE_BRACKETS and brackets * _MIN_BYTES_PER_BRACKET > len(text):
         raise DataBomb(f"it has {brackets:,} brackets in {len(text):,} bytes, more than any row needs")
 
 
 class _BoundedBytes(io.RawIOBase):
     """The bytes of a file; raises DataBomb beyond its limits."""
 
-    def __init__(self, file: BinaryIO, max_line: int | None, most: int | None) -> None:
-        self._file, self._max_line, self._most = file, max_line, most
-        self._read = self._line = 0  # bytes, and those since the last end of a line
+    def __init__(self, file: BinaryIO, max_line: int | None, max_bytes: int | None) -> None:
+        self._file, self._max_line, self._max_bytes = file, max_line, max_bytes
+        self._read = self._line = 0  # bytes in all, and since the last end of a line
 
     def readable(self) -> bool:
         return True
@@ -102,6 +104,6 @@ class _BoundedBytes(io.RawIOBase):
         self._line = len(data) - end - 1 if end >= 0 else self._line + len(data)
         if self._max_line is not None and self._line > self._max_line:
             raise DataBomb(f"it has a line of more than {self._max_line:,} bytes, the most that a row may have")
-        if self._most is not None and self._read > self._most:
-            raise DataBomb(f"it decompresses to more than {self._most:,} bytes, {MAX_RATIO} times its size")
+        if self._max_bytes is not None and self._read > self._max_bytes:
+            raise DataBomb(f"it decompresses to more than {self._max_bytes:,} bytes, {MAX_RATIO} times its size")
         return len(data)

@@ -25,8 +25,8 @@ from coalign.data.messages import (
 )
 from coalign.data.sources import BadRow
 
-# What columns of well-known datasets are here: {our key: theirs}, used if a row has a value for each of theirs, and for
-# none of ours. Texts of several columns are joined as paragraphs; of these only the first one is needed.
+# Columns of well-known datasets: {our key: theirs}, used if a row has a value for each of theirs and for none of ours.
+# Texts of several columns are joined as paragraphs; only the first of these columns is required.
 CONVENTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"messages": ("conversations",)},  # ShareGPT, OpenHermes
     {"prompt": ("question",), "answer": ("answer",)},  # GSM8K
@@ -43,7 +43,7 @@ CONVENTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"prompt": ("instruction",), "responses": ("completions.response",), "scores": ("completions.overall_score",)},
 )  # (the last: UltraFeedback)
 
-# Names under which datasets have what a row lacks: an error proposes them.
+# Other names of missing keys, which an error proposes if the row has them.
 SYNONYMS = {
     "prompt": ("question", "query", "instruction", "problem", "input", "user", "text"),
     "answer": ("completion", "output", "response", "solution", "ground_truth", "target", "generation"),
@@ -65,7 +65,7 @@ class RowReader:
         self._names = source.keys
 
     def add_names(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add values under our names: of the source's own keys (``keys`` in its configuration), else of CONVENTIONS."""
+        """Add values under our names, by the ``keys`` of the source's configuration, else by CONVENTIONS."""
         values = {ours: _get_nested(row, theirs) for ours, theirs in self._names.items()}
         row = row | {ours: value for ours, value in values.items() if value is not None}
         row = row | next(filter(None, (_apply_convention(row, names) for names in CONVENTIONS)), {})
@@ -75,16 +75,16 @@ class RowReader:
         return row
 
     def has(self, row: dict[str, Any], key: str) -> bool:
-        """Whether the row has a value there; tables have all columns in all rows, as None."""
+        """Whether the row has a value under ``key``; rows of tables have all columns, as None."""
         return row.get(key) is not None
 
     def value(self, row: dict[str, Any], key: str) -> Any:
         """Return a required value. BadRow (missing or empty) without it."""
         if key not in row:
-            own = f" ({self._names[key]} in this source)" if key in self._names else ""
-            found = next((name for name in SYNONYMS.get(key, ()) if name in row), None)
-            said = f"; if that is in '{found}', give the source `keys: {{{key}: {found}}}`" if found else ""
-            raise BadRow(f"no key '{key}'{own}; {_describe_keys(row)}{said}", "missing")
+            source_key = f" ({self._names[key]} in this source)" if key in self._names else ""
+            synonym = next((name for name in SYNONYMS.get(key, ()) if name in row), None)
+            hint = f"; if that is in '{synonym}', give the source `keys: {{{key}: {synonym}}}`" if synonym else ""
+            raise BadRow(f"no key '{key}'{source_key}; {_describe_keys(row)}{hint}", "missing")
         if row[key] is None:
             raise BadRow(f"'{key}' is empty", "empty")
         return row[key]
@@ -95,7 +95,7 @@ class RowReader:
         return parse_tools(row[key], key) if self.has(row, key) else None
 
     def prompt(self, row: dict[str, Any]) -> list[Message]:
-        """Return what the model must answer: the row's messages without the assistant's last ones, or its prompt."""
+        """Return the messages to answer: the row's without the assistant's last ones, or its prompt."""
         messages = self._read(row)
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
@@ -128,23 +128,23 @@ class RowReader:
         return prompt, trim_to_assistant(messages[last + 1 :])
 
     def compared(self, row: dict[str, Any], responses: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
-        """Return the prompt and its responses, which ``responses`` holds by the names of their keys.
+        """Return the prompt and its responses; ``responses`` maps their keys to their values.
 
         A response is a text, an assistant's message, or a list of messages. Lists that begin with the assistant follow
-        the row's prompt. Whole conversations contain it: the messages that all of them begin with, whatever the row has
-        under the prompt's key. BadRow for a mixture, and for conversations without a common beginning.
+        the row's prompt. In complete conversations the prompt is the messages that all of them begin with, and the
+        row's prompt key is ignored. BadRow for a mixture, and for conversations without a common beginning.
         """
-        found = {name: self._find_conversation(row, name, value) for name, value in responses.items()}
-        whole = [messages for messages in found.values() if messages]
-        if not whole:
+        conversations_by_name = {name: self._find_conversation(row, name, value) for name, value in responses.items()}
+        complete = [messages for messages in conversations_by_name.values() if messages]
+        if not complete:
             answers = not self.has(row, self.prompt_key) and self.has(row, self.config.messages_key)
             prompt = self._format(self._read(row) if answers else self._prompt(row), row)
             if prompt[-1]["role"] == "assistant":
                 raise BadRow(f"'{self.prompt_key}' ends with the assistant's words, so there is nothing to answer")
             return prompt, [trim_to_assistant(parse_response(value, name)) for name, value in responses.items()]
-        if len(whole) < len(responses):
+        if len(complete) < len(responses):
             raise BadRow(f"of {', '.join(responses)}, some are whole conversations and others only the response")
-        conversations = [trim_to_assistant(messages) for messages in whole]
+        conversations = [trim_to_assistant(messages) for messages in complete]
         shared = _count_shared(conversations)
         if not shared:
             raise BadRow(f"{', '.join(responses)} begin with different messages, so they answer no common prompt")
@@ -166,7 +166,7 @@ class RowReader:
         return parse_transcript(row[key], key) if isinstance(row[key], str) else self._parse(row[key], key, row)
 
     def _parse(self, value: Any, key: str, row: dict[str, Any]) -> list[Message]:
-        """Parse messages that begin with the row's first; its images are put where they belong."""
+        """Parse messages, the row's first among them, and insert the row's images."""
         if row.get("history") and key == self.prompt_key:
             raise BadRow(f"the row has 'history' and messages under '{key}'; name its turns in one of them")
         messages = parse_messages(value, key, images=self.images is not None)
@@ -223,37 +223,37 @@ _TURN = ("user", "assistant")
 
 
 def _apply_convention(row: dict[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return a row's values under our names by a convention; none if the row is of another one."""
+    """Return a row's values under our names by a convention; empty if the row does not follow it."""
     new = [ours for ours, theirs in names.items() if theirs != (ours,)]
     if any(row.get(ours) is not None for ours in new):
         return {}
     values = {ours: [_get_nested(row, name) for name in theirs] for ours, theirs in names.items()}
-    if any(found[0] is None for found in values.values()):
+    if any(column_values[0] is None for column_values in values.values()):
         return {}
-    texts = {ours: [part for part in values[ours] if isinstance(part, str) and part] for ours in new}
+    texts = {ours: [text for text in values[ours] if isinstance(text, str) and text] for ours in new}
     return {ours: "\n\n".join(texts[ours]) if texts[ours] else values[ours][0] for ours in new}
 
 
 def _get_nested(row: dict[str, Any], name: str) -> Any | None:
     """Return ``row["a"]["b"]`` for "a.b", unless the row has a key of that name; None if there is no value.
 
-    Of a list of objects it is the list of their values.
+    For a list of objects, the list of their values.
     """
     if name in row:
         return row[name]
     value: Any = row
-    for part in name.split("."):
+    for key in name.split("."):
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            value = [item.get(part) for item in value]
+            value = [item.get(key) for item in value]
         else:
-            value = value.get(part) if isinstance(value, dict) else None
+            value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
 def _count_shared(conversations: list[list[Message]]) -> int:
     """Count the messages that all conversations begin with, their last messages excluded."""
-    most = min(map(len, conversations)) - 1
-    return next((i for i in range(most) if any(c[i] != conversations[0][i] for c in conversations)), most)
+    limit = min(map(len, conversations)) - 1
+    return next((i for i in range(limit) if any(c[i] != conversations[0][i] for c in conversations)), limit)
 
 
 def _describe_keys(row: dict[str, Any]) -> str:

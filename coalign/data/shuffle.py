@@ -60,13 +60,13 @@ class DataPhase:
         total = sum(map(Fraction, weights.values())) or 1
         exact = {phase: (Fraction(weight) / total).limit_denominator(1000) for phase, weight in weights.items()}
         scale = lcm(*(weight.denominator for weight in exact.values()))
-        whole = {phase: int(weight * scale) for phase, weight in exact.items()}
-        if not whole[name]:
+        rows_per_block = {phase: int(weight * scale) for phase, weight in exact.items()}
+        if not rows_per_block[name]:
             raise ValueError(f"data.phases.{name} is {weights[name]}, which leaves no row for this run's data.phase")
-        common = gcd(*whole.values())
-        self._block = sum(whole.values()) // common
-        self._start = sum(weight for phase, weight in whole.items() if phase < name) // common
-        self._stop = self._start + whole[name] // common
+        common = gcd(*rows_per_block.values())
+        self._block = sum(rows_per_block.values()) // common
+        self._start = sum(weight for phase, weight in rows_per_block.items() if phase < name) // common
+        self._stop = self._start + rows_per_block[name] // common
 
     @property
     def share(self) -> list[int]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 Row = dict[str, Any]
-FileEntry = tuple[Callable[[], Row], Callable[[], str], int]  # the row, its place for messages, start of the next row
+FileEntry = tuple[Callable[[], Row], Callable[[], str], int]  # row, its location for messages, start of the next row
 
 
 class BadRow(ValueError):
@@ -58,7 +58,7 @@ def _check_object(row: Any) -> Row:
 
 
 def read_number(value: Any) -> Any:
-    """Return the number that a text spells (tables of texts have nothing else), and any other value as it is."""
+    """Convert a text to the number that it spells (CSV tables have only texts); return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -78,17 +78,17 @@ DataPath = Path | HubFile
 class JsonLines:
     """A file with one JSON object per line; blank lines are skipped. A line is parsed when its row is read.
 
-    Access by number keeps the byte offsets of its lines, of the first ``max_samples`` rows at least; a compressed file
-    is unpacked for it to a temporary one (TMPDIR). Offsets are those of the unpacked text.
-    Raises BadRow for a row that is not an object with keys.
+    Access by number keeps the byte offsets of the lines, at most of the first ``max_samples`` rows; it decompresses a
+    compressed file to a temporary one (TMPDIR). Offsets refer to the decompressed text. Raises BadRow for a row that is
+    not an object with keys.
     """
 
     def __init__(self, path: DataPath, max_samples: int | None = None) -> None:
-        self.path, self._most = path, max_samples
+        self.path, self._limit = path, max_samples
 
     @cached_property
     def _offsets(self) -> array[int]:
-        return array("Q", (offset for offset, _ in islice(self._lines(0), self._most)))
+        return array("Q", (offset for offset, _ in islice(self._lines(0), self._limit)))
 
     @cached_property
     def _file(self) -> BinaryIO:
@@ -121,7 +121,7 @@ class JsonLines:
         return _check_object(row)
 
     def where(self, index: int) -> str:
-        """Return the place of row ``index`` for messages, such as FILE:LINE."""
+        """Return the location of row ``index`` for messages, such as FILE:LINE."""
         return self._line_at(self._offsets[index])
 
     def read(self, start: int) -> Iterator[FileEntry]:
@@ -144,7 +144,7 @@ class JsonLines:
 
 
 def skip(file: BinaryIO, count: int) -> None:
-    """Go ``count`` bytes on from the beginning; what cannot be sought is read."""
+    """Skip the first ``count`` bytes; a file that cannot seek is read."""
     if file.seekable():
         file.seek(count)
     else:
@@ -170,7 +170,7 @@ class TextLines(JsonLines):
 
 
 class ObjectRows:
-    """The rows of a list that is in memory."""
+    """The rows of a list in memory."""
 
     def __init__(self, path: DataPath, rows: Sequence[Any]) -> None:
         self.path, self._rows = path, rows
@@ -197,13 +197,13 @@ class TableRows(ABC):
     """
 
     def __init__(self, path: DataPath, max_samples: int | None = None) -> None:
-        self.path, self._most = path, max_samples
+        self.path, self._limit = path, max_samples
 
     @abstractmethod
     def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
-        """The columns, and batches from one that has row ``start`` or an earlier one on; the number of its first row.
+        """Return the schema, the number of the first row (``start`` or an earlier one), and the batches from it on.
 
-        Errors are pyarrow's.
+        Raises pyarrow's errors.
         """
 
     def __len__(self) -> int:
@@ -239,16 +239,16 @@ class TableRows(ABC):
                 schema, _, batches = self.read_batches(0)
                 with ipc.new_stream(name, schema) as out:
                     rows = 0
-                    while (self._most is None or rows < self._most) and (batch := next(batches, None)) is not None:
+                    while (self._limit is None or rows < self._limit) and (batch := next(batches, None)) is not None:
                         out.write_batch(batch)
                         rows += len(batch)
-            return ipc.open_stream(memory_map(name)).read_all().slice(0, self._most)
+            return ipc.open_stream(memory_map(name)).read_all().slice(0, self._limit)
         finally:
             os.unlink(name)  # the mapping keeps the contents
 
     def _decode(self, schema: pyarrow.Schema) -> Callable[[Row], Row]:
-        """A function that reads the objects which `datasets` writes as JSON texts, if the table has any, and drops
-        what the table filled in: objects have all keys of their column, as None."""
+        """Return a function that parses the objects which `datasets` has written as JSON texts, and drops keys that are
+        None because another row has them."""
         has_json = b'"Json"' in (schema.metadata or {}).get(b"huggingface", b"")
         decode = load_features(schema).decode_example if has_json else dict
         return lambda row: {name: _drop_filled(value, schema.field(name).type) for name, value in decode(row).items()}
@@ -284,7 +284,7 @@ class CsvRows(TableRows):
 
 
 class ArrowRows(TableRows):
-    """An Arrow file of either format, mapped if it is here. Each batch is validated before it is read."""
+    """An Arrow file of either format, mapped if it is local. Each batch is validated before it is read."""
 
     def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
         import pyarrow
@@ -294,9 +294,9 @@ class ArrowRows(TableRows):
         try:
             reader = ipc.open_stream(file)
         except pyarrow.ArrowInvalid:
-            whole = ipc.open_file(file)
-            batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
-            return whole.schema, 0, map(_validate, batches)
+            file_reader = ipc.open_file(file)
+            batches = (file_reader.get_batch(i) for i in range(file_reader.num_record_batches))
+            return file_reader.schema, 0, map(_validate, batches)
         return reader.schema, 0, map(_validate, reader)
 
     @cached_property
@@ -305,13 +305,13 @@ class ArrowRows(TableRows):
 
         with refuse_damage(self.path):
             schema, _, batches = self.read_batches(0)
-            return pyarrow.Table.from_batches(batches, schema).slice(0, self._most)
+            return pyarrow.Table.from_batches(batches, schema).slice(0, self._limit)
 
 
 def _drop_filled(value: Any, type_: pyarrow.DataType) -> Any:
-    """Return a value without the keys that are None in objects of the table; JSON texts were read as they are.
+    """Return a value without keys that are None, in objects of the table; objects from JSON texts are unchanged.
 
-    A message keeps what it says, which may be nothing.
+    A message keeps its content, which may be None.
     """
     from pyarrow import types
 
@@ -329,14 +329,14 @@ def _drop_filled(value: Any, type_: pyarrow.DataType) -> Any:
 
 
 def _validate(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Return the batch; pyarrow's error for one whose offsets would make it read what is not its own, and crash."""
+    """Return the batch; pyarrow's error for one whose offsets lead outside of its buffers, which would crash."""
     batch.validate(full=True)
     return batch
 
 
 @contextmanager
 def refuse_damage(path: DataPath) -> Iterator[None]:
-    """Name the file in what a reader raises: ValueError and OSError, among others."""
+    """Name the file in the errors of a reader: ValueError and OSError, among others."""
     try:
         with explain(path.repository, "dataset") if isinstance(path, HubFile) else nullcontext():
             yield
@@ -357,7 +357,7 @@ START: ReadPosition = (0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row that has not been read: its number, a function that reads it (or raises BadRow), and one for its place."""
+    """An unread row: its number, a function that reads it (or raises BadRow), and one that returns its location."""
 
     number: int
     row: Callable[[], Row]
@@ -368,7 +368,7 @@ class FileRows:
     """The rows of several files, one file after the other, numbered from 0; at most the first ``max_samples``."""
 
     def __init__(self, files: Sequence[RowFile], max_samples: int | None = None) -> None:
-        self.files, self._most = list(files), max_samples
+        self.files, self._limit = list(files), max_samples
         self._watched = [WatchedFiles([file.path] if isinstance(file.path, Path) else []) for file in self.files]
 
     @property
@@ -388,7 +388,7 @@ class FileRows:
         return list(accumulate(len(file) for file in self.files))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._most is None else min(self._ends[-1], self._most)
+        return self._ends[-1] if self._limit is None else min(self._ends[-1], self._limit)
 
     def __getitem__(self, number: int) -> Row:
         file, index = self._find(number)
@@ -396,20 +396,20 @@ class FileRows:
         return self.files[file][index]
 
     def where(self, number: int) -> str:
-        """Return the place of the row for messages, such as FILE:LINE."""
+        """Return the location of the row for messages, such as FILE:LINE."""
         file, index = self._find(number)
         return self.files[file].where(index)
 
     def entry(self, number: int) -> SourceRow:
         return SourceRow(number, partial(self.__getitem__, number), partial(self.where, number))
 
-    def read(self, place: ReadPosition = START) -> Iterator[tuple[SourceRow, ReadPosition]]:
-        """Yield the rows from ``place`` on, each with the position of the next one. Needs no index and no length."""
-        first, start, number = place
+    def read(self, position: ReadPosition = START) -> Iterator[tuple[SourceRow, ReadPosition]]:
+        """Yield the rows from ``position`` on, each with the position of the next one. Needs no index and no length."""
+        first, start, number = position
         for file in range(first, len(self.files)):
             try:
                 for row, where, after in self.files[file].read(start):
-                    if number == self._most:
+                    if number == self._limit:
                         return
                     self._watched[file].check()
                     yield SourceRow(number, row, where), (file, after, number + 1)
@@ -433,10 +433,10 @@ def open_rows(path: str | Path, max_samples: int | None = None, *, stream: bool 
     `.jsonl`; `.json` (an array of objects, or one object per line); `.csv`; `.tsv`; `.parquet`; `.arrow`; `.txt` (one
     document per line, under the key `text`), each but parquet also compressed (`.gz`, `.zst`, …); a directory written
     by `datasets.save_to_disk`; a pattern (`shards/*.jsonl`), in the order of names; a dataset of the hub or a URL of a
-    file, which is downloaded, if it is not here. ``stream``: what is read of a dataset is downloaded as it is read.
+    file, which is downloaded unless it is cached. ``stream``: files of a dataset are downloaded while they are read.
     FileNotFoundError suggests the nearest name. ValueError for any other ending, and for files without rows.
     """
-    rows = FileRows([_open(found, max_samples) for found in _find_files(str(path), stream)], max_samples)
+    rows = FileRows([_open(file, max_samples) for file in _find_files(str(path), stream)], max_samples)
     if next(rows.read(), None) is None:
         raise ValueError(f"{path} holds no rows")
     return rows
@@ -453,10 +453,10 @@ def _match_files(path: Path) -> list[Path]:
         return [path]
     if not glob.has_magic(str(path)):
         raise FileNotFoundError(f"data file {path} does not exist{_suggestion(path)}")
-    found = sorted(glob.glob(str(path), recursive=True))
-    if not found:
+    names = sorted(glob.glob(str(path), recursive=True))
+    if not names:
         raise FileNotFoundError(f"no data file matches {path}")
-    return [Path(name) for name in found]
+    return [Path(name) for name in names]
 
 
 def _open(path: DataPath, max_samples: int | None) -> RowFile:

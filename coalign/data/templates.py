@@ -53,11 +53,11 @@ Span = tuple[int, int]  # start and stop
 TRAINING_TEMPLATES = {
     file.stem: file for file in sorted((Path(__file__).parent / "training_templates").glob("*.jinja"))
 }
-# What every template is given. Of `chat_template_kwargs`, `tools` are those of rows that have none, and `date` is what
-# templates call today.
+# Variables that every template gets. In `chat_template_kwargs`, `tools` are for rows that have none, and `date`
+# replaces today's date.
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "documents", "reasoning_policy"}
-_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # Hugging Face's own, which Jinja does not know
-# Arguments with which families keep the reasoning of earlier turns.
+_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # Hugging Face's extension of Jinja
+# Arguments with which model families keep the reasoning of earlier turns.
 _KEEPING = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
 
 
@@ -70,11 +70,11 @@ def load_template(
     keep_special_tokens: bool = False,
     placeholders: Placeholders | None = None,
 ) -> Template:
-    """Load what ``data.chat_template`` names: `auto`, `none`, a training template, Jinja or a file that holds it.
+    """Load the template of ``data.chat_template``: `auto`, `none`, a training template, Jinja or a file that holds it.
 
-    ``chat_template_kwargs`` are the template's arguments, ``reasoning`` the policy for that of assistant messages.
+    ``chat_template_kwargs`` are the template's arguments, ``reasoning`` the policy for reasoning in assistant messages.
     ``keep_special_tokens``: a special token that a message spells is that token, not text (see ContentGuard).
-    ``placeholders``: what images in messages become; None: they have none. ValueError if the tokenizer has no
+    ``placeholders`` replace images in messages; None: there are no images. ValueError if the tokenizer has no
     end-of-sequence token or, with `auto`, no template, and for arguments that the template never reads.
     """
     if tokenizer.eos_token_id is None:
@@ -101,7 +101,7 @@ def _name_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> st
 
 
 class PlainText:
-    """Uses the text as it is: BOS if the tokenizer adds one, the prompt, then (for a conversation) the answer and EOS.
+    """Uses plain text: BOS if the tokenizer adds one, the prompt, then (for a conversation) the answer and EOS.
 
     Prompt and answer are tokenised separately, as in generation. BadRow unless there is one user message, followed by
     at most one answer.
@@ -165,7 +165,7 @@ class PlainText:
         return prompt + answer, [False] * len(prompt) + [is_learned(messages[-1])] * len(answer)
 
     def list_alternatives(self) -> Iterator[tuple[str, Template]]:
-        """Yield other settings, in words, that may do where these do not: none."""
+        """Yield other settings, in words, that may work where these fail: none."""
         return iter(())
 
 
@@ -173,8 +173,8 @@ class ChatTemplate:
     """Applies a Jinja chat template.
 
     The loss mask comes from the template's ``{% generation %}`` blocks if it has them. Otherwise each assistant turn is
-    found by rendering what precedes it (with the generation prompt) and everything up to its end. BadRow if one of
-    these texts does not begin the whole conversation's text, because the template rewrites earlier turns.
+    located by rendering the messages before it (with the generation prompt) and the messages up to its end. BadRow if
+    the conversation's text does not begin with one of these texts, because the template rewrites earlier turns.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ChatTemplate:
         self.jinja, self.given = jinja, {**(arguments or {})}
         self.reasoning: ReasoningPolicy | None = reasoning
         self._arguments, self._tools = read_arguments(jinja, self.given)
-        if "reasoning_policy" in list_arguments(jinja):  # of our own templates
+        if "reasoning_policy" in list_arguments(jinja):  # a training template of Coalign
             self._arguments["reasoning_policy"] = reasoning
         self._special = list_special_tokens(tokenizer)
         self._knows_tools = reads_tools(jinja)
@@ -240,19 +240,19 @@ class ChatTemplate:
 
     @cached_property
     def _needs_parts(self) -> bool:
-        """Whether the template writes parts of texts, and no texts, as those of some vision-language models."""
-        said: list[Any] = ["qztextqz", [{"type": "text", "text": "qztextqz"}]]
-        return [self._try([{"role": "user", "content": content}]).count("qztextqz") for content in said] == [0, 1]
+        """Whether the template reads only contents that are lists of parts, as some vision-language models' do."""
+        contents: list[Any] = ["qztextqz", [{"type": "text", "text": "qztextqz"}]]
+        return [self._try([{"role": "user", "content": content}]).count("qztextqz") for content in contents] == [0, 1]
 
     @cached_property
     def _block_key(self) -> str | None:
-        """The key of messages for reasoning that begins their contents, unless the template reads that itself."""
+        """The key to which a block of reasoning in a content is moved; None if the template reads such blocks."""
         if (key := find_reasoning_key(self.jinja)) is None:
             return None
-        asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "qztextqz"}
-        moved = self._try([asked, said | {key: "qzthoughtqz"}])
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "qztextqz"}
+        moved = self._try([question, answer | {key: "qzthoughtqz"}])
         content = self.guard.protect("<think>\nqzthoughtqz\n</think>\n\nqztextqz")
-        return key if "qzthoughtqz" in moved and self._try([asked, said | {"content": content}]) != moved else None
+        return key if "qzthoughtqz" in moved and self._try([question, answer | {"content": content}]) != moved else None
 
     def _try(self, messages: list[Message]) -> str:
         with suppress(BadRow):
@@ -268,7 +268,7 @@ class ChatTemplate:
         return place_reasoning(messages, self.jinja) if self.reasoning else list(messages), tools
 
     def _shape(self, messages: Messages) -> list[Message]:
-        """The messages with parts in place of texts, for a template that reads parts alone."""
+        """Replace contents that are texts by parts, for a template that reads only parts."""
         if not self._needs_parts:
             return list(messages)
         return [
@@ -283,25 +283,28 @@ class ChatTemplate:
         return self.guard.tokenize(text)
 
     def list_alternatives(self) -> Iterator[tuple[str, ChatTemplate]]:
-        """Yield other settings, in words, that may do where these do not: first those that write the same prompts."""
+        """Yield other settings, in words, that may work where these fail: first those that write the same prompts."""
         names = list_arguments(self.jinja) - {*self.given}
-        own = [("", more) for more in ({}, *({name: value} for name, value in _KEEPING.items() if name in names))]
-        ours = [(name, {}) for name in TRAINING_TEMPLATES]
+        same_template = [
+            ("", more) for more in ({}, *({name: value} for name, value in _KEEPING.items() if name in names))
+        ]
+        training_templates = [(name, {}) for name in TRAINING_TEMPLATES]
         policies: list[ReasoningPolicy | None] = [self.reasoning] if self.reasoning else [None, "keep"]
-        tries = [(*way, policy) for ways in (own, ours) for policy in policies for way in ways]
+        templates = (same_template, training_templates)
+        tries = [(*variant, policy) for variants in templates for policy in policies for variant in variants]
         for name, more, policy in [*tries, ("", {}, self.reasoning or "last")]:
             settings = {"chat_template": name} if name else {}
             settings |= {"chat_template_kwargs": json.dumps(more)} if more else {}
             settings |= {"reasoning": policy} if policy != self.reasoning else {}
             with suppress(ValueError, BadRow):
-                other = self._vary(more, policy, name)
-                if settings and self._begins_like(other):
-                    yield " with ".join(f"data.{key}: {value}" for key, value in settings.items()), other
+                template = self._vary(more, policy, name)
+                if settings and self._begins_like(template):
+                    yield " with ".join(f"data.{key}: {value}" for key, value in settings.items()), template
         for value in (False, True) if "enable_thinking" in names else ():  # other prompts, but they may be meant
             more = {"enable_thinking": value}
             yield (words := f"data.chat_template_kwargs: {json.dumps(more)}"), self._vary(more, self.reasoning)
-            for further, other in self._vary(more, self.reasoning).list_alternatives():
-                yield f"{further} with {words}", other
+            for further, template in self._vary(more, self.reasoning).list_alternatives():
+                yield f"{further} with {words}", template
 
     def _vary(self, more: Mapping[str, Any], policy: ReasoningPolicy | None, name: str = "") -> ChatTemplate:
         jinja = read_template(name) if name else self.jinja
@@ -314,14 +317,14 @@ class ChatTemplate:
             placeholders=self.placeholders,
         )
 
-    def _begins_like(self, other: ChatTemplate) -> bool:
+    def _begins_like(self, template: ChatTemplate) -> bool:
         """Whether both write the same prompts."""
         asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
         tools: list[Tools | None] = [None]
         if self._knows_tools:
             tools.append([{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}])
         return all(
-            self.render(asked, some, generation_prompt=True) == other.render(asked, some, generation_prompt=True)
+            self.render(asked, some, generation_prompt=True) == template.render(asked, some, generation_prompt=True)
             for some in tools
         )
 
@@ -356,14 +359,14 @@ class ChatTemplate:
 
         with _refuse_errors(messages):
             special: dict[str, Any] = self.tokenizer.special_tokens_map
-            (text,), found = render_jinja_template(
+            (text,), blocks = render_jinja_template(
                 [self._shape(messages)],
                 tools=cast(Any, self._check_tools(tools)),
                 chat_template=self.jinja,
                 return_assistant_tokens_mask=True,
                 **{**special, **self._arguments},
             )
-        (spans,) = cast(list[list[Span]], found)
+        (spans,) = cast(list[list[Span]], blocks)
         text, moved = self._expand(text, messages)
         spans = [(shift(start, moved), shift(stop, moved)) for start, stop in spans] if moved else spans
         left_out = [(i, i + 1) for i, m in enumerate(messages) if i >= since and m.get("weight") == 0]
@@ -381,15 +384,15 @@ class ChatTemplate:
                 continue
             if i == 0:
                 raise BadRow("the conversation begins with the assistant")
-            before = self.render(messages[:i], tools, generation_prompt=True)
-            if not text.startswith(before):
+            beginning = self.render(messages[:i], tools, generation_prompt=True)
+            if not text.startswith(beginning):
                 self._find_beginning(text, messages, tools, i)  # raises if earlier messages are rendered differently
                 raise BadRow(
-                    f"asked to answer, the chat template writes {before[-40:]!r}, but before the assistant's message "
-                    f"{i} something else, so its tokens cannot be told from the rest; put {{% generation %}} blocks "
-                    "into data.chat_template"
+                    f"asked to answer, the chat template writes {beginning[-40:]!r}, but before the assistant's "
+                    f"message {i} something else, so its tokens cannot be told from the rest; put {{% generation %}} "
+                    "blocks into data.chat_template"
                 )
-            spans.append((len(before), self._find_beginning(text, messages, tools, i + 1)))
+            spans.append((len(beginning), self._find_beginning(text, messages, tools, i + 1)))
         return text, spans
 
     def _find_beginning(self, text: str, messages: Messages, tools: Tools | None, stop: int) -> int:
@@ -424,7 +427,7 @@ class ChatTemplate:
         return count_common_prefix(self.guard.tokenize(text[:characters]), tokens)
 
     def _end_turns(self, tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
-        """Train the token that ends each turn, and none after it; add EOS if the last turn has no such token."""
+        """Train on the token that ends each turn, and on none after it; add EOS if the last turn has no such token."""
         for start, stop in _runs(mask):
             last = max((t for t in range(start, stop) if tokens[t] in self._special), default=None)
             if last is not None and self._is_blank(tokens[last + 1 : stop]):
@@ -447,17 +450,17 @@ def encode_learned(
 ) -> tuple[list[int], list[bool]]:
     """Encode a conversation whose turns from message ``since`` on are learned, with all of their reasoning.
 
-    BadRow if the template cannot; it says which settings of ``data`` would do.
+    BadRow if the template cannot; the message names settings of ``data`` that would work.
     """
     try:
         return template.conversation(messages, tools, since=since, complete=True)
     except BadRow as error:
         if error.reason != "invalid":
             raise
-        for words, other in template.list_alternatives():
-            first = find_last_question(messages) + 1 if other.reasoning == "last" else since
+        for words, alternative in template.list_alternatives():
+            first = find_last_question(messages) + 1 if alternative.reasoning == "last" else since
             try:
-                other.conversation(messages, tools, since=max(since, first), complete=True)
+                alternative.conversation(messages, tools, since=max(since, first), complete=True)
             except BadRow:
                 continue
             raise BadRow(f"{error}; {words} would do") from error
@@ -473,7 +476,7 @@ def _refuse_errors(messages: Messages) -> Iterator[None]:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Tensor | list[int], *, skip_special: bool = False) -> str:
-    """Decode tokens to exactly the text that they stand for."""
+    """Decode tokens without cleaning up spaces."""
     text = tokenizer.decode(tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
     return cast(str, text)
 
@@ -505,10 +508,10 @@ def list_arguments(jinja: str) -> frozenset[str]:
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAGS.sub("", jinja))
     except TemplateSyntaxError as error:
         raise ValueError(f"the chat template is no valid Jinja: line {error.lineno}: {error.message}") from error
-    own = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    assigned = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
     tests = [test.node for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined")]
-    optional = {name.name for name in tests if isinstance(name, nodes.Name)}  # set where it is not given
-    return frozenset(meta.find_undeclared_variables(parsed) - (own - optional))
+    optional = {name.name for name in tests if isinstance(name, nodes.Name)}  # the template sets a default
+    return frozenset(meta.find_undeclared_variables(parsed) - (assigned - optional))
 
 
 def read_arguments(jinja: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Tools | None]:
@@ -534,8 +537,7 @@ def read_arguments(jinja: str, given: Mapping[str, Any]) -> tuple[dict[str, Any]
 
 
 def store_arguments(jinja: str, arguments: Mapping[str, Any]) -> str:
-    """Return a template that takes its ``arguments`` for those that nobody gives. It drops those that it never reads,
-    and None."""
+    """Return a template with ``arguments`` as defaults of its own. Names that it never reads, and None, are dropped."""
     stored = sorted(name for name in list_arguments(jinja) if arguments.get(name) is not None)
     lines = [
         f"{{%- set {name} = {_write_literal(arguments[name])} if {name} is undefined or {name} is none else {name} +%}}"
@@ -564,7 +566,7 @@ def is_jinja(chat_template: str) -> bool:
 
 
 def read_template(chat_template: str) -> str:
-    """Return the Jinja template that ``data.chat_template`` is, names, or whose file it is. FileNotFoundError."""
+    """Return the Jinja text of ``data.chat_template``: itself, a training template's or a file's. FileNotFoundError."""
     if is_jinja(chat_template):
         return chat_template
     path = TRAINING_TEMPLATES.get(chat_template) or Path(chat_template)
@@ -605,8 +607,8 @@ def _runs(mask: list[bool]) -> list[Span]:
 def read_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return the sequences of a batch (with ``prompt_length``) as Samples with their texts.
 
-    ``prompt`` is what the model saw, special tokens included, with one placeholder for each run of them;
-    ``raw_response`` is all that follows, likewise.
+    ``prompt`` is the text that the model saw, special tokens included, with one placeholder for each run of them;
+    ``raw_response`` is everything after it, likewise.
     ``response`` is the policy's last turn without special tokens. ``messages`` is the episode's conversation; for a
     single turn the row's messages (or else the prompt as the user's) and the response.
     """
@@ -621,13 +623,13 @@ def read_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sampl
 
 
 def locate_images(template: Template, tokens: Sequence[int], messages: Messages) -> tuple[ImageSpan, ...]:
-    """Where the images of ``messages`` stand in the tokens that ``template`` makes of them. BadRow (image)."""
+    """Find the images of ``messages`` in the tokens that ``template`` makes of them. BadRow (image)."""
     placeholders = template.placeholders
     return () if placeholders is None else placeholders.locate(tokens, placeholders.find(messages))
 
 
 def collapse_images(tokens: Tensor, images: Sequence[ImageSpan]) -> Tensor:
-    """The tokens with a single placeholder in place of each span."""
+    """Shorten each image's span to a single placeholder."""
     if not images:
         return tokens
     kept = [True] * len(tokens)

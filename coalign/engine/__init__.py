@@ -3,9 +3,9 @@
 - ``environment.py`` is the rollout side: bundles of prompts go through ``env_flow``, and steps take complete groups;
   ``filters.py`` decides which prompts are drawn and which groups are trained on; ``unfinished.py`` keeps the groups
   that the next rollout continues.
-- ``evaluator.py`` is the evaluation side; ``reference.py`` has references without a model of their own.
+- ``evaluator.py`` is the evaluation side; ``reference.py`` has references without a separate model.
 - ``reward.py`` combines all rewards into ``self.reward``; ``vocabulary.py`` compares tokenizers.
-- ``journal.py`` writes what became of groups, ``finished_rollouts.py`` keeps what replicas have finished.
-- ``fleet.py`` decides on numbers of processes; ``sampler_comparison.py`` compares engines with their trainers.
+- ``journal.py`` records what happens to groups; ``finished_rollouts.py`` keeps finished rollouts for a resumed run.
+- ``fleet.py`` changes numbers of processes; ``sampler_comparison.py`` compares users' generators with trainers.
 - ``hooks/`` is everything that watches the loop: evaluation, checkpoints, guards, records.
 """

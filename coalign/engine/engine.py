@@ -1,9 +1,8 @@
 """The engine: models, the flow between them, and the one loop that runs it.
 
 A recipe subclasses ``Engine`` and writes two methods. Everything else is here, once, for synchronous and asynchronous
-training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop; the
-rollout side is in environment.py, evaluation in evaluator.py, and references without a model of their own in
-reference.py.
+training alike: steps, weight syncs, and calls of hooks. ``Trainer`` is the training side of the loop; the rollout side
+is in environment.py, evaluation in evaluator.py, and references without a separate model in reference.py.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run: its tokenizer and loaders; ``steps`` is the largest number of steps."""
+    """The tokenizer and the loaders of a run; ``steps`` is the largest number of steps."""
 
     tokenizer: PreTrainedTokenizerBase
     train: Loader
@@ -55,12 +54,12 @@ class RunData:
 
 
 class Hook:
-    """Base class of what watches the loop; every method does nothing. Hooks run in order and may add to ``stats``."""
+    """Base class of everything that watches the loop. Methods do nothing; hooks run in order, may add to ``stats``."""
 
     def begin(self, engine: Engine) -> None: ...
 
     def before_training(self, engine: Engine) -> None:
-        """The samples of the next step are there."""
+        """Called when the samples of the next step are there."""
 
     def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
         """Whether to discard the step just trained: no model gets its weights, and no other hook sees it."""
@@ -71,9 +70,9 @@ class Hook:
     def after_evaluation(self, engine: Engine, stats: Stats) -> None: ...
 
     def after_rewind(self, state: dict[str, Any], *, repeat: bool) -> None:
-        """The engine went back to a checkpoint, which has this ``state`` of the hook (empty: none).
+        """Called when the engine went back to a checkpoint with this ``state`` of the hook (empty: none).
 
-        ``repeat``: the steps since then are made again with the same data.
+        ``repeat``: the steps since that checkpoint train again on the same data.
         """
         if repeat and state:
             self.load_state_dict(state)
@@ -85,7 +84,7 @@ class Hook:
     def end(self, engine: Engine) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the hook, as JSON."""
+        """Return the hook's state for a checkpoint, as JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,8 +94,8 @@ class Hook:
 class Trainer:
     """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it.
 
-    ``main`` is the model whose metrics get no prefix. ``finds_learned``: whether somebody wants to know what each batch
-    was learned from.
+    ``main`` is the model whose metrics get no prefix. ``finds_learned``: whether `step` also returns advantages and
+    log-probs of each batch.
     """
 
     def __init__(
@@ -116,57 +115,52 @@ class Trainer:
     def step(self, batch: BatchRef) -> tuple[Stats, BatchRef | None]:
         """Train on one batch, and wait until every model has taken its step.
 
-        Returns the metrics, and (``finds_learned``) the batch with what it was learned from: advantages and the
-        trainer's log-probs.
+        Returns the metrics, and (``finds_learned``) the batch with its advantages and the trainer's log-probs.
         """
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         with self.cluster.watch() as calls:
             self.flow(batch)
         stats = calls.stats(self.main)
         learned = find_learned(calls, batch) if self.finds_learned else None
-        return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}]), learned
+        return merge_stats([stats, {"time/train": Total(time.perf_counter() - started_at)}]), learned
 
     def sync(self, version: int) -> Stats:
         """Send the weights of ``version`` to every target, which serves them only once they are verified.
 
-        Targets that generate meanwhile may still be taking them when this returns (`finish`).
-        The metrics include what moved onto devices and off them since the last sync (`swaps/…`, `memory/device`).
+        Targets that generate meanwhile may still be loading them when this returns (`finish`). The metrics include the
+        moves onto devices and off them since the last sync (`swaps/…`, `memory/device`).
         """
-        begun = time.perf_counter()
-        parts = [sync(version) for sync in self.syncs]
+        started_at = time.perf_counter()
+        sync_stats = [sync(version) for sync in self.syncs]
         swaps = self.cluster.residency.take_stats()
-        return merge_stats([*parts, swaps, {"time/sync": Total(time.perf_counter() - begun)}])
+        return merge_stats([*sync_stats, swaps, {"time/sync": Total(time.perf_counter() - started_at)}])
 
     def serve_newcomers(self, version: int) -> None:
-        """Send the weights of now, of ``version``, if a replica that was started again waits for its first ones."""
+        """Send the current weights, of ``version``, if a restarted replica waits for its first ones."""
         if any(sync.target.slices is not None and sync.target.slices.joining for sync in self.syncs):
             self.sync(version)
 
     def finish(self) -> None:
-        """Wait until all targets serve what was sent to them. Raises what a sync raises."""
+        """Wait until all targets serve the weights sent to them. Raises what a sync raises."""
         for sync in self.syncs:
             sync.finish()
 
     def reconnect(self) -> None:
-        """Send the next weights as the first ones: processes were started again."""
+        """Treat the next sync as the first one: processes were started again."""
         for sync in self.syncs:
             sync.reconnect()
 
 
 def find_learned(calls: WatchedCalls, batch: BatchRef) -> BatchRef:
-    """Return ``batch`` with the columns that the calls of its training step have made for the same rows: `advantages`
-    and `old_logprobs`, where they did."""
+    """Return ``batch`` with the columns `advantages` and `old_logprobs`, if the calls of its step computed them."""
     newest: dict[str, BatchRef] = {}
     for future in calls.futures:
         result = future.result()
-        if isinstance(result, BatchRef) and _has_same_rows(result, batch):
+        if not isinstance(result, BatchRef) or not torch.equal(result.lengths, batch.lengths):
+            continue
+        if result.group is None or batch.group is None or torch.equal(result.group, batch.group):
             newest |= {name: result for name in ("advantages", "old_logprobs") if name in result.columns}
     return BatchRef.join([newest.pop("advantages", batch), *newest.values()])
-
-
-def _has_same_rows(one: BatchRef, other: BatchRef) -> bool:
-    alike = one.group is None or other.group is None or torch.equal(one.group, other.group)
-    return torch.equal(one.lengths, other.lengths) and alike
 
 
 class Engine:
@@ -175,10 +169,10 @@ class Engine:
     ``models`` names every model of the recipe and its role (Rollout, Scorer, Trainable). Each is an attribute
     (``self.policy``) whose methods return Futures. In a run that does not use it, a scorer adds no columns, and another
     model is None. ``sync`` lists (source, target) pairs: after each step the target gets the source's weights.
-    ``source`` is a key of coalign.data.kinds, and says what the rows of the data become. ``evaluates`` names the models
+    ``source`` is a key of coalign.data.kinds, and decides how rows of data are encoded. ``evaluates`` names the models
     that ``eval_flow`` calls. ``defaults`` has the shape of the YAML, whose values replace it. ``unread`` names sections
     that the flows do not use, which templates of configurations leave out; `coalign check` finds out by itself.
-    ``min_rows``: the fewest rows of data that a step, or a batch of the evaluation, can be.
+    ``min_rows``: the fewest rows of data in a step, or in a batch of the evaluation.
     """
 
     models: ClassVar[Mapping[str, type]] = {}
@@ -209,17 +203,17 @@ class Engine:
         self.tokens = 0  # tokens that the main model was trained on
         self.last = data.steps if data else 1
         self.stop: str | None = None  # why the loop should end before its last step
-        self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
-        self.whole: dict[str, Any] | None = None  # the `snapshot` after the last step; None while one is trained
+        self.healthy = True  # whether the last step passed the guards (coalign.engine.hooks.guards)
+        self.consistent_state: dict[str, Any] | None = None  # the last step's `snapshot`; None while a step trains
         self.stats: Stats = {}  # metrics of the last step
-        self.learned: BatchRef | None = None  # what it learned from, if tokens are logged, until the next one begins
-        self.late: Stats = {}  # metrics that came after their step was recorded: the next one records them
-        self.notices: deque[Callable[[], None]] = deque()  # what hooks have yet to hear of
-        self._losses = Counter[int]()  # how often processes were lost, by the step under way
+        self.learned: BatchRef | None = None  # the last step's batch with advantages, if tokens are logged
+        self.metrics_for_next_step: Stats = {}  # those that came after their step was recorded
+        self.pending_notifications: deque[Callable[[], None]] = deque()  # calls of hooks that are due
+        self._losses = Counter[int]()  # step -> how often processes were lost in it
         self.hooks: list[Hook] = []
-        self.phase_listeners: list[Callable[[str], None]] = []  # told what the loop is waiting for
+        self.phase_listeners: list[Callable[[str], None]] = []  # called with what the loop waits for
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
-        self.sections_read: set[str] = set()  # those that the flows have asked for
+        self.sections_read: set[str] = set()  # sections that the flows have read
         self.unfinished = UnfinishedGroups(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
         self.running = self._start_models()
         self.rewards: Reward | None = None  # the sum behind self.reward
@@ -299,10 +293,10 @@ class Engine:
         return self.apply(score, out, self.reward.forward_step(out), prompts=len(prompts), samples=samples)
 
     def after_step(self, stats: Stats) -> None:
-        """Adapt what the recipe keeps from step to step (a KL coefficient, say)."""
+        """Adapt the state that the recipe keeps from step to step (a KL coefficient, say)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``after_step`` keeps, as JSON."""
+        """Return the recipe's state for a checkpoint, as JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -315,7 +309,7 @@ class Engine:
 
     @classmethod
     def check(cls, config: RunConfig, loss: Objective | None) -> None:
-        """Refuse (ValueError) what the schema cannot see, before anything loads."""
+        """Refuse (ValueError) a configuration that the schema cannot judge, before anything loads."""
 
     # ---- what a flow uses ------------------------------------------------------------------------------------------
 
@@ -329,7 +323,7 @@ class Engine:
 
     @property
     def shaping(self) -> Callable[..., Any] | None:
-        """What becomes of rewards before advantages are taken (a KL penalty, say), as a function of columns."""
+        """A function of columns that changes rewards before the advantages are computed (a KL penalty, say)."""
         return None
 
     @property
@@ -363,7 +357,7 @@ class Engine:
 
     @property
     def eval_sampling(self) -> dict[str, Any]:
-        """The sampling settings of evaluation; those that are None stay the policy's own."""
+        """The sampling settings of evaluation that replace the policy's."""
         return self.config.runtime.eval_sampling.model_dump(exclude_none=True)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
@@ -376,22 +370,22 @@ class Engine:
 
     @property
     def logs_tokens(self) -> bool:
-        """Whether the run folder gets tokens of samples, with what they were learned from."""
+        """Whether the run folder gets tokens of samples, with their advantages."""
         runtime = self.config.runtime
         return self.source == "prompts" and min(runtime.log_samples, runtime.keep_rollouts) > 0
 
     @property
     def served(self) -> int:
-        """The weight version that the generating models got last, by the schedule (`sync.every`)."""
+        """The weight version that the generators got last, by the schedule (`sync.every`)."""
         return self.step - self.step % self.config.sync.every
 
     def phase(self, name: str) -> None:
-        """Tell all phase listeners what the loop waits for now."""
+        """Call all phase listeners with the phase that begins."""
         for listener in self.phase_listeners:
             listener(name)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the loop, without waiting: batches of samples stay where they are."""
+        """Return the loop's state for a checkpoint, without waiting: batches of samples stay where they are."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -406,19 +400,19 @@ class Engine:
         self.phase("sync")
         self.training.sync(self.step)
         policies = {name: model.module for name, model in self.plan.models.items() if model.role is Rollout}
-        # A class of one's own that does not say is not compared: it need not have an engine.
-        if others := [name for name, module in policies.items() if not getattr(module, "compares_itself", True)]:
+        # A user's class without `compares_itself` is not compared with its trainer: it need not have a generator.
+        if unchecked := [name for name, module in policies.items() if not getattr(module, "compares_itself", True)]:
             from coalign.engine.sampler_comparison import compare_samplers  # imports transformers
 
-            compare_samplers(self, others)
-        self.whole = self.snapshot()
-        self.notices.extend(partial(hook.begin, self) for hook in self.hooks)
-        while self.notices or not (self.complete or self.stop):
+            compare_samplers(self, unchecked)
+        self.consistent_state = self.snapshot()
+        self.pending_notifications.extend(partial(hook.begin, self) for hook in self.hooks)
+        while self.pending_notifications or not (self.complete or self.stop):
             try:
                 self.phase("hooks")
-                while self.notices:
-                    self.notices[0]()
-                    self.notices.popleft()
+                while self.pending_notifications:
+                    self.pending_notifications[0]()
+                    self.pending_notifications.popleft()
                 if not (self.complete or self.stop):
                     self._take_step()
             except WorkerLost as lost:
@@ -428,8 +422,8 @@ class Engine:
             hook.end(self)
 
     def _take_step(self) -> None:
-        """Train once, and send the weights; leave notices of the step to the hooks, unless one refuses it."""
-        begun = time.perf_counter()
+        """Train once, send the weights, and queue the notifications of hooks, unless one refuses the step."""
+        started_at = time.perf_counter()
         self.learned = None
         self.phase("rollout")
         batch, rollout = self.environment.next(self.step, self.served)
@@ -437,9 +431,9 @@ class Engine:
             hook.before_training(self)
         self.phase("train")
         with self.cluster.defer_errors() as error:
-            if error is not None:  # of a rollout; no weight has changed yet
+            if error is not None:  # a rollout failed; no weight has changed yet
                 raise error
-            self.whole = None
+            self.consistent_state = None
             trained, learned = self.training.step(batch)
         if self.ptx_loader is not None and not self.ptx_loader.drawn:
             raise ValueError(
@@ -447,12 +441,13 @@ class Engine:
             )
         self.step += 1
         self.tokens += int(trained.get("tokens/trained", Total(0.0)).value)
-        stats = merge_stats([self.late, rollout, trained])
+        stats = merge_stats([self.metrics_for_next_step, rollout, trained])
         if any(hook.refuses(self, stats, batch) for hook in self.hooks):
             return  # before anyone generates with such weights
         self.after_step(stats)
-        self.whole, self.stats, self.late, self.learned = self.snapshot(), stats, {}, learned
-        self.notices.extend(partial(hook.after_step, self, stats, batch) for hook in self.hooks)
+        self.consistent_state, self.metrics_for_next_step = self.snapshot(), {}
+        self.stats, self.learned = stats, learned
+        self.pending_notifications.extend(partial(hook.after_step, self, stats, batch) for hook in self.hooks)
         self.phase("sync")
         try:
             if self.served == self.step or self.complete:
@@ -460,10 +455,10 @@ class Engine:
         finally:
             if restarts := self.cluster.take_restarts():
                 stats["faults/restarts"] = Total(restarts)
-            stats |= compute_rates(stats, time.perf_counter() - begun)
+            stats |= compute_rates(stats, time.perf_counter() - started_at)
 
     def _recover(self, lost: WorkerLost) -> None:
-        """Go on after a loss, also if others are lost meanwhile.
+        """Recover from lost processes, also if more are lost meanwhile.
 
         Raises the last WorkerLost if there is no saved state, or if a step loses processes MAX_LOSSES times.
         """
@@ -484,27 +479,27 @@ class Engine:
     def _start_lost_again(self, lost: WorkerLost) -> bool:
         """Start lost processes again, and go on from the last step or, if a trained model was lost, from a saved state.
 
-        False: there is none. Raises WorkerLost.
+        Returns False if there is no saved state. Raises WorkerLost.
         """
         self.cluster.end_calls(lost)
         trainers_live = not self.cluster.replace_lost(lost).intersection(self.learning)
         self.training.reconnect()
-        if self.whole is not None and trainers_live:
+        if self.consistent_state is not None and trainers_live:
             with suppress(PayloadLost):  # samples that wait were lost, too
-                self._return_to(self.whole)
+                self._return_to(self.consistent_state)
                 self.training.sync(self.step)
                 return True
         step = self.step
-        self.whole = None  # until a saved state is loaded: trained models may be new
+        self.consistent_state = None  # until a saved state is loaded: trained models may be new
         if not any(hook.restore(self) for hook in self.hooks):
             return False
-        self.whole = self.snapshot()
+        self.consistent_state = self.snapshot()
         if self.step < step:
-            self.notices.clear()  # they are of a step that is made again
+            self.pending_notifications.clear()  # their step is trained again
         return True
 
     def _return_to(self, snapshot: dict[str, Any]) -> None:
-        """Make what is not in the models as it was at a ``snapshot``."""
+        """Restore everything outside of the models from a ``snapshot``."""
         self.environment.load_state_dict(self.environment.fetch_state(snapshot["environment"]))
         if self.ptx_loader:
             self.ptx_loader.load_state_dict(snapshot["ptx"])
@@ -518,5 +513,5 @@ def compute_rates(stats: Stats, seconds: float) -> Stats:
     """Return the step's wall time (s) and its rates (tokens/s, samples/s)."""
     rates = {f"throughput/{what}": stats.get(f"tokens/{what}") for what in ("generated", "trained")}
     rates["throughput/samples"] = stats.get("samples/count")
-    found = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}
-    return {"time/step": Total(seconds), **found}
+    totals = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}
+    return {"time/step": Total(seconds), **totals}

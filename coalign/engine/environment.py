@@ -1,9 +1,9 @@
 """The rollout side of an engine: draws prompts, runs ``env_flow``, and gives each step the groups it trains on.
 
 Prompts are drawn for a step. They go through the flow in bundles: in one where training is synchronous, in several
-where it is not, so that no group waits for the longest response of all. Complete groups pass the filter and wait in the
-pool. A step takes the oldest ``prompts_per_step`` of them, in the order drawn. While some are missing, it takes those
-drawn for later steps, and then draws more.
+where it is not, so that no group waits for the longest response of all. Complete groups that pass the filter wait in
+the pool. A step takes the oldest ``prompts_per_step`` of them, in the order drawn. While some are missing, it takes
+those drawn for later steps, and then draws more.
 
 **The bound.** A step at weight version s trains on tokens of version v >= s - max_staleness: prompts are drawn for a
 step only while ``step - version <= max_staleness``. Groups that have become older are dropped before a step takes any,
@@ -39,29 +39,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroups:
-    """Neighbouring groups whose oldest token was chosen by the weights of ``version``."""
+    """Neighbouring groups whose oldest token was sampled by the weights of ``version``."""
 
     batch: BatchRef
     version: int
 
     @property
     def ends(self) -> list[int]:
-        """Where each group ends, in rows; without groups every row is one."""
+        """The row at which each group ends; without groups every row is one."""
         return find_group_ends(self.batch.group, len(self.batch))
 
 
 class GroupPool:
-    """A first-in first-out queue of groups no older than ``max_age`` weight versions.
-
-    Batches stay where they are stored.
-    """
+    """A first-in first-out queue of references to groups no older than ``max_age`` weight versions."""
 
     def __init__(self, max_age: int) -> None:
         self.max_age = max_age
         self._ready: deque[ReadyGroups] = deque()
 
     def __len__(self) -> int:
-        """Groups inside."""
+        """Count the groups."""
         return sum(len(ready.ends) for ready in self._ready)
 
     def add(self, batch: BatchRef, versions: Tensor | int) -> None:
@@ -81,9 +78,9 @@ class GroupPool:
 
     def expire(self, version: int) -> int:
         """Drop the groups that are too old to be trained on at this version; return how many."""
-        before = len(self)
+        held = len(self)
         self._ready = deque(ready for ready in self._ready if version - ready.version <= self.max_age)
-        return before - len(self)
+        return held - len(self)
 
     def take(self, groups: int | None, version: int) -> BatchRef:
         """Remove and return the oldest ``groups`` (None: all), or fewer if there are not so many.
@@ -121,7 +118,7 @@ def find_group_ends(group: Tensor | None, rows: int) -> list[int]:
     return torch.unique_consecutive(group, return_counts=True)[1].cumsum(0).tolist()
 
 
-KINDS = {kind.__name__: kind for kind in get_args(Metric)}
+METRIC_TYPES = {metric.__name__: metric for metric in get_args(Metric)}
 
 
 @dataclass
@@ -129,39 +126,39 @@ class Bundle:
     """Groups that go through the flow together.
 
     ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (group_ages),
-    `shares` (curriculum.pass_rates), `lengths` (filters.response_lengths), `samples` (journal.describe_samples). It is
-    empty if there was nothing to do.
+    `shares` (filters.pass_rates), `lengths` (filters.response_lengths), `samples` (journal.describe_samples). It is
+    empty if there was nothing to generate.
     """
 
-    version: int  # of the weights when it was drawn
+    version: int  # the weight version when its prompts were drawn
     target: int = 0  # number of groups that it should give
     prompts: Batch | None = None
     batches: dict[str, Future | BatchRef] = field(default_factory=dict)
     calls: WatchedCalls = field(default_factory=WatchedCalls)
-    before: Stats = field(default_factory=dict)  # metrics of what came before its calls, or before a restart
+    earlier_stats: Stats = field(default_factory=dict)  # metrics of drawing its prompts, or from before a restart
 
     def wait(self) -> tuple[dict[str, BatchRef], Stats]:
         """Wait for all calls; return (batches, merged metrics). Raises what a call raised."""
         done = {name: b.result() if isinstance(b, Future) else b for name, b in self.batches.items()}
-        return done, merge_stats([self.before, self.calls.stats()])
+        return done, merge_stats([self.earlier_stats, self.calls.stats()])
 
     def is_complete(self) -> bool:
-        """Whether it has begun, and every call has ended without an error."""
+        """Whether its calls were made, and all have ended without an error."""
         if not self.batches and self.prompts is not None:
             return False
         calls = [batch for batch in self.batches.values() if isinstance(batch, Future)]
         return all(call.done() and call.ended.exception() is None for call in calls)
 
     def list_groups(self) -> list[int]:
-        """Return the numbers of its groups, as far as is known without waiting."""
+        """Return the numbers of its groups, as far as they can be told without waiting."""
         batches = [batch for batch in self.batches.values() if isinstance(batch, BatchRef)]
-        numbers = [batch.group for batch in batches] + ([self.prompts["group"]] if self.prompts else [])
-        return sorted({group for each in numbers for group in list_groups(each)})
+        columns = [batch.group for batch in batches] + ([self.prompts["group"]] if self.prompts else [])
+        return sorted({group for column in columns for group in list_groups(column)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: its groups, or the prompts to begin again if not all are complete."""
+        """Return the state for a checkpoint: its groups, or the prompts to start again if not all are complete."""
         if not self.is_complete():
-            return {"target": self.target, "prompts": self.prompts, "before": _encode(self.before)}
+            return {"target": self.target, "prompts": self.prompts, "before": _encode(self.earlier_stats)}
         batches, stats = self.wait()
         fetched = {name: batch.fetch() for name, batch in batches.items()}
         return {"target": self.target, "version": self.version, "batches": fetched, "before": _encode(stats)}
@@ -171,16 +168,16 @@ def _encode(stats: Stats) -> dict[str, list[Any]]:
     return {name: [type(metric).__name__, *astuple(metric)] for name, metric in stats.items()}
 
 
-MIN_KEPT_SHARE = 0.25  # at most 1 / this many prompts are drawn per missing group: a surplus costs memory and ages
-BUNDLES = 8  # that the prompts of one step are cut into where training does not wait for the rollout
+MIN_KEPT_SHARE = 0.25  # so at most 4 prompts are drawn per missing group: a surplus costs memory, and ages
+MAX_BUNDLES_PER_STEP = 8  # where training does not wait for the rollout; else 1
 
 
 class Environment:
     """Runs a flow on prompts that a loader draws, for the first ``last`` steps.
 
     ``flow(prompts: BatchRef) -> Future`` is the engine's ``env_flow``; it returns before anything is computed.
-    ``unfinished`` keeps the samples that it leaves unfinished. ``on_wait()`` is called every second while samples are
-    waited for.
+    ``unfinished`` keeps the samples that the flow leaves unfinished. ``on_wait()`` is called every second while
+    ``next`` waits for samples.
     """
 
     def __init__(
@@ -203,19 +200,19 @@ class Environment:
         self.max_staleness = max_staleness
         self.last = last
         self.drawn = 0  # steps that prompts have been drawn for
-        self.under_way: deque[tuple[int, Bundle]] = deque()  # with the step that they were drawn for
+        self.under_way: deque[tuple[int, Bundle]] = deque()  # (the step that its prompts were drawn for, bundle)
         self.pool = GroupPool(selection.max_age)
         self.on_wait = on_wait
-        self.kept_share = 1.0  # of the groups of the step before: what the filter let through
-        self.journal: Journal | None = None  # of a run that keeps one (coalign.engine.hooks.journal_hook)
+        self.kept_share = 1.0  # share of the last step's groups that passed the filter
+        self.journal: Journal | None = None  # set by coalign.engine.hooks.journal_hook
 
     def next(self, version: int, served: int) -> tuple[BatchRef, Stats]:
         """Return the batch that the step at this weight version trains on, and its metrics (`time/rollout`: s waited).
 
-        ``served`` is the version that generates, an older one between two syncs (`sync.every`). RuntimeError if no
-        group is left to train on.
+        ``served`` is the version that generates, older than ``version`` between two syncs (`sync.every`). RuntimeError
+        if no group is left to train on.
         """
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         if self.journal:
             self.journal.note_dropped("expired", self.pool.find_expired(version))
         expired = self.pool.expire(version)
@@ -223,19 +220,19 @@ class Environment:
         while self.drawn < self.last and self.drawn - served <= self.max_staleness:
             self._draw_step(served, self.drawn, self._count_wanted(version))
             self.drawn += 1
-        parts, rounds = [], 1
+        bundle_stats, rounds = [], 1
         while self.under_way and (self.under_way[0][0] <= version or self._missing):
-            parts.append(self._collect(self.under_way.popleft()[1], version))
+            bundle_stats.append(self._collect(self.under_way.popleft()[1], version))
         while self._missing and rounds < self.selection.max_rounds * self.selection.rounds_per_response:
             self._draw_step(served, version, self._missing)
-            parts += [self._collect(bundle, version) for _, bundle in self.under_way]
+            bundle_stats += [self._collect(bundle, version) for _, bundle in self.under_way]
             self.under_way.clear()
             rounds += 1
-        stats = merge_stats(parts)
+        stats = merge_stats(bundle_stats)
         self._update_kept_share(stats)
         stats["rollout/rounds"] = Total(rounds)
         batch, described = self._take_batch(version, stats)
-        counts: Stats = {"time/rollout": Total(time.perf_counter() - begun)}
+        counts: Stats = {"time/rollout": Total(time.perf_counter() - started_at)}
         if self.unfinished.finished is not None and (restored := self.unfinished.finished.take_restored()):
             counts["rollout/restored"] = Total(restored)
         if self.selection.groups is not None:
@@ -246,11 +243,11 @@ class Environment:
 
     @property
     def _missing(self) -> int:
-        """Groups that the step at hand lacks."""
+        """How many groups the current step still lacks."""
         return max(0, (self.selection.groups or 0) - len(self.pool))
 
     def _count_wanted(self, version: int) -> int:
-        """Return how many groups to draw for the next step, beside those that are there or under way."""
+        """Return how many groups to draw for the next step, beside those in the pool or under way."""
         steps = self.drawn + 1 - version
         expected = sum(bundle.target for _, bundle in self.under_way)
         return max(0, (self.selection.groups or 0) * steps - len(self.pool) - expected)
@@ -258,18 +255,18 @@ class Environment:
     def _draw_step(self, version: int, step: int, target: int) -> None:
         """Draw as many prompts for ``step`` as should give ``target`` groups, and run the flow on them."""
         rows = self._count_prompts(target)
-        if rows == 0 and (self.unfinished.min_complete == 0 or not self.unfinished.carried):
+        if rows == 0 and (self.unfinished.min_complete == 0 or not self.unfinished.continued_groups):
             self.under_way.append((step, Bundle(version)))
             return
         prompts, stats = self._draw(rows, step)
-        self.unfinished.since = step - self.selection.max_age
-        bundles = min(BUNDLES, max(1, len(prompts))) if self.max_staleness else 1
-        parts = prompts.split(bundles, keep="group", by="sequences") if bundles > 1 else [prompts]
+        self.unfinished.oldest_version = step - self.selection.max_age
+        bundles = min(MAX_BUNDLES_PER_STEP, max(1, len(prompts))) if self.max_staleness else 1
+        chunks = prompts.split(bundles, keep="group", by="sequences") if bundles > 1 else [prompts]
         if self.journal:
-            self.journal.note_drawn(step + 1, version, parts)
-        for number, part in enumerate(parts):
-            own = target * (number + 1) // bundles - target * number // bundles
-            self.under_way.append((step, self._begin(version, step, own, part, stats if number == 0 else {})))
+            self.journal.note_drawn(step + 1, version, chunks)
+        for number, chunk in enumerate(chunks):
+            chunk_target = target * (number + 1) // bundles - target * number // bundles
+            self.under_way.append((step, self._begin(version, step, chunk_target, chunk, stats if number == 0 else {})))
 
     def _begin(self, version: int, step: int, target: int, prompts: Batch, stats: Stats) -> Bundle:
         """Run the flow on prompts for a ``step``; ``stats`` are metrics of drawing them."""
@@ -291,16 +288,16 @@ class Environment:
                 groups = self.cluster.transform(
                     filter_groups, groups, keep=keep.func, arguments=keep.keywords, by_source=several
                 )
-            if self.unfinished.carries or may_be_older:
+            if self.unfinished.continues or may_be_older:
                 batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
         if self.journal:  # outside of `watch`, which would add it to the metrics of the step
             batches["samples"] = self.cluster.transform(describe_samples, complete)
         return Bundle(version, target, prompts, {"groups": groups, **batches}, calls, stats)
 
     def _count_prompts(self, target: int) -> int | None:
-        """Return how many prompts to begin for ``target`` groups; None: those of a batch.
+        """Return how many prompts to draw for ``target`` groups; None: those of a batch.
 
-        Counts with the share that the filter kept last, and with the groups carried over.
+        Expects the filter to keep the share that it kept last, and subtracts groups that are continued.
         """
         if self.selection.groups is None:
             return None
@@ -308,13 +305,13 @@ class Environment:
         oversample = self.unfinished.config.oversample
         if oversample == 1:
             return need
-        carried = self.unfinished.carried
-        surplus = max(0, math.ceil((oversample - 1) * need - 1e-9) - carried)
-        self.unfinished.min_complete = need / max(1, need + surplus + carried)
+        continued = self.unfinished.continued_groups
+        surplus = max(0, math.ceil((oversample - 1) * need - 1e-9) - continued)
+        self.unfinished.min_complete = need / max(1, need + surplus + continued)
         return need + surplus
 
     def _draw(self, rows: int | None, step: int) -> tuple[Batch, Stats]:
-        """Draw the next prompts and add their budgets and expected lengths."""
+        """Draw the next prompts, with their budgets and expected lengths; also metrics of drawing."""
         selection, stats = self.selection, {}
         if selection.curriculum is None:
             prompts = self.loader.next(rows)
@@ -326,7 +323,7 @@ class Environment:
 
     def _collect(self, done: Bundle, version: int) -> Stats:
         """Wait for a bundle and add its groups to the pool."""
-        described = done.batches.pop("samples", None)  # nothing but the journal needs it, so no step waits for it
+        described = done.batches.pop("samples", None)  # only the journal needs it, so no step waits for it
         for batch in done.batches.values():
             if isinstance(batch, Future):
                 batch.wait(self.on_wait)
@@ -339,9 +336,9 @@ class Environment:
             ages = batches["ages"].fetch()["oldest"] if "ages" in batches else done.version
             self.pool.add(batches["groups"], ages)
         if self.journal and described is not None:
-            begun = list_groups(done.prompts["group"]) if done.prompts else []
-            kept, carried = list_groups(batches["groups"].group), self.unfinished.list_carried()
-            self.journal.note_collected(CollectedBundle(described, begun, kept, carried, stats))
+            prompted = list_groups(done.prompts["group"]) if done.prompts else []
+            kept, continued = list_groups(batches["groups"].group), self.unfinished.list_continued()
+            self.journal.note_collected(CollectedBundle(described, prompted, kept, continued, stats))
         return stats
 
     def _update_kept_share(self, stats: Stats) -> None:
@@ -350,12 +347,12 @@ class Environment:
             self.kept_share = kept / (kept + dropped)
 
     def _begin_restored(self, version: int, step: int, bundle: Bundle) -> Bundle:
-        """Begin a bundle whose samples were not complete at the checkpoint; return others unchanged."""
+        """Run the flow on a bundle whose samples were not complete at the checkpoint; return any other unchanged."""
         if bundle.batches or bundle.prompts is None:
             return bundle
         if self.journal:
             self.journal.note_begun(bundle.prompts, version)
-        return self._begin(version, step, bundle.target, bundle.prompts, bundle.before)
+        return self._begin(version, step, bundle.target, bundle.prompts, bundle.earlier_stats)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -374,7 +371,7 @@ class Environment:
             raise RuntimeError(f"step {version + 1}: replay.fn returned no samples, so there is nothing to train on")
         described = calls.stats()
         staleness = described.get("samples/staleness")
-        if isinstance(staleness, Stat) and not staleness.count:  # a policy was to write them
+        if isinstance(staleness, Stat) and not staleness.count:  # there is a policy, and it sampled none of them
             raise RuntimeError(
                 f"step {version + 1}: none of {len(taken)} samples has a token that the policy chose and that is "
                 "trained on (loss_mask), so there is nothing to learn from"
@@ -402,7 +399,7 @@ class Environment:
         )
 
     def restart(self, step: int) -> None:
-        """Forget all samples, also those under way, and go on after ``step`` steps with the loader's next rows."""
+        """Discard all samples, also those under way, and go on after ``step`` steps with the loader's next rows."""
         self.under_way.clear()
         self.drawn = step
         self.pool.restore([])
@@ -411,19 +408,19 @@ class Environment:
             self.selection.replay.restore([])
 
     def note_resumed(self, step: int) -> None:
-        """Note in the journal, if there is one, that the run goes on after ``step`` with what was saved then."""
+        """Note in the journal, if there is one, that the run goes on from the state saved after ``step``."""
         if self.journal:
             waiting = format_groups(self.list_waiting_groups())
             self.journal.note("resumed", step=step, drawn=self.loader.drawn, waiting=waiting)
 
     def list_waiting_groups(self) -> list[int]:
-        """Return the numbers of the groups that no step has taken yet, those that were carried over included."""
-        found = set(self.unfinished.list_carried() or ())
+        """Return the numbers of the groups that no step has taken yet, unfinished ones included."""
+        waiting = set(self.unfinished.list_continued() or ())
         for batch in (ready.batch for ready in self.pool.entries()):
-            found.update(list_groups(batch.group))
+            waiting.update(list_groups(batch.group))
         for _, bundle in self.under_way:
-            found.update(bundle.list_groups())
-        return sorted(found)
+            waiting.update(bundle.list_groups())
+        return sorted(waiting)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -443,7 +440,7 @@ class Environment:
         }
 
     def fetch_state(self, snapshot: dict[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint keeps of a ``snapshot``: the batches themselves, and prompts that are under way."""
+        """Return a ``snapshot`` as a checkpoint keeps it: with the batches, and the prompts that are under way."""
         unfinished = snapshot["unfinished"]
         return snapshot | {
             "under_way": [{"step": step, **bundle.state_dict()} for step, bundle in snapshot["under_way"]],
@@ -453,7 +450,7 @@ class Environment:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the result of ``fetch_state``. Prompts that were under way are generated anew."""
+        """Continue with the result of ``fetch_state``. Prompts that were under way are generated again."""
         self.loader.load_state_dict(state["loader"])
         self.kept_share, self.drawn = state["kept"], state["drawn"]
         self.under_way = deque((entry["step"], self._restore(entry)) for entry in state["under_way"])
@@ -467,11 +464,11 @@ class Environment:
             self.selection.lengths.load_state_dict(state["lengths"])
 
     def _restore(self, state: dict[str, Any]) -> Bundle:
-        before = {name: KINDS[kind](*numbers) for name, (kind, *numbers) in state["before"].items()}
+        stats = {name: METRIC_TYPES[metric](*numbers) for name, (metric, *numbers) in state["before"].items()}
         batches: dict[str, Future | BatchRef] = {
-            name: self.cluster.put(own) for name, own in state.get("batches", {}).items()
+            name: self.cluster.put(stored) for name, stored in state.get("batches", {}).items()
         }
-        return Bundle(state.get("version", 0), state["target"], state.get("prompts"), batches, before=before)
+        return Bundle(state.get("version", 0), state["target"], state.get("prompts"), batches, earlier_stats=stats)
 
 
 def count(loss_mask: Tensor, versions: Tensor | None = None, reward: Tensor | None = None) -> dict[str, Metric]:
@@ -494,7 +491,7 @@ def describe(
     *,
     version: int,
 ) -> dict[str, Metric]:
-    """Metrics of a batch as it is trained on: lengths (tokens), endings, age of its weights (versions), rewards."""
+    """Metrics of a batch that is trained on: lengths (tokens), statuses, staleness (versions), rewards."""
     trained = torch.zeros(len(lengths), dtype=torch.int64).index_add_(0, segment, loss_mask.long())
     stats: dict[str, Metric] = {
         "tokens/response": Stat.of(trained),
@@ -519,11 +516,11 @@ def describe(
 def describe_sources(rows: list[dict[str, Any]], group: Tensor, reward: Tensor | None = None) -> dict[str, Metric]:
     """Metrics of each source of a batch that is trained on: samples, groups and mean reward."""
     stats: dict[str, Metric] = {}
-    for source, own in find_sources(rows).items():
-        stats[f"source/{source}/samples"] = Total(float(own.sum()))
-        stats[f"source/{source}/groups"] = Total(float(len(group[own].unique())))
+    for source, is_of_source in find_sources(rows).items():
+        stats[f"source/{source}/samples"] = Total(float(is_of_source.sum()))
+        stats[f"source/{source}/groups"] = Total(float(len(group[is_of_source].unique())))
         if reward is not None:
-            stats[f"source/{source}/reward"] = Stat.of(reward, own & reward.isfinite())
+            stats[f"source/{source}/reward"] = Stat.of(reward, is_of_source & reward.isfinite())
     return stats
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from coalign.cluster.future import BatchRef, WatchedCalls
-from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.rewards.calls import RewardError
 from coalign.types import Metric, Stat, Stats, Total, merge_stats
@@ -32,8 +31,8 @@ def score(
 ) -> dict[str, Metric]:
     """mean@n, pass@k for k = 1, 2, 4, … n, and response length; a sample with reward >= ``solved`` is right.
 
-    n is ``samples``, those asked for of each of ``prompts``. Samples that have failed are not among the rows: they are
-    counted in `samples/dropped`, no mean has them, and in pass@k they are wrong.
+    n is ``samples``, the number requested for each of ``prompts``. Failed samples are not among the rows: they are
+    counted in `samples/dropped`, excluded from means, and wrong in pass@k.
     """
     scored = len(reward)
     stats: dict[str, Metric] = {
@@ -52,9 +51,9 @@ def score(
 
 
 class Evaluator:
-    """Runs ``flow(prompts) -> Future`` (an engine's ``eval_flow``) over a whole evaluation set.
+    """Runs ``flow(prompts) -> Future`` (an engine's ``eval_flow``) over an evaluation set.
 
-    ``on_wait()`` is called every second while results are waited for.
+    ``on_wait()`` is called every second while ``evaluate`` waits for results.
     """
 
     def __init__(
@@ -74,36 +73,33 @@ class Evaluator:
     def evaluate(self, display: Display | None = None) -> tuple[Stats, list[BatchRef]]:
         """Evaluate all prompts; return the metrics, named `eval/…`, and the batches that the flow returned.
 
-        With several sources each has its own as well, named `eval/<source>/…`. ``display`` shows a bar meanwhile.
+        With several sources each source also has metrics, named `eval/<source>/…`. ``display`` shows a progress bar.
         Raises RewardError if every sample has failed.
         """
-        begun = time.perf_counter()
-        futures, calls, results = [], dict[str, list[WatchedCalls]](), []
+        started_at = time.perf_counter()
+        futures, calls_by_source, results = [], dict[str, list[WatchedCalls]](), []
         for source, prompts in self.loader.all(self.limit):
-            with self.cluster.watch() as own:
-                futures.append((len(prompts), self.flow(self.cluster.put(_separate_groups(prompts)))))
-            calls.setdefault(source, []).append(own)
+            # Negative groups, so that these prompts never share random numbers with training prompts.
+            prompts = prompts.with_(group=-1 - prompts["group"])
+            with self.cluster.watch() as calls:
+                futures.append((len(prompts), self.flow(self.cluster.put(prompts))))
+            calls_by_source.setdefault(source, []).append(calls)
         total = sum(rows for rows, _ in futures)
         with display.progress("evaluating", total) if display else nullcontext(lambda rows: None) as advance:
             for rows, future in futures:
                 future.wait(self.on_wait)
                 results.append(future.result())
                 advance(rows)
-        parts = {source: merge_stats(each.stats() for each in own) for source, own in calls.items()}
-        together = merge_stats(parts.values())
+        by_source = {name: merge_stats(calls.stats() for calls in made) for name, made in calls_by_source.items()}
+        together = merge_stats(by_source.values())
         if "samples/count" in together and not together["samples/count"].value:
             lost = together["samples/dropped"].value
             raise RewardError(f"evaluation: none of {lost:.0f} samples has a reward; a warning above says why")
-        named = [(f"eval/{source}/", own) for source, own in parts.items() if len(parts) > 1]
+        named = [(f"eval/{name}/", stats) for name, stats in by_source.items() if len(by_source) > 1]
         stats = {
             prefix + name: metric
-            for prefix, own in (*named, ("eval/", together))
-            for name, metric in own.items()
+            for prefix, metrics in (*named, ("eval/", together))
+            for name, metric in metrics.items()
             if not name.startswith(("time/", "memory/", "tokens/", "engine/"))
         }
-        return {**stats, "time/eval": Total(time.perf_counter() - begun)}, results
-
-
-def _separate_groups(prompts: Batch) -> Batch:
-    """Give evaluation prompts negative groups, so that they never share random numbers with training prompts."""
-    return prompts.with_(group=-1 - prompts["group"])
+        return {**stats, "time/eval": Total(time.perf_counter() - started_at)}, results

@@ -1,12 +1,12 @@
-"""Keeps finished rollouts in the run folder, so that a run that is resumed does not generate them again.
+"""Keeps finished rollouts in the run folder, so that a resumed run does not generate them again.
 
-``finished/VERSION.rollouts`` has the samples whose newest token was chosen by the weights of this version, in pieces:
-what one process generated for one call. A piece is a line of the journal's form (a JSON object with a checksum) and
-the bytes that it describes, with a checksum of their own. The tokens of prompts and the rows of data are not among
-them: they are drawn again. A response takes about 7 bytes a token.
+``finished/VERSION.rollouts`` has the samples whose newest token was sampled by the weights of this version. It consists
+of pieces: the samples that one process generated for one call. A piece is a line in the journal's format (a JSON object
+with a checksum) and the bytes that it describes, which have their own checksum. The tokens of prompts and the rows of
+data are not stored: they are drawn again. A response takes about 7 bytes a token.
 
-Samples are used only for the same prompts, options and settings, and by weights that are the same: those of the
-checkpoint, or those of a step that was made again with the same metrics to the bit. Whatever is damaged is left out.
+Samples are reused only for the same prompts, options and settings, and only while the weights are the same: those of
+the checkpoint, or of a step that was trained again with bitwise equal metrics. Damaged pieces are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coalign.types import Stats
 
 log = logging.getLogger(__name__)
 FOLDER = "finished"
-MOST_BYTES = 1 << 30  # of all files together; the oldest go first
+MAX_TOTAL_BYTES = 1024**3  # beyond it the oldest files are deleted
 _ENDING = ".rollouts"
 _COMPRESSED = 0.9  # a column is compressed if that leaves at most this share of its bytes
 
@@ -44,8 +44,8 @@ _COMPRESSED = 0.9  # a column is compressed if that leaves at most this share of
 def encode_samples(prompts: Batch, samples: Batch) -> tuple[list[dict[str, Any]], bytes] | None:
     """Return a description of each column of ``samples``, and their bytes one after the other.
 
-    Left out is what ``prompts`` say already: tokens of prompts, and columns of objects. None if the samples do not
-    begin as their prompts do.
+    Tokens of prompts and columns of objects are left out, since ``prompts`` have them. None if the samples do not begin
+    with their prompts.
     """
     source = _find_prompts(prompts, samples)
     if source is None or not {"prompt_length", "versions"}.issubset({*samples.token, *samples.sequence}):
@@ -53,75 +53,73 @@ def encode_samples(prompts: Batch, samples: Batch) -> tuple[list[dict[str, Any]]
     starts = samples["prompt_length"].long()
     if not torch.equal(starts, prompts.lengths[source]):
         return None
-    own = torch.arange(samples.tokens_total) - samples.offsets[:-1][samples.segment] >= starts[samples.segment]
-    if not torch.equal(samples["tokens"][~own], prompts.select(source)["tokens"].to(samples["tokens"].dtype)):
+    is_response = torch.arange(samples.tokens_total) - samples.offsets[:-1][samples.segment] >= starts[samples.segment]
+    if not torch.equal(samples["tokens"][~is_response], prompts.select(source)["tokens"].to(samples["tokens"].dtype)):
         return None
-    columns, parts = [_describe("lengths", "lengths", samples.lengths - starts)], [samples.lengths - starts]
+    tensors = [samples.lengths - starts]
+    columns = [_describe("lengths", "lengths", tensors[0])]
     for name, column in samples.token.items():
-        before = column[~own]
-        if name != "tokens" and len(before) and not bool((before == before[0]).all()):
+        prefix = column[~is_response]
+        if name != "tokens" and len(prefix) and not bool((prefix == prefix[0]).all()):
             return None
-        fill = before[0].tolist() if name != "tokens" and len(before) else None
+        fill = prefix[0].tolist() if name != "tokens" and len(prefix) else None
         columns.append({**_describe(name, "token", column), "prompt": fill})
-        parts.append(column[own])
+        tensors.append(column[is_response])
     for name, values in samples.sequence.items():
         if isinstance(values, Tensor):
             columns.append(_describe(name, "sequence", values))
-            parts.append(values)
-        elif not _is_repeated(values, prompts.get(name), source):
+            tensors.append(values)
+        elif not isinstance(given := prompts.get(name), list) or values != [given[row] for row in source.tolist()]:
             return None
-    packed = [_pack(part, description) for part, description in zip(parts, columns, strict=True)]
+    packed = [_pack(tensor, description) for tensor, description in zip(tensors, columns, strict=True)]
     return columns, b"".join(packed)
 
 
 def decode_samples(prompts: Batch, columns: Sequence[Mapping[str, Any]], content: bytes) -> Batch:
-    """Return those of the samples that ``encode_samples`` has encoded that are of these prompts."""
-    parts, at = dict[str, Tensor](), 0
-    for each in columns:
-        parts[each["name"]] = _unpack(content[at : at + each["bytes"]], each)
-        at += each["bytes"]
-    kinds = {each["name"]: each["kind"] for each in columns}
+    """Return the samples of these prompts from the result of ``encode_samples``."""
+    tensors, start = dict[str, Tensor](), 0
+    for column in columns:
+        tensors[column["name"]] = _unpack(content[start : start + column["bytes"]], column)
+        start += column["bytes"]
+    levels = {column["name"]: column["kind"] for column in columns}
     token, sequence = (
-        {name: part for name, part in parts.items() if kinds[name] == kind} for kind in ("token", "sequence")
+        {name: tensor for name, tensor in tensors.items() if levels[name] == level} for level in ("token", "sequence")
     )
-    responses = Batch(parts["lengths"], token, sequence)
+    responses = Batch(tensors["lengths"], token, sequence)
     responses = responses.select(torch.isin(responses["group"], prompts["group"]).nonzero().flatten())
     source = _find_prompts(prompts, responses)
     assert source is not None, "rows without a prompt are left out"
-    before = prompts.select(source)
-    own = torch.tensor([False, True]).repeat(len(source))
-    own = own.repeat_interleave(torch.stack([before.lengths, responses.lengths], 1).flatten())
-    whole, fills = dict[str, Tensor](), {each["name"]: each.get("prompt") for each in columns}
+    source_prompts = prompts.select(source)
+    is_response = torch.tensor([False, True]).repeat(len(source))
+    is_response = is_response.repeat_interleave(torch.stack([source_prompts.lengths, responses.lengths], 1).flatten())
+    full, fills = dict[str, Tensor](), {column["name"]: column.get("prompt") for column in columns}
     for name, values in responses.token.items():
-        out = torch.empty((len(own), *values.shape[1:]), dtype=values.dtype)
-        prefix = before["tokens"] if name == "tokens" else torch.tensor(fills[name])
-        out[~own], out[own] = prefix.to(values.dtype), values
-        whole[name] = out
-    objects = {name: values for name, values in before.sequence.items() if not isinstance(values, Tensor)}
-    return Batch(before.lengths + responses.lengths, whole, {**objects, **responses.sequence})
+        out = torch.empty((len(is_response), *values.shape[1:]), dtype=values.dtype)
+        prefix = source_prompts["tokens"] if name == "tokens" else torch.tensor(fills[name])
+        out[~is_response], out[is_response] = prefix.to(values.dtype), values
+        full[name] = out
+    objects = {name: values for name, values in source_prompts.sequence.items() if not isinstance(values, Tensor)}
+    return Batch(source_prompts.lengths + responses.lengths, full, {**objects, **responses.sequence})
 
 
 def _find_prompts(prompts: Batch, samples: Batch) -> Tensor | None:
     """Return i64[N]: the first row of each sample's prompt; None if one is missing."""
-    place = {number: row for row, number in reversed(list(enumerate(prompts["group"].tolist())))}
-    rows = [place.get(number, -1) for number in samples["group"].tolist()]
+    first_rows = {number: row for row, number in reversed(list(enumerate(prompts["group"].tolist())))}
+    rows = [first_rows.get(number, -1) for number in samples["group"].tolist()]
     return None if -1 in rows else torch.tensor(rows, dtype=torch.int64)
 
 
-def _is_repeated(values: list[Any], before: Any, source: Tensor) -> bool:
-    return isinstance(before, list) and values == [before[row] for row in source.tolist()]
-
-
-def _describe(name: str, kind: str, column: Tensor) -> dict[str, Any]:
-    return {"name": name, "kind": kind, "dtype": str(column.dtype).removeprefix("torch."), "shape": column.shape[1:]}
+def _describe(name: str, level: str, column: Tensor) -> dict[str, Any]:
+    return {"name": name, "kind": level, "dtype": str(column.dtype).removeprefix("torch."), "shape": column.shape[1:]}
 
 
 def _pack(column: Tensor, description: dict[str, Any]) -> bytes:
-    """Return the bytes of a column, and say in its description how they are packed."""
+    """Return the bytes of a column, and add to its description how they are packed."""
     width = column.element_size()
     raw = column.contiguous().view(torch.uint8).reshape(-1, width).numpy() if column.numel() else np.empty((0, width))
-    if not column.is_floating_point() and width > 1:  # of integers the high bytes are mostly 0
-        raw = raw[:, : width - _count_zeros(raw, width)]
+    if not column.is_floating_point() and width > 1:  # the high bytes of integers are mostly 0
+        used = np.flatnonzero(raw.any(0))
+        raw = raw[:, : int(used[-1]) + 1 if len(used) else 1]
     content = np.ascontiguousarray(raw, dtype=np.uint8).tobytes()
     packed = zlib.compress(content, 1)
     is_smaller = len(packed) <= _COMPRESSED * len(content)
@@ -130,89 +128,84 @@ def _pack(column: Tensor, description: dict[str, Any]) -> bytes:
     return content
 
 
-def _count_zeros(raw: np.ndarray, width: int) -> int:
-    used = np.flatnonzero(raw.any(0))
-    return width - (int(used[-1]) + 1 if len(used) else 1)
-
-
 def _unpack(content: bytes, description: Mapping[str, Any]) -> Tensor:
     dtype: torch.dtype = getattr(torch, description["dtype"])
     raw = np.frombuffer(zlib.decompress(content) if description["packed"] else content, dtype=np.uint8)
-    part = raw.reshape(-1, description["width"])
-    whole = np.zeros((len(part), dtype.itemsize), dtype=np.uint8)
-    whole[:, : part.shape[1]] = part
-    return torch.from_numpy(whole).flatten().view(dtype).reshape(-1, *description["shape"])
+    low_bytes = raw.reshape(-1, description["width"])
+    all_bytes = np.zeros((len(low_bytes), dtype.itemsize), dtype=np.uint8)
+    all_bytes[:, : low_bytes.shape[1]] = low_bytes
+    return torch.from_numpy(all_bytes).flatten().view(dtype).reshape(-1, *description["shape"])
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a piece is: its line begins at ``offset`` of the file of a version."""
+    """The position of a piece: its line begins at ``offset`` of the file of version ``file``."""
 
     file: int
     offset: int
-    oldest: int  # version of its tokens
+    oldest: int  # the oldest version that sampled one of its tokens
 
 
 class FinishedRollouts:
-    """The finished rollouts of one run. ``run`` and ``settings`` identify it; files of another one are deleted.
+    """The finished rollouts of one run. ``run`` and ``settings`` identify it; files of another run are deleted.
 
     ``window``: (oldest, newest) versions of the tokens that may be used now. ``restored`` counts groups that were not
-    generated again. A thread writes; a disk that is full or away does not stop a run.
+    generated again. A thread writes; a disk that is full or unreachable does not stop a run.
     """
 
     def __init__(self, folder: Path, store: Store, run: str, settings: str, step: int) -> None:
-        """Reads what there is; ``step`` is the one that the run goes on after."""
+        """Read the existing files; the run goes on after ``step``."""
         self.folder = folder
         self.window = (step, step)
         self.restored = 0
         self._store = store
         self._identity = {"run": run, "settings": settings}
         self._pieces: dict[tuple[str, int], _Piece] = {}  # by options and group
-        self._marks: dict[int, str | None] = {step: None}  # metrics of the step that has made a version
-        self._former: dict[int, str | None] = {}  # the same, of versions that have yet to be made again
+        self._marks: dict[int, str | None] = {step: None}  # version -> hash of the metrics of the step that made it
+        self._unconfirmed: dict[int, str | None] = {}  # the same, for versions that are to be trained again
         self._writer = ThreadPoolExecutor(1, "coalign-finished")
         self._sink = Sink(str(folder))
         for version in self._list_versions():
             self._read_file(version)
-        if versions := sorted(version for version in self._former if version >= step):
+        if versions := sorted(version for version in self._unconfirmed if version >= step):
             log.info("finished rollouts of weight versions %s may be used again", format_groups(versions))
 
     # ---- of the loop -----------------------------------------------------------------------------------------------
 
     def confirm(self, step: int, stats: Stats) -> None:
-        """Note what the step that made version ``step`` has measured; drop what other weights have generated."""
+        """Note the losses of the step that made version ``step``; drop rollouts that other weights have generated."""
         losses = sorted((name, float(metric.value).hex()) for name, metric in stats.items() if name.startswith("loss/"))
         self._marks[step] = hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16]
-        if step in self._former and self._former.pop(step) != self._marks[step]:
+        if step in self._unconfirmed and self._unconfirmed.pop(step) != self._marks[step]:
             log.warning("step %d has other metrics than before, so later rollouts are generated again", step)
             self._writer.submit(self._delete, [version for version in self._list_versions() if version >= step])
             self._pieces = {key: piece for key, piece in self._pieces.items() if piece.file < step}
-            self._former.clear()
+            self._unconfirmed.clear()
 
     def go_back(self, step: int) -> None:
-        """Note that the run goes on after ``step`` again: later versions are to be confirmed once more."""
-        self._former |= {version: mark for version, mark in self._marks.items() if version > step}
+        """Note that the run goes on after ``step`` again: later versions have to be confirmed again."""
+        self._unconfirmed |= {version: mark for version, mark in self._marks.items() if version > step}
 
     def forget_before(self, step: int) -> None:
-        """Delete what no run that goes on after ``step`` needs."""
+        """Delete the rollouts that a run which goes on after ``step`` does not need."""
         self._pieces = {key: piece for key, piece in self._pieces.items() if piece.file >= step}
         self._writer.submit(self._delete, [version for version in self._list_versions() if version < step])
 
     def close(self, *, complete: bool) -> None:
-        """Wait until everything is written; a run that is ``complete`` needs none of it any more."""
+        """Wait until everything is written; a ``complete`` run deletes it all."""
         self._writer.shutdown()
         if complete:
             delete_path(self.folder)
 
     def take_restored(self) -> int:
-        """Return how many groups were not generated again since the last time."""
+        """Return how many groups were restored since the last call."""
         restored, self.restored = self.restored, 0
         return restored
 
     # ---- of calls --------------------------------------------------------------------------------------------------
 
     def open_call(self, options: Mapping[str, Any]) -> RecordedCall:
-        """Return what a call of ``generate`` with these options uses."""
+        """Return the record of a call of ``generate`` with these options."""
         digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:16]
         return RecordedCall(self, digest, *self.window)
 
@@ -225,25 +218,25 @@ class FinishedRollouts:
         ):
             return None
         batch = prompts.fetch()
-        found = []
+        batches = []
         for piece in dict.fromkeys(pieces.values()):
-            own = [group for group, other in pieces.items() if other == piece]
+            piece_groups = [group for group, candidate in pieces.items() if candidate == piece]
             samples = self._read_piece(piece, batch) if piece else None
             if samples is None:
                 return None
-            found.append(samples.select(torch.isin(samples["group"], torch.tensor(own)).nonzero().flatten()))
-        samples = Batch.concat(found)
-        place = {group: number for number, group in enumerate(groups)}
-        order = torch.tensor([place[group] for group in samples["group"].tolist()]).argsort(stable=True)
+            batches.append(samples.select(torch.isin(samples["group"], torch.tensor(piece_groups)).nonzero().flatten()))
+        samples = Batch.concat(batches)
+        positions = {group: number for number, group in enumerate(groups)}
+        order = torch.tensor([positions[group] for group in samples["group"].tolist()]).argsort(stable=True)
         samples = samples.select(order)
         self.restored += len(groups)
         return Meta.of(samples), self._store.put(samples)
 
     def keep(self, prompts: BatchRef, options: str, task: WorkerTask) -> None:
-        """Write what a task of ``generate`` has returned for these prompts, once it has."""
+        """Write the samples of these prompts once the task of ``generate`` has ended."""
 
         def submit(_: ThreadFuture[Meta]) -> None:
-            with suppress(RuntimeError):  # closed meanwhile
+            with suppress(RuntimeError):  # the writer was closed meanwhile
                 self._writer.submit(self._write, prompts, options, task)
 
         task.meta.add_done_callback(submit)
@@ -291,12 +284,12 @@ class FinishedRollouts:
 
     def _limit(self, newest: int) -> None:
         sizes = {version: self._find_file(version).stat().st_size for version in self._list_versions()}
-        while sum(sizes.values()) > MOST_BYTES and len(sizes) > 1 and (oldest := min(sizes)) != newest:
+        while sum(sizes.values()) > MAX_TOTAL_BYTES and len(sizes) > 1 and (oldest := min(sizes)) != newest:
             self._delete([oldest])
             del sizes[oldest]
 
     def _read_file(self, version: int) -> None:
-        """Take note of the pieces of a file, as far as it is whole. One of another run is deleted."""
+        """Register the intact pieces of a file. A file of another run is deleted."""
         path = self._find_file(version)
         with open(path, "rb") as file:
             head = decode_line(file.readline()) or {}
@@ -304,7 +297,7 @@ class FinishedRollouts:
                 log.warning("%s is of another run or of other settings, or damaged: it is deleted", path)
                 path.unlink()
                 return
-            self._former[version] = head.get("made")
+            self._unconfirmed[version] = head.get("made")
             for offset, record in _read_pieces(file):
                 if record is None:
                     log.warning("%s is damaged after %d bytes: what follows is generated again", path, offset)
@@ -331,7 +324,7 @@ class FinishedRollouts:
 
 
 def _read_pieces(file: Any) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the offset and the line of each piece; None for one that is damaged or cut, which is the last."""
+    """Yield the offset and the line of each piece. A damaged or truncated one has None, and is the last."""
     size = os.fstat(file.fileno()).st_size
     while (offset := file.tell()) < size:
         record = decode_line(file.readline())
@@ -344,7 +337,7 @@ def _read_pieces(file: Any) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call of ``generate`` whose samples are kept; those that were kept before are not generated again."""
+    """A call of ``generate`` whose samples are kept; those kept by an earlier run are not generated again."""
 
     rollouts: FinishedRollouts
     options: str

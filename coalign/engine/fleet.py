@@ -1,6 +1,6 @@
-"""The number of processes of each model while a run goes: asked for, decided by a rule, bounded by the devices there.
+"""Changes the number of processes of each model between two steps, by request or by a rule, if there are devices.
 
-It changes between two steps. Replicas for which no node has devices wait for one, and the run goes on without them.
+Replicas for which no node has devices wait for one, and the run goes on without them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """Shares of a step: ``busy``, in which the processes of a model computed, and ``waiting``, in which the trainer
-    waited for samples."""
+    """The shares of a step in which a model's processes computed (``busy``), and the trainer waited for samples
+    (``waiting``)."""
 
     busy: float
     waiting: float
@@ -49,13 +49,13 @@ class AutoscaleRule:
 
     def __init__(self, config: AutoscaleConfig) -> None:
         self.config = config
-        self._wishes: deque[int] = deque(maxlen=config.steps)  # of the last steps: 1, 0 or -1 processes
+        self._wishes: deque[int] = deque(maxlen=config.steps)  # 1, 0 or -1 processes more, by each of the last steps
 
     def decide(self, processes: int, load: StepLoad) -> int:
         """Return the number of processes after a step that ``processes`` had this load in."""
         self._wishes.append(self._find_wish(processes, load))
         wish = self._wishes[0]
-        if len(self._wishes) < self.config.steps or any(other != wish for other in self._wishes):
+        if len(self._wishes) < self.config.steps or any(earlier != wish for earlier in self._wishes):
             wish = 0
         if wish:
             self._wishes.clear()
@@ -70,42 +70,42 @@ class AutoscaleRule:
 
 
 class Fleet:
-    """Changes the number of processes of a run's models, and keeps replicas in mind that wait for devices.
+    """Changes the number of processes of a run's models, and starts replicas later that wait for devices.
 
-    ``save(engine)`` writes a training state and returns where: processes that compute together start again there.
+    ``save(engine)`` writes a training state and returns its path: trained models start again from it.
     """
 
     def __init__(self, autoscale: Mapping[str, AutoscaleConfig], save: Callable[[Engine], Path]) -> None:
         self._save = save
         self._rules = {name: AutoscaleRule(config) for name, config in autoscale.items()}
-        self._targets: dict[str, int] = {}  # processes of replicas that there should be
+        self._targets: dict[str, int] = {}  # model -> processes that it should have
 
     def resize(self, engine: Engine, name: str, processes: int) -> str:
-        """Give a model another number of processes; say how many it has since which step.
+        """Give a model another number of processes; return a sentence that says how many it has since which step.
 
-        ValueError for what cannot be, OSError if a training state finds no place in memory, WorkerError if new
-        processes cannot load the model.
+        ValueError for a number that is not possible, OSError if a training state does not fit into memory, WorkerError
+        if new processes cannot load the model.
         """
         if name not in engine.running:
             raise ValueError(f"there is no model of that name; there are {', '.join(engine.running)}")
-        before = engine.running[name].processes
+        previous = engine.running[name].processes
         engine.training.finish()
         if name in engine.learning:
             saved = self._save(engine)
-            found = engine.cluster.resize(name, processes)
+            started = engine.cluster.resize(name, processes)
             engine.running[name].load(str(saved / MODELS / name)).result()
         else:
-            found = engine.cluster.resize(name, processes)
+            started = engine.cluster.resize(name, processes)
             self._targets[name] = processes
-        if found != before or name in engine.learning:
+        if started != previous or name in engine.learning:
             engine.training.reconnect()
             engine.training.sync(engine.step)
-            engine.late = engine.late | {f"processes/{name}": Total(float(found))}
-        waiting = f"; {processes - found} more wait for devices" if found < processes else ""
-        return f"{name}: {found} processes since step {engine.step}{waiting}"
+            engine.metrics_for_next_step |= {f"processes/{name}": Total(float(started))}
+        waiting = f"; {processes - started} more wait for devices" if started < processes else ""
+        return f"{name}: {started} processes since step {engine.step}{waiting}"
 
     def adapt(self, engine: Engine, stats: Stats) -> None:
-        """Start replicas that have waited and now have devices, and change numbers as the rules say."""
+        """Start replicas whose devices are free by now, and change numbers of processes as the rules say."""
         for name, model in engine.running.items():
             if name in engine.learning:
                 continue
@@ -121,8 +121,8 @@ class Fleet:
                     self._try(engine, name, wanted)
 
     def _try(self, engine: Engine, name: str, processes: int) -> None:
-        """Change a number, and go on with the old one if that cannot be."""
-        before = engine.running[name].processes
+        """Change a number of processes, or log why the old one stays."""
+        previous = engine.running[name].processes
         engine.phase("scale")
         try:
             said = self.resize(engine, name, processes)
@@ -132,5 +132,5 @@ class Fleet:
             self._targets[name] = engine.running[name].processes
             log.warning("%s: %s", name, str(problem).partition("\n")[0])
             return
-        if engine.running[name].processes != before or processes != before:
+        if engine.running[name].processes != previous or processes != previous:
             log.warning("%s", said)

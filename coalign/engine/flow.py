@@ -1,4 +1,4 @@
-"""What a flow calls in place of plain models and functions, where sections of the configuration decide."""
+"""Stand-ins for models and functions in flows, where sections of the configuration decide what they do."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class RolloutPolicy:
-    """The policy as flows see it: in `env_flow`, ``generate`` samples as the section `rollout` says.
+    """The policy that flows call: in `env_flow`, ``generate`` follows the section `rollout`.
 
-    A call that names ``samples``, and a call of any other flow, generates complete groups of just what it asks for.
+    A call that names ``samples``, and a call in any other flow, generates complete groups of its prompts.
     """
 
     def __init__(self, model: DistModel[Rollout], unfinished: UnfinishedGroups) -> None:
@@ -28,8 +28,8 @@ class RolloutPolicy:
     def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Generate responses to ``prompts``; see coalign.backends.engines.rollout_module.RolloutModule.
 
-        With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``: a
-        flow that needs more about a group asks by what this returns.
+        With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``: in
+        a flow, later calls take this result.
         """
         if self._unfinished.rolling_out and "samples" not in sampling:
             return self._unfinished.generate(self._model, prompts, **sampling)
@@ -40,7 +40,7 @@ class RolloutPolicy:
 
 
 class PtxTrainer:
-    """The main model of a run with the section `ptx`, as flows see it: ``train_step`` mixes in the next rows of it."""
+    """The main model in a run with the section `ptx`: ``train_step`` mixes in the next rows of `ptx`."""
 
     def __init__(self, model: DistModel[Trainable], cluster: Cluster, loader: Loader, coef: float) -> None:
         self._model, self._cluster, self._loader, self._coef = model, cluster, loader, coef
@@ -54,7 +54,7 @@ class PtxTrainer:
 
 
 class AbsentScorer:
-    """A model of the recipe that this run does not need: ``forward_step`` adds no columns. It counts as false."""
+    """A scorer of the recipe that this run does not need: ``forward_step`` adds no columns. It counts as false."""
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> BatchRef | Future:
         return batch
@@ -65,13 +65,13 @@ class AbsentScorer:
 
 @dataclass(frozen=True)
 class FunctionChain:
-    """Pure functions of columns that apply one after the other; arguments of a call go to ``main``."""
+    """Pure functions of columns, applied one after the other; arguments of a call go to ``main``."""
 
     functions: tuple[Callable[..., Any], ...]
     main: Callable[..., Any]
 
 
 def chain(*functions: Callable[..., Any] | None, main: Callable[..., Any]) -> Callable[..., Any] | FunctionChain:
-    """Combine the functions that are there, in order; ``main``, which is one of them, if there is no other."""
+    """Chain the functions that are not None, in order; ``main``, which is one of them, if there is no other."""
     present = tuple(function for function in functions if function is not None)
     return main if len(present) == 1 else FunctionChain(present, main)

@@ -1,12 +1,12 @@
 """The journal of a run's rollouts: ``journal.jsonl``, a line for each event in the life of groups of samples.
 
-A line is a JSON object whose last key is a checksum of the text before it, so a line that was cut or changed is found.
-Groups of one bundle share a line. The driver only writes numbers that it has, and what ``describe_samples`` computes in
-a worker. Events, each with ``at`` (seconds since the journal began):
+A line is a JSON object whose last key is a checksum of the text before it, so that damaged lines are detected.
+Groups of one bundle share a line. The driver only writes numbers that it has, and the results of ``describe_samples``
+from workers. Events, each with ``at`` (seconds since the journal began):
 
 - ``run``: the identity of the run; the first line. ``source``: a number for a source of data.
-- ``drawn``: prompts were drawn for ``step`` at weight ``version``, and begun in ``bundles`` of so many groups. ``rows``
-  are [number of the source, row] of each group. ``begun``: prompts of a checkpoint were begun again.
+- ``drawn``: prompts were drawn for ``step`` at weight ``version``, in ``bundles`` of so many groups. ``rows`` are
+  [number of the source, row] of each group. ``begun``: prompts of a checkpoint are generated again.
 - ``done``: groups are complete and scored. ``samples`` has [tokens, status, reward, versions] for each sample of each
   group. ``dropped`` are those that the filter dropped.
 - ``dropped``: groups were dropped for another ``cause``.
@@ -82,8 +82,8 @@ def format_groups(groups: Iterable[int]) -> str:
 
 def parse_groups(text: str) -> list[int]:
     """Return the numbers that ``format_groups`` has written."""
-    ends = ([int(end) for end in part.split("-")] for part in text.split(",") if part)
-    return list(chain.from_iterable(range(each[0], each[-1] + 1) for each in ends))
+    ranges = ([int(end) for end in item.split("-")] for item in text.split(",") if item)
+    return list(chain.from_iterable(range(ends[0], ends[-1] + 1) for ends in ranges))
 
 
 def list_groups(group: Tensor | None) -> list[int]:
@@ -107,28 +107,28 @@ def describe_samples(batch: Batch) -> Batch:
     scores = [None] * len(batch) if rewards is None else [_round(reward) for reward in rewards.tolist()]
     samples = [list(sample) for sample in zip(tokens, statuses, scores, runs, strict=True)]
     groups, sizes = torch.unique_consecutive(batch["group"], return_counts=True)
-    parts = iter(samples)
-    described = [[next(parts) for _ in range(size)] for size in sizes.tolist()]
+    remaining = iter(samples)
+    described = [[next(remaining) for _ in range(size)] for size in sizes.tolist()]
     return Batch(torch.zeros(len(groups)), {}, {"group": groups, "described": described})
 
 
 def _list_versions(versions: Tensor, row: Tensor, rows: int) -> list[Any]:
-    """Return what wrote each row; ``versions`` and ``row`` are those of each generated token."""
+    """Return the weight versions that generated each row; ``versions`` and ``row`` have an entry for each token."""
     last = torch.ones(len(row), dtype=torch.bool)
     last[:-1] = (versions[1:] != versions[:-1]) | (row[1:] != row[:-1])
     tokens = torch.bincount(row, minlength=rows)
     starts = tokens.cumsum(0) - tokens
     ends = last.nonzero().flatten()
-    found: list[Any] = [[] for _ in range(rows)]
+    runs_by_row: list[Any] = [[] for _ in range(rows)]
     for number, end, version in zip(
         row[ends].tolist(), (ends + 1 - starts[row[ends]]).tolist(), versions[ends].tolist(), strict=True
     ):
-        found[number] += [end, version]
-    return [runs[1] if len(runs) == 2 else runs for runs in found]
+        runs_by_row[number] += [end, version]
+    return [runs[1] if len(runs) == 2 else runs for runs in runs_by_row]
 
 
 def _round(reward: float) -> float | None:
-    """Return six digits of a reward; None for NaN and infinities, which JSON does not have."""
+    """Round a reward to six digits; None for NaN and infinities, which JSON does not have."""
     return float(f"{reward:.6g}") if math.isfinite(reward) else None
 
 
@@ -136,29 +136,30 @@ def _round(reward: float) -> float | None:
 class CollectedBundle:
     """A bundle whose calls have ended.
 
-    ``samples`` is, or will be, the result of ``describe_samples``. ``begun`` are the groups of its prompts, ``kept``
-    those that the filter kept, and ``carried`` those that the next rollout continues (None: not known yet). ``stats``
+    ``samples`` is, or will be, the result of ``describe_samples``. ``prompted`` are the groups of its prompts, ``kept``
+    those that the filter kept, and ``continued`` those that the next rollout continues (None: not known yet). ``stats``
     are its metrics.
     """
 
     samples: Future | BatchRef
-    begun: list[int]
+    prompted: list[int]
     kept: list[int]
-    carried: set[int] | None
+    continued: set[int] | None
     stats: Stats
 
 
 class Journal:
-    """Writes what becomes of the groups of a run into a file, which it continues.
+    """Appends what happens to the groups of a run to a file, in a thread.
 
-    ``start`` is when the journal began, in seconds since the epoch. ``carried`` are groups that an earlier rollout has
-    left unfinished. A thread writes, in the order noted: the loop waits for no disk, and for no description of samples.
+    ``start`` is when the journal began, in seconds since the epoch. ``unfinished`` are the groups that an earlier
+    rollout has left unfinished. Lines are written in the order noted. The loop waits neither for the disk nor for the
+    description of samples.
     """
 
-    def __init__(self, path: Path, start: float, carried: Iterable[int] = ()) -> None:
+    def __init__(self, path: Path, start: float, unfinished: Iterable[int] = ()) -> None:
         self._file = RecordFile(path)
         self._start = start
-        self._carried = set(carried)
+        self._unfinished = set(unfinished)
         self._sources: dict[str, int] = {}
         self._writer = ThreadPoolExecutor(1, "coalign-journal")
         if path.exists() and not _ends_a_line(path):
@@ -166,8 +167,8 @@ class Journal:
 
     def note(self, event: str, **fields: Any) -> None:
         """Add one line. Fields that are None are left out."""
-        known = {name: value for name, value in fields.items() if value is not None}
-        self._submit(self._write, {"event": event, "at": self._since_start(time.time()), **known})
+        present = {name: value for name, value in fields.items() if value is not None}
+        self._submit(self._write, {"event": event, "at": self._since_start(time.time()), **present})
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         self._writer.submit(work, *arguments).add_done_callback(_report_problem)
@@ -177,18 +178,18 @@ class Journal:
         self._writer.shutdown()
 
     def note_drawn(self, step: int, version: int, bundles: Sequence[Batch]) -> None:
-        """Note prompts that were drawn for ``step``, and that begin in these bundles."""
+        """Note the prompts drawn for ``step``, in the bundles that start with them."""
         rows = [[self._number_source(row), row.get(MARKS[1])] for bundle in bundles for row in bundle["rows"]]
         groups = format_groups(chain.from_iterable(bundle["group"].tolist() for bundle in bundles))
         sizes = [len(bundle) for bundle in bundles]
         self.note("drawn", step=step, version=version, groups=groups, bundles=sizes, rows=rows)
 
     def note_begun(self, prompts: Batch, version: int) -> None:
-        """Note prompts that begin again after a restart."""
+        """Note prompts that are generated again after a restart."""
         self.note("begun", version=version, groups=format_groups(prompts["group"].tolist()))
 
     def note_collected(self, bundle: CollectedBundle) -> None:
-        """Note what came of a bundle, once its samples are described."""
+        """Note the complete and the dropped groups of a bundle, once its samples are described."""
         self._submit(self._write_collected, bundle, time.time())
 
     def _write_collected(self, bundle: CollectedBundle, collected: float) -> None:
@@ -206,11 +207,11 @@ class Journal:
             if dropped := format_groups(group for group in groups if group not in kept):
                 fields["dropped"] = dropped
             self._write({"event": "done", "at": self._since_start(at), **fields})
-        left = (self._carried | set(bundle.begun)) - set(groups)
-        self._carried = left if bundle.carried is None else left & bundle.carried
-        if bundle.carried is not None and left > self._carried:
+        left = (self._unfinished | set(bundle.prompted)) - set(groups)
+        self._unfinished = left if bundle.continued is None else left & bundle.continued
+        if bundle.continued is not None and left > self._unfinished:
             causes = [cause for name, cause in CAUSES.items() if name in bundle.stats and bundle.stats[name].value]
-            missing = format_groups(sorted(left - self._carried))
+            missing = format_groups(sorted(left - self._unfinished))
             cause = " or ".join(causes) or "lost"
             self._write({"event": "dropped", "at": self._since_start(collected), "cause": cause, "groups": missing})
 
@@ -223,7 +224,7 @@ class Journal:
             self.note("dropped", cause=cause, groups=text)
 
     def note_taken(self, step: int, waited: Tensor | None, trained: Tensor | None) -> None:
-        """Note the groups that leave the pool for ``step``, and how what it trains on differs (`replay`)."""
+        """Note the groups that leave the pool for ``step``, and those that `replay` adds or leaves out."""
         groups, batch = list_groups(waited), list_groups(trained)
         replayed = format_groups(sorted(set(batch) - set(groups)))
         left_out = format_groups(sorted(set(groups) - set(batch)))
@@ -233,7 +234,7 @@ class Journal:
 
     def note_rewound(self, step: int) -> None:
         """Note that the run goes on after ``step``, and that everything since is discarded."""
-        self._submit(self._carried.clear)
+        self._submit(self._unfinished.clear)
         self.note("rewound", step=step)
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -34,13 +34,13 @@ class BaseWeights:
 
 
 def precompute(engine: Engine, display: Display) -> None:
-    """Fill the caches of all models that have one with the rows of the run's data, then unload these models."""
+    """Fill the caches of all cached models with the rows of the run's data, then unload these models."""
     cached = {n: model for n, model in engine.running.items() if model.config.cache}
     loaders = [engine.environment.loader, *([engine.evaluator.loader] if engine.evaluator else [])]
     if not cached:
         return
     with display.progress(f"log-probs of {', '.join(cached)}", sum(loader.rows for loader in loaders)) as advance:
-        for _, rows in (part for loader in loaders for part in loader.all()):
+        for _, rows in (chunk for loader in loaders for chunk in loader.all()):
             ref = engine.cluster.put(rows)
             for scored in [model.forward_step(ref) for model in cached.values()]:
                 scored.result()

@@ -1,4 +1,4 @@
-"""Combines every function and reward model that a run lists into one reward, which a flow calls as `self.reward`."""
+"""Combines all reward functions and reward models of a run into one reward, which a flow calls as `self.reward`."""
 
 from __future__ import annotations
 
@@ -31,44 +31,44 @@ EPS = 1e-6  # added to a standard deviation that is divided by
 
 @dataclass(frozen=True, slots=True)
 class RewardTerm:
-    """One part of a reward; see coalign.config.schema.RewardConfig."""
+    """One term of a reward; see coalign.config.schema.RewardConfig."""
 
     name: str
     weight: float = 1.0
     normalise: Literal["none", "batch", "group", "running"] = "none"
     clip: float | None = None
-    sources: tuple[str, ...] = ()  # of the rows that have it; none: all rows
+    sources: tuple[str, ...] = ()  # only rows from these data sources have the term; empty: all rows
     max_bugs: float = 0.5
 
 
 class Reward:
-    """A Scorer that calls all parts of the reward in parallel and sums them by weight.
+    """A Scorer that calls all terms of the reward in parallel and sums them by weight.
 
-    The moments of parts normalised by `running` pass from call to call in program order, so they do not depend on which
+    The moments of terms normalised by `running` pass from call to call in program order, so they do not depend on which
     call ends first.
     """
 
     def __init__(
-        self, cluster: Cluster, parts: Sequence[RewardConfig], models: Mapping[str, DistModel[Scorer] | BaseWeights]
+        self, cluster: Cluster, configs: Sequence[RewardConfig], models: Mapping[str, DistModel[Scorer] | BaseWeights]
     ) -> None:
-        """``models`` holds the models of ``parts``, and the worker FUNCTIONS if there are functions."""
+        """``models`` holds the models of ``configs``, and the worker FUNCTIONS if there are functions."""
         self._cluster = cluster
         self._models = models
-        self._parts = parts
-        self._terms = build_terms(parts)
+        self._configs = configs
+        self._terms = build_terms(configs)
         self._running = _list_running(self._terms)
         self._seen: BatchRef | Future | None = self._remember({}) if self._running else None
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
-        """Add the columns ``reward`` f32[N], ``reward/<part>`` f32[N] (unscaled) and ``status``.
+        """Add the columns ``reward`` f32[N], ``reward/<term>`` f32[N] (unscaled) and ``status``.
 
-        Metrics: `reward/<part>/mean` and `reward/<part>/std`. ``into`` replaces ``reward`` in all names: it is for
-        values that samples are compared with (a baseline), which the running moments scale and do not include.
+        Metrics: `reward/<term>/mean` and `reward/<term>/std`. ``into`` replaces ``reward`` in all names. It is for
+        values that samples are compared with (a baseline): the running moments scale them and do not include them.
 
-        A row without the value of a part that has weight becomes ERROR, counted in `reward/<part>/failed`, and so does
-        one whose source no such part is for, counted in `reward/unrewarded`. Its reward is NaN, as is that of
+        A row that lacks the value of a term with weight becomes ERROR, counted in `reward/<term>/failed`. So does a row
+        from a source that no such term is for, counted in `reward/unrewarded`. Its reward is NaN, as is that of
         unfinished rows. Evaluation prompts (negative groups) get the weighted sum of the unscaled values. The call
-        fails with RewardError if no row that is trained on has a reward, or if a function with weight is wrong on more
+        fails with RewardError if no row that is trained on has a reward, or if a function with weight raises on more
         rows than its `max_bugs`.
         """
         if into and (separate := [t.name for t in self._terms if t.normalise in ("batch", "group")]):
@@ -77,9 +77,9 @@ class Reward:
                 "cannot be normalised separately; set normalise to `running` or `none`"
             )
         scored = [
-            self._models[part.model].forward_step(batch, into=f"reward/{part.called}")
-            for part in self._parts
-            if part.model
+            self._models[config.model].forward_step(batch, into=f"reward/{config.called}")
+            for config in self._configs
+            if config.model
         ]
         if FUNCTIONS in self._models:
             scored.append(self._models[FUNCTIONS].forward_step(batch))
@@ -91,18 +91,18 @@ class Reward:
         return self._cluster.transform(combine_with_moments, self._seen, batch, *scored, **settings)
 
     def snapshot(self) -> BatchRef | Future | None:
-        """Return where the moments of the `running` parts are, or will be once the calls made so far have ended."""
+        """Return a reference to the moments of the `running` terms, whose calls may not have ended."""
         return self._seen
 
     def fetch_state(self, seen: BatchRef | Future | None) -> dict[str, dict[str, float]]:
-        """Return the moments of each `running` part in a ``snapshot``, as JSON. Waits for its calls."""
+        """Return the moments of each `running` term in a ``snapshot``, as JSON. Waits for its calls."""
         if seen is None:
             return {}
         moments = _from_batch(self._cluster.resolve(seen).fetch(), self._running)
-        return {name: asdict(own) for name, own in moments.items()}
+        return {name: asdict(values) for name, values in moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Restore the result of ``state_dict``; a part that was not `running` then begins anew."""
+        """Restore the result of ``fetch_state``; a term that was not `running` when it was saved begins anew."""
         if self._running:
             self._seen = self._remember({name: Moments(**moments) for name, moments in state.items()})
 
@@ -117,7 +117,7 @@ def combine_rewards(
     into: str,
     seen: Mapping[str, Moments] = MappingProxyType({}),
 ) -> tuple[Batch, Stats]:
-    """Compute the columns and metrics of Reward.forward_step from the samples ``out`` and the results of the parts."""
+    """Compute the columns and metrics of Reward.forward_step from the samples ``out`` and the results of the terms."""
     combined = CombinedRewards.of(out, scored, terms)
     _refuse_bugs(scored, combined, terms)
     if (combined.finished & combined.training).any() and not combined.complete.any():
@@ -128,10 +128,11 @@ def combine_rewards(
             f"{_first_failures(merge_columns([out, *scored]), terms)}"
         )
     columns = {into: torch.full((len(out),), float("nan"))}
-    columns |= {f"{into}/{term.name}": own for term, own in zip(terms, combined.values, strict=True)}
+    columns |= {f"{into}/{term.name}": values for term, values in zip(terms, combined.values, strict=True)}
+    unscaled = [RewardTerm(term.name, term.weight) for term in terms]
     for rows, scale in (
         (combined.complete & combined.training, terms),
-        (combined.complete & ~combined.training, _drop_scales(terms)),
+        (combined.complete & ~combined.training, unscaled),
     ):
         columns[into][rows] = combine(combined.values[:, rows], out["group"][rows], scale, seen).float()
     status = out["status"].masked_fill(combined.finished & ~combined.complete, int(Status.ERROR))
@@ -141,35 +142,37 @@ def combine_rewards(
 def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running: Mapping[str, Moments]) -> Tensor:
     """The sum over terms of weight * clip(normalise(value)): f64[N].
 
-    values [terms, N]: NaN for rows that a term is not for, else finite where it has weight; group i64[N], in any order.
+    values [terms, N]: NaN for rows that a term is not for, else finite if it has weight; group i64[N], in any order.
     A value is normalised to (value - mean) / (std + 1e-6) with the moments of this batch, of its group (2601.05242:
     before the sum, so that no term outweighs the others), or for a `running` term with those in ``running`` (ValueError
-    if they are empty). Rows that the term is not for count in no moments. The standard deviation is the population's.
+    if they are empty). Moments leave out rows that the term is not for. The standard deviation is the population's.
     Values that are all equal become 0.
     """
     total = torch.zeros(values.shape[1], dtype=torch.float64)
-    for term, every in zip(terms, values.double(), strict=True):
+    for term, row_values in zip(terms, values.double(), strict=True):
         if not term.weight:
             continue
-        here = every.isfinite()
-        own = every[here]
+        has_value = row_values.isfinite()
+        term_values = row_values[has_value]
         if term.normalise == "group":
-            groups = RewardGroups(own, group[here])
-            own = groups.deviation / (groups.std(unbiased=False)[groups.member] + EPS)
+            groups = RewardGroups(term_values, group[has_value])
+            term_values = groups.deviation / (groups.std(unbiased=False)[groups.member] + EPS)
         elif term.normalise != "none":
-            moments = running[term.name] if term.normalise == "running" else Moments.of(own)
-            if len(own) and not moments.count:
+            moments = running[term.name] if term.normalise == "running" else Moments.of(term_values)
+            if len(term_values) and not moments.count:
                 raise ValueError(
                     f"reward '{term.name}': there are no running moments to normalise it by; score samples before what "
                     "they are compared with"
                 )
-            own = (own - moments.mean) / (moments.std + EPS)
-        total[here] += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
+            term_values = (term_values - moments.mean) / (moments.std + EPS)
+        total[has_value] += term.weight * (
+            term_values if term.clip is None else term_values.clamp(-term.clip, term.clip)
+        )
     return total
 
 
 def _refuse_bugs(scored: Sequence[Batch], combined: CombinedRewards, terms: Sequence[RewardTerm]) -> None:
-    """Raise RewardBug for a function with weight whose code is wrong on more than `max_bugs` of its rows."""
+    """Raise RewardBug for a function with weight that has a bug on more than the share `max_bugs` of its rows."""
     lacking = combined.count_failed(terms)
     for term, applies in zip(terms, combined.applies, strict=True):
         asked = int((combined.finished & applies).sum())
@@ -189,13 +192,13 @@ def _refuse_bugs(scored: Sequence[Batch], combined: CombinedRewards, terms: Sequ
 
 
 def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
-    """Return the message of each part that has weight on the first row it failed on, if it has one."""
+    """Return the first failure of each term with weight: group, row and message."""
     text = ""
     for term in terms:
-        said = scored.get(f"reward/{term.name}/failure") or []
-        row = next((row for row, failure in enumerate(said) if failure and term.weight), None)
+        failures = scored.get(f"reward/{term.name}/failure") or []
+        row = next((row for row, failure in enumerate(failures) if failure and term.weight), None)
         if row is not None:
-            text += f"; '{term.name}' first on group {int(scored['group'][row])}, row {row}: {said[row]}"
+            text += f"; '{term.name}' first on group {int(scored['group'][row])}, row {row}: {failures[row]}"
     return text
 
 
@@ -203,10 +206,12 @@ def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[Rew
     """Add the rows that are trained on to the moments ``seen`` of `running` terms."""
     combined = CombinedRewards.of(out, scored, terms)
     names = _list_running(terms)
-    before = _from_batch(seen, names)
+    earlier = _from_batch(seen, names)
     rows = combined.complete & combined.training
-    own = {term.name: values for term, values in zip(terms, combined.values, strict=True)}
-    return _to_batch([before[name] + Moments.of(own[name][rows & own[name].isfinite()]) for name in names])
+    values_by_term = {term.name: values for term, values in zip(terms, combined.values, strict=True)}
+    return _to_batch(
+        [earlier[name] + Moments.of(values_by_term[name][rows & values_by_term[name].isfinite()]) for name in names]
+    )
 
 
 def combine_with_moments(
@@ -218,23 +223,23 @@ def combine_with_moments(
 
 @dataclass(frozen=True)
 class CombinedRewards:
-    """The values of all parts: f32[parts, N], NaN where one is missing. The masks are bool[N]."""
+    """The values of all terms: f32[terms, N], NaN where one is missing. The masks are bool[N]."""
 
     values: Tensor
-    applies: Tensor  # bool[parts, N]: whether the part is for the row's source
-    finished: Tensor  # samples at their end
-    complete: Tensor  # finished ones that have the value of every part with weight
-    training: Tensor  # samples that are not of evaluation
+    applies: Tensor  # bool[terms, N]: whether the term is for the row's source
+    finished: Tensor  # samples that have ended
+    complete: Tensor  # finished samples that have the value of every term with weight
+    training: Tensor  # samples that are trained on, not evaluated
 
     @staticmethod
     def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> CombinedRewards:
         columns = merge_columns([out, *scored])
         finished = is_finished(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
-        applies = torch.ones(values.shape, dtype=torch.bool)  # also for a row that is of no data
-        for part, term in enumerate(terms):
+        applies = torch.ones(values.shape, dtype=torch.bool)  # also for a row without a source
+        for index, term in enumerate(terms):
             if term.sources:
-                applies[part] = torch.tensor([row.get(SOURCE_KEY) in (None, *term.sources) for row in columns["rows"]])
+                applies[index] = torch.tensor([row.get(SOURCE_KEY) in (None, *term.sources) for row in columns["rows"]])
         values = values.masked_fill(~(values.isfinite() & finished & applies), float("nan"))
         weighted = torch.tensor([term.weight != 0 for term in terms])
         complete = finished & (values.isfinite() | ~applies)[weighted].all(0) & _is_rewarded(applies, terms)
@@ -243,14 +248,14 @@ class CombinedRewards:
     def count_failed(self, terms: Sequence[RewardTerm]) -> dict[str, int]:
         """Count the finished rows without a value, for each term."""
         lacking = self.finished & self.applies & self.values.isnan()
-        return {term.name: int(own.sum()) for term, own in zip(terms, lacking, strict=True)}
+        return {term.name: int(mask.sum()) for term, mask in zip(terms, lacking, strict=True)}
 
     def stats(self, terms: Sequence[RewardTerm], into: str) -> Stats:
         stats: Stats = {f"{into}/{name}/failed": Total(float(n)) for name, n in self.count_failed(terms).items() if n}
         if unrewarded := int((self.finished & ~_is_rewarded(self.applies, terms)).sum()):
             stats[f"{into}/unrewarded"] = Total(float(unrewarded))
-        for term, own in zip(terms, self.values, strict=True):
-            scored = own[own.isfinite()]
+        for term, values in zip(terms, self.values, strict=True):
+            scored = values[values.isfinite()]
             if len(scored):
                 stats[f"{into}/{term.name}/mean"] = Stat.of(scored)
                 stats[f"{into}/{term.name}/std"] = Moments.of(scored)
@@ -258,63 +263,59 @@ class CombinedRewards:
 
 
 def _is_rewarded(applies: Tensor, terms: Sequence[RewardTerm]) -> Tensor:
-    """Whether some part with weight is for the row's source, or for all: bool[N]."""
+    """Whether some term with weight applies to the row: bool[N]."""
     weighted = torch.tensor([term.weight != 0 for term in terms])
     return applies[weighted].any(0) if any(term.sources for term in terms) else applies.new_ones(applies.shape[1])
 
 
-def build_terms(parts: Sequence[RewardConfig]) -> list[RewardTerm]:
+def build_terms(configs: Sequence[RewardConfig]) -> list[RewardTerm]:
     """Build the terms that say how the parts of a reward are combined."""
     return [
-        RewardTerm(part.called, part.weight, part.normalise, part.clip, tuple(part.sources), part.max_bugs)
-        for part in parts
+        RewardTerm(config.called, config.weight, config.normalise, config.clip, tuple(config.sources), config.max_bugs)
+        for config in configs
     ]
 
 
 def list_reward_parts(config: RunConfig) -> list[RewardConfig]:
-    """List the parts of `reward`; without that section, the model named `reward`, if there is one."""
+    """List the terms of `reward`; without that section, the model named `reward`, if there is one."""
     if config.reward:
         return config.reward
     return [RewardConfig(model="reward")] if "reward" in config.models else []
 
 
-def list_reward_models(parts: Sequence[RewardConfig]) -> list[str]:
-    """List the models that compute the parts of a reward, and the worker of its functions."""
-    functions = [FUNCTIONS] if any(part.fn for part in parts) else []
-    return [*dict.fromkeys(part.model for part in parts if part.model), *functions]
+def list_reward_models(configs: Sequence[RewardConfig]) -> list[str]:
+    """List the models that compute terms of a reward, and the worker of its functions."""
+    functions = [FUNCTIONS] if any(config.fn for config in configs) else []
+    return [*dict.fromkeys(config.model for config in configs if config.model), *functions]
 
 
-def describe_reward(parts: Sequence[RewardConfig], models: Mapping[str, ModelConfig]) -> str:
-    """Describe the reward of a run, a line for each part. Empty without one."""
+def describe_reward(configs: Sequence[RewardConfig], models: Mapping[str, ModelConfig]) -> str:
+    """Describe the reward of a run, a line for each term. Empty without a reward."""
     lines = []
-    for part in parts:
-        source = f"function {part.fn}" if part.fn else f"model {part.model}"
-        if part.model and models[part.model].chat_template:
+    for config in configs:
+        source = f"function {config.fn}" if config.fn else f"model {config.model}"
+        if config.model and models[config.model].chat_template:
             source += " (reads text with its own tokenizer)"
-        scale = f", normalised by {part.normalise}" if part.normalise != "none" else ""
-        bound = f", within ±{part.clip:g}" if part.clip else ""
-        logged = "" if part.weight else ", logged"
-        rows = f", for rows of {', '.join(part.sources)}" if part.sources else ""
-        lines.append(f"  {part.weight:+g} × {part.called}: {source}{scale}{bound}{rows}{logged}")
+        scale = f", normalised by {config.normalise}" if config.normalise != "none" else ""
+        bound = f", within ±{config.clip:g}" if config.clip else ""
+        logged = "" if config.weight else ", logged"
+        rows = f", for rows of {', '.join(config.sources)}" if config.sources else ""
+        lines.append(f"  {config.weight:+g} × {config.called}: {source}{scale}{bound}{rows}{logged}")
     return "\n".join(["reward", *lines]) if lines else ""
 
 
-def list_reward_facts(parts: Sequence[RewardConfig]) -> list[dict[str, Any]]:
-    """Return the parts of a reward as JSON has them."""
+def list_reward_facts(configs: Sequence[RewardConfig]) -> list[dict[str, Any]]:
+    """Return the terms of a reward, as JSON."""
     keys = ("fn", "model", "weight", "normalise", "clip", "sources")
-    return [{"name": part.called, **{key: getattr(part, key) for key in keys}} for part in parts]
+    return [{"name": config.called, **{key: getattr(config, key) for key in keys}} for config in configs]
 
 
 def _list_running(terms: Sequence[RewardTerm]) -> list[str]:
     return [term.name for term in terms if term.weight and term.normalise == "running"]
 
 
-def _drop_scales(terms: Sequence[RewardTerm]) -> list[RewardTerm]:
-    return [RewardTerm(term.name, term.weight) for term in terms]
-
-
 def _to_batch(moments: Sequence[Moments]) -> Batch:
-    """Put moments into a batch, one row each, so that they stay in the store of batches."""
+    """Put moments into a batch, a row for each term, so that they stay in the store of batches."""
     columns = {f.name: [getattr(m, f.name) for m in moments] for f in fields(Moments)}
     tensors = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
     return Batch(torch.zeros(len(moments)), {}, tensors)
@@ -322,4 +323,4 @@ def _to_batch(moments: Sequence[Moments]) -> Batch:
 
 def _from_batch(batch: Batch, names: Sequence[str]) -> dict[str, Moments]:
     columns = {f.name: batch[f.name].tolist() for f in fields(Moments)}
-    return {name: Moments(**{key: own[i] for key, own in columns.items()}) for i, name in enumerate(names)}
+    return {name: Moments(**{key: column[i] for key, column in columns.items()}) for i, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Compares engines that have classes of their own with their trainers, before a run samples anything."""
+"""Compares the log-probs of users' generators with those of their trainers, before a run samples anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def compare_samplers(engine: Engine, policies: list[str]) -> None:
-    """Let ``policies`` answer a prompt, and their trainers score the answers, once weights were sent.
+    """Have ``policies`` answer a prompt, and their trainers score the answers, after the first weight sync.
 
     In a run with images the prompt has two pictures. ValueError for a policy whose log-probs differ by more than
     rounding.
@@ -25,10 +25,10 @@ def compare_samplers(engine: Engine, policies: list[str]) -> None:
         if (name := sync.target.name) not in policies:
             continue
         config = engine.plan.models[name].config
-        begun = begin_probe(read_config(config), read_processor(config, engine.config.data.images))
+        probe = begin_probe(read_config(config), read_processor(config, engine.config.data.images))
         source, target = engine.running[sync.source.name], engine.running[name]
         samples: Batch | None
-        [samples, *_] = target.run(sample_probe, begun, parts=("weights", "kv")).result()
+        [samples, *_] = target.run(sample_probe, probe, parts=("weights", "kv")).result()
         if samples is None:
             log.warning("models.%s: the prompt of its comparison does not fit, so it was not compared", name)
             continue

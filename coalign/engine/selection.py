@@ -34,52 +34,52 @@ if TYPE_CHECKING:
 
 
 class Curriculum:
-    """Draws prompts whose share of right answers is within the bounds, or unknown, or forgotten.
+    """Draws prompts whose share of right answers is within the bounds, not measured yet, or forgotten.
 
-    ``known`` maps the hash of a row's content to its last share and the step that measured it.
+    ``shares`` maps the hash of a row's content to its last share and the step that measured it.
     """
 
     def __init__(self, config: CurriculumConfig, loader: Loader) -> None:
         self.config = config
         self.loader = loader
-        self.known: dict[str, tuple[float, int]] = {}
+        self.shares: dict[str, tuple[float, int]] = {}
 
     def draw(self, rows: int, step: int) -> tuple[Batch, Stats]:
-        """Draw ``rows`` prompts for ``step``; curriculum/passed_over. RuntimeError if too few are within the bounds."""
-        parts: list[Batch] = []
+        """Draw ``rows`` prompts for ``step`` (metric: curriculum/passed_over). RuntimeError if too few are left."""
+        chosen: list[Batch] = []
         drawn, missing = 0, rows
-        while missing or not parts:
+        while missing or not chosen:
             prompts = self.loader.next(missing)
             drawn += missing
-            parts.append(
+            chosen.append(
                 prompts.select(torch.tensor([self._is_wanted(row, step) for row in prompts["rows"]], dtype=torch.bool))
             )
-            missing -= len(parts[-1])
-            if missing and drawn > rows + 2 * len(self.known):
+            missing -= len(chosen[-1])
+            if missing and drawn > rows + 2 * len(self.shares):
                 raise RuntimeError(
                     f"curriculum: of {drawn} prompts drawn for step {step + 1} only {rows - missing} of {rows} are "
-                    f"within low={self.config.low} and high={self.config.high} or untried ({len(self.known)} are "
+                    f"within low={self.config.low} and high={self.config.high} or untried ({len(self.shares)} are "
                     "known). Widen the bounds, or set curriculum.forget, so that prompts are tried again"
                 )
-        return Batch.concat(parts), {"curriculum/passed_over": Total(float(drawn - rows))}
+        return Batch.concat(chosen), {"curriculum/passed_over": Total(float(drawn - rows))}
 
     def note(self, shares: Batch, step: int) -> Stats:
-        """Take in the result of ``pass_rates``. Metrics: curriculum/pass_rate, curriculum/known (prompts)."""
+        """Record the result of ``pass_rates``. Metrics: curriculum/pass_rate, curriculum/known (prompts)."""
         for key, share in zip(list(shares.sequence["key"]), shares["share"].tolist(), strict=True):
-            self.known[str(key)] = (share, step)
-        return {"curriculum/pass_rate": Stat.of(shares["share"]), "curriculum/known": Stat(float(len(self.known)))}
+            self.shares[str(key)] = (share, step)
+        return {"curriculum/pass_rate": Stat.of(shares["share"]), "curriculum/known": Stat(float(len(self.shares)))}
 
     def _is_wanted(self, row: Mapping[str, Any], step: int) -> bool:
-        share, measured = self.known.get(hash_row(row), (None, 0))
+        share, measured = self.shares.get(hash_row(row), (None, 0))
         if share is None or (self.config.forget is not None and step - measured >= self.config.forget):
             return True
         return self.config.low <= share <= self.config.high
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.known)
+        return dict(self.shares)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.known = {key: (share, step) for key, (share, step) in state.items()}
+        self.shares = {key: (share, step) for key, (share, step) in state.items()}
 
 
 def pass_rates(batch: Batch, *, solved: float) -> Batch:
@@ -100,7 +100,7 @@ def list_first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
 
 
 def hash_row(row: Mapping[str, Any]) -> str:
-    """Hash the content of a row of data, without its place in the file."""
+    """Hash the content of a row of data, without its position in the file."""
     content = {key: value for key, value in row.items() if key not in (*MARKS, SOURCE_KEY)}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -117,22 +117,22 @@ def filter_groups(
         return batch, {}
     kept = keep(*bind_columns(keep, batch), **arguments)
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (len(batch),):
-        found = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
-        raise ValueError(f"filter `{name_of(keep)}` returned {found}; expected torch.bool [{len(batch)}]")
+        returned = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
+        raise ValueError(f"filter `{name_of(keep)}` returned {returned}; expected torch.bool [{len(batch)}]")
     groups, member = torch.unique(batch["group"], return_inverse=True)
-    whole = torch.ones(len(groups), dtype=torch.bool)
-    whole[member[~kept]] = False
-    stats: Stats = {"filter/kept": Total(float(whole.sum())), "filter/dropped": Total(float((~whole).sum()))}
-    stats["filter/dropped_tokens"] = Total(float(batch.select(~whole[member])["loss_mask"].sum()))
-    for source, own in find_sources(batch["rows"]).items() if by_source else ():
-        mine = torch.zeros_like(whole).index_fill_(0, member[own], True)
-        stats[f"source/{source}/kept"] = Total(float((whole & mine).sum()))
-        stats[f"source/{source}/dropped"] = Total(float((~whole & mine).sum()))
-    return batch.select(whole[member]), stats
+    passed = torch.ones(len(groups), dtype=torch.bool)
+    passed[member[~kept]] = False
+    stats: Stats = {"filter/kept": Total(float(passed.sum())), "filter/dropped": Total(float((~passed).sum()))}
+    stats["filter/dropped_tokens"] = Total(float(batch.select(~passed[member])["loss_mask"].sum()))
+    for source, is_of_source in find_sources(batch["rows"]).items() if by_source else ():
+        group_is_of_source = torch.zeros_like(passed).index_fill_(0, member[is_of_source], True)
+        stats[f"source/{source}/kept"] = Total(float((passed & group_is_of_source).sum()))
+        stats[f"source/{source}/dropped"] = Total(float((~passed & group_is_of_source).sum()))
+    return batch.select(passed[member]), stats
 
 
 def find_sources(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return for each source which rows are of it, bool[N]."""
+    """Return a mask of the rows, bool[N], for each source."""
     names = [row.get(SOURCE_KEY, "") for row in rows]
     return {source: torch.tensor([name == source for name in names]) for source in sorted(set(names))}
 
@@ -140,29 +140,29 @@ def find_sources(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 class ResponseLengths:
     """Remembers the mean response length (tokens) of each prompt, so that replicas of a policy get equal work.
 
-    Prompts are told apart by the content of their rows; one not seen yet counts as average.
+    Prompts are identified by the content of their rows; a new one counts as average.
     """
 
     def __init__(self) -> None:
-        self.known: dict[str, float] = {}
+        self.lengths: dict[str, float] = {}
 
     def expect(self, prompts: Batch) -> Batch:
         """Add the column ``expected_tokens`` (at least 1) to the prompts."""
-        average = sum(self.known.values()) / len(self.known) if self.known else 1.0
-        expected = [self.known.get(hash_row(row), average) for row in prompts["rows"]]
+        average = sum(self.lengths.values()) / len(self.lengths) if self.lengths else 1.0
+        expected = [self.lengths.get(hash_row(row), average) for row in prompts["rows"]]
         return prompts.with_(expected_tokens=torch.tensor(expected).round().clamp(min=1).int())
 
     def note(self, lengths: Batch) -> None:
-        """Take in the result of ``response_lengths``."""
-        self.known |= {
+        """Record the result of ``response_lengths``."""
+        self.lengths |= {
             str(key): length for key, length in zip(lengths.sequence["key"], lengths["length"].tolist(), strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.known)
+        return dict(self.lengths)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.known = dict(state)
+        self.lengths = dict(state)
 
 
 def response_lengths(batch: Batch) -> Batch:
@@ -177,7 +177,7 @@ def response_lengths(batch: Batch) -> Batch:
 def add_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tokens: int) -> Batch:
     """Add the columns ``samples`` and ``max_new_tokens`` where ``config`` names keys of the rows for them.
 
-    Rows without the key get the numbers passed here. Each sample of a prompt may use an equal share of
+    Rows without the key get the numbers passed to this function. Each sample of a prompt may use an equal share of
     ``config.group_tokens``, so that no limit depends on which sample is generated first. ValueError for a value that is
     no positive whole number, and for a share of less than one token.
     """
@@ -189,9 +189,9 @@ def add_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tok
             numbers = [otherwise if value is None else value for value in values]
             for row, number in zip(prompts["rows"], numbers, strict=True):
                 if not isinstance(number, int) or number < 1:
-                    source, place = (row.get(mark, "?") for mark in MARKS[:2])
+                    source, index = (row.get(mark, "?") for mark in MARKS[:2])
                     raise ValueError(
-                        f"rollout.{name}_key: row {place} of {source} has {number!r} under '{key}'; expected a whole "
+                        f"rollout.{name}_key: row {index} of {source} has {number!r} under '{key}'; expected a whole "
                         "number > 0"
                     )
             columns[name] = torch.tensor(numbers, dtype=SEQUENCE_COLUMNS[name])
@@ -209,16 +209,16 @@ def add_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tok
 
 
 DEFAULT_MAX_ROUNDS = 10  # rollouts for one step without a filter, for each round that the longest response takes
-MIN_CARRIED = 4  # weight versions that an unfinished group may be carried over at least
+MIN_CONTINUED_VERSIONS = 4  # an unfinished group may be continued for at least so many weight versions
 
 
 @dataclass(frozen=True)
 class GroupSelection:
     """Which groups a step trains on.
 
-    ``groups``: how many (None: whatever one round gives). ``max_rounds``: rollouts for one step, times
-    ``rounds_per_response``, the rollouts that the longest response takes. ``max_age``: weight versions that the oldest
-    token of a group may lag behind. ``add_budgets`` adds the columns that limit the cost of each prompt.
+    ``groups``: how many (None: all of one rollout). A step takes at most ``max_rounds * rounds_per_response`` rollouts;
+    the second factor is how many the longest response takes. ``max_age``: weight versions that the oldest token of a
+    group may lag behind. ``add_budgets`` adds the columns that limit the cost of each prompt.
     """
 
     groups: int | None = None
@@ -259,14 +259,15 @@ def compute_max_age(config: RunConfig) -> int:
     """Return how many weight versions the oldest token of a group may lag behind the step that trains on it."""
     if config.rollout.max_age is not None:
         return config.rollout.max_age
-    carried = 0 if config.rollout.round_tokens is None else max(count_rounds_per_response(config) - 1, MIN_CARRIED)
-    return config.runtime.max_staleness + carried
+    if config.rollout.round_tokens is None:
+        return config.runtime.max_staleness
+    return config.runtime.max_staleness + max(count_rounds_per_response(config) - 1, MIN_CONTINUED_VERSIONS)
 
 
 def build_group_selection(plan: Plan, cluster: Cluster, loader: Loader) -> GroupSelection:
-    """Build the settings of which groups a step trains on.
+    """Build the GroupSelection of a plan.
 
-    Their number is fixed only where a filter, oversampling or partial responses decide which groups are complete.
+    The number of groups is fixed only where a filter, oversampling or partial responses decide which are complete.
     """
     config, rollout, policy = plan.config, plan.config.rollout, plan.config.models.get("policy")
     has_fixed_number = plan.filter or rollout.oversample > 1 or rollout.round_tokens
@@ -305,6 +306,6 @@ class Replay:
         return self.cluster.transform(self.function.func, *self.remembered, **self.function.keywords)
 
     def restore(self, batches: list[Batch]) -> None:
-        """Remember these batches alone, oldest first."""
+        """Replace the remembered batches, oldest first."""
         self.remembered.clear()
         self.remembered.extend(self.cluster.put(batch) for batch in batches)

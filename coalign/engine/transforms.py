@@ -15,9 +15,9 @@ from coalign.types import Metric, Total
 def mismatch(batch: Batch, *, longest: int | None = None) -> Batch:
     """Join each row's prompt with the response of the next row (cyclically) of another group (2402.01306, §4.1).
 
-    The rotation uses all responses, and no prompt gets its own. Of a response that would make a sequence of more than
-    ``longest`` tokens, the end is left out. Columns: tokens, loss_mask, group, prompt_length. ValueError if all rows
-    belong to one group.
+    The rotation uses all responses, and no prompt gets its own. A response is truncated where the sequence would have
+    more than ``longest`` tokens. Columns: tokens, loss_mask, group, prompt_length. ValueError if all rows belong to one
+    group.
     """
     groups = batch["group"].tolist()
     if len(set(groups)) < 2:
@@ -28,9 +28,9 @@ def mismatch(batch: Batch, *, longest: int | None = None) -> Batch:
     n, prompts, offsets = len(batch), batch["prompt_length"].tolist(), batch.offsets.tolist()
     tokens, masks, lengths = [], [], []
     for row in range(n):
-        other = next((row + step) % n for step in range(1, n) if groups[(row + step) % n] != groups[row])
+        partner = next((row + step) % n for step in range(1, n) if groups[(row + step) % n] != groups[row])
         prompt = slice(offsets[row], offsets[row] + prompts[row])
-        start, stop = offsets[other] + prompts[other], offsets[other + 1]
+        start, stop = offsets[partner] + prompts[partner], offsets[partner + 1]
         response = slice(start, stop if longest is None else min(stop, start + longest - prompts[row]))
         tokens += [batch["tokens"][prompt], batch["tokens"][response]]
         masks += [torch.zeros(prompts[row], dtype=torch.bool), batch["loss_mask"][response]]
@@ -62,12 +62,12 @@ def mix(*batches: Batch, share: float = 0.5) -> tuple[Batch, dict[str, Metric]]:
         raise ValueError(f"replay.share is {share}; expected 0 or more (groups replayed for each new one)")
     *older, newest = batches
     old = Batch.concat(older) if older else newest.slice(0, 0)
-    known = torch.unique(old["group"])
+    old_groups = torch.unique(old["group"])
     wanted = round(share * len(torch.unique(newest["group"])))
     random = torch.Generator().manual_seed(int(newest["group"][0]))
-    chosen = known[torch.randperm(len(known), generator=random)[:wanted]]
-    again = old.select(torch.isin(old["group"], chosen))
-    return Batch.concat([newest, again]), {"replay/sequences": Total(float(len(again)))}
+    chosen = old_groups[torch.randperm(len(old_groups), generator=random)[:wanted]]
+    replayed = old.select(torch.isin(old["group"], chosen))
+    return Batch.concat([newest, replayed]), {"replay/sequences": Total(float(len(replayed)))}
 
 
 __all__ = ["mix"]  # what `replay.fn` can name

@@ -1,9 +1,9 @@
-"""Groups of samples that a rollout leaves unfinished, and the next one continues.
+"""Groups of samples that a rollout leaves unfinished, and that the next one continues.
 
 ``UnfinishedGroups`` keeps samples between the rollouts of synchronous training: with `rollout.round_tokens` a response
 grows by at most that many tokens in one rollout, and the next one continues it. With `rollout.oversample` a rollout
 ends once the minimum of groups is complete. Complete groups go to the flow. Incomplete ones are continued by the
-weights of the next rollout (their tokens keep the log-probs and versions they were chosen with); without
+weights of the next rollout (their tokens keep the log-probs and versions they were sampled with); without
 `round_tokens` they are dropped and counted.
 """
 
@@ -34,64 +34,66 @@ if TYPE_CHECKING:
 class UnfinishedGroups:
     """Keeps the groups that a rollout of the policy leaves unfinished, for the next one.
 
-    Only ``carried`` waits for a rollout under way.
+    Only ``continued_groups`` waits for a rollout under way.
     """
 
     def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
         self.cluster = cluster
         self.config = config
-        self.samples = samples  # of each prompt
-        self.carries = config.round_tokens is not None
-        self.since = 0  # groups with tokens of an older version than this are given up
+        self.samples = samples  # per prompt
+        self.continues = config.round_tokens is not None  # whether the next rollout continues unfinished groups
+        self.oldest_version = 0  # groups with older tokens than this are given up
         self.min_complete: float | None = None  # the share of groups that ends the next rollout
         self.calls = 0
-        self.rolling_out = False  # whether `env_flow` is asking for samples
-        self.finished: FinishedRollouts | None = None  # of a run that keeps them (coalign.engine.hooks.journal_hook)
+        self.rolling_out = False  # whether `env_flow` is running
+        self.finished: FinishedRollouts | None = None  # set by coalign.engine.hooks.journal_hook
         self._unfinished: BatchRef | Future | None = None
 
     @property
     def active(self) -> bool:
         """Whether a rollout may leave something unfinished."""
-        return self.carries or self.config.oversample > 1
+        return self.continues or self.config.oversample > 1
 
     @property
-    def carried(self) -> int:
+    def continued_groups(self) -> int:
         """Number of groups that the next rollout continues."""
         if self._unfinished is None:
             return 0
         ref: BatchRef = self.cluster.resolve(self._unfinished)
         return len(torch.unique(ref.group)) if len(ref) else 0
 
-    def list_carried(self) -> set[int] | None:
+    def list_continued(self) -> set[int] | None:
         """Return the numbers of the groups that the next rollout continues; None if that is not known yet."""
         if isinstance(self._unfinished, Future) and not self._unfinished.done():
             return None
         return set() if self._unfinished is None else set(list_groups(self.cluster.resolve(self._unfinished).group))
 
     def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
-        """Generate for ``prompts`` and for the groups begun before; the result holds the complete groups."""
+        """Generate for ``prompts`` and continue unfinished groups; the result holds the complete groups."""
         self.calls += 1
         record: ShardRecord | None = None
-        if self.finished is not None and not policy.config.spread_samples:  # a process would have parts of groups
+        if self.finished is not None and not policy.config.spread_samples:  # else groups are split over processes
             record = self.finished.open_call(sampling)
         if policy.config.spread_samples and self._unfinished is None:  # single samples are spread over replicas
             prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
         if not self.active:
             return policy.generate(prompts, record=record, **sampling)
         if self._unfinished is not None:
-            options = {"samples": self.samples, "since": self.since}
-            prompts = self.cluster.transform(go_on, self._unfinished, prompts, **options)
+            options = {"samples": self.samples, "oldest_version": self.oldest_version}
+            prompts = self.cluster.transform(continue_groups, self._unfinished, prompts, **options)
         out = policy.generate(
             prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
         )
-        if self.carries:
+        if self.continues:
             self._unfinished = self.cluster.transform(unfinished_groups, out)
-        return self.cluster.transform(complete_groups, out, carried=self.carries)
+        return self.cluster.transform(complete_groups, out, continues=self.continues)
 
     @contextmanager
     def roll_out(self) -> Iterator[None]:
-        """Run `env_flow` in this context. ValueError at its end if the flow has not asked for samples once, as it must
-        where some may be left unfinished."""
+        """Run `env_flow` in this context.
+
+        ValueError at its end if samples may be left unfinished and the flow did not generate exactly once.
+        """
         self.calls, self.rolling_out = 0, True
         try:
             yield
@@ -104,7 +106,7 @@ class UnfinishedGroups:
             )
 
     def snapshot(self) -> BatchRef | Future | None:
-        """Return where the unfinished groups are, or will be once the rollouts begun so far have ended."""
+        """Return a reference to the unfinished groups, of which the current rollout may not have ended."""
         return self._unfinished
 
     def restore(self, unfinished: Batch | None) -> None:
@@ -112,25 +114,26 @@ class UnfinishedGroups:
         self._unfinished = None if unfinished is None else self.cluster.put(unfinished)
 
 
-def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tuple[Batch, Stats]:
+def continue_groups(unfinished: Batch, prompts: Batch, *, samples: int, oldest_version: int) -> tuple[Batch, Stats]:
     """Put ``samples`` new samples of each prompt after the unfinished ones, which come oldest first.
 
-    Groups with a token older than version ``since`` are dropped: rollout/given_up (groups), rollout/given_up_tokens.
+    Groups with a token older than ``oldest_version`` are dropped. Metrics: rollout/given_up (groups),
+    rollout/given_up_tokens.
     """
     _, member = torch.unique_consecutive(unfinished["group"], return_inverse=True)
-    old = (find_oldest_versions(unfinished, default=since) < since)[member]
+    old = (find_oldest_versions(unfinished, default=oldest_version) < oldest_version)[member]
     stats = count_dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
     rest = unfinished.select(~old)
-    if "expected_tokens" in rest:  # what has ended is no work
+    if "expected_tokens" in rest:  # ended samples need no more
         ended = rest["status"] != Status.PARTIAL
         rest = rest.with_(expected_tokens=rest["expected_tokens"].masked_fill(ended, 0))
     return Batch.concat([rest, begin_samples(prompts, samples)]), stats
 
 
-def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:
-    """Keep the complete groups; without ``carried`` the others are counted as dropped: rollout/cut."""
+def complete_groups(samples: Batch, *, continues: bool) -> tuple[Batch, Stats]:
+    """Keep the complete groups. Others count as dropped (rollout/cut), unless the next rollout ``continues`` them."""
     waiting = _find_unfinished(samples)
-    stats = {} if carried else count_dropped(samples.select(waiting), "cut")
+    stats = {} if continues else count_dropped(samples.select(waiting), "cut")
     return samples.select(~waiting), stats
 
 
@@ -157,9 +160,9 @@ def _find_unfinished(samples: Batch) -> Tensor:
 
 
 def find_oldest_versions(batch: Batch, *, default: int) -> Tensor:
-    """Return i64[G]: the oldest weight version that chose a token of each group.
+    """Return i64[G]: the oldest weight version that sampled a token of each group.
 
-    Groups are runs of equal neighbours, in their order; one without a chosen token gets ``default``.
+    Groups are runs of equal neighbours, in their order; one without a sampled token gets ``default``.
     """
     _, member = torch.unique_consecutive(batch["group"], return_inverse=True)
     never = torch.iinfo(torch.int64).max

@@ -1,4 +1,4 @@
-"""Compares the vocabularies of models and tokenizers by their files. Loads no tokenizer."""
+"""Compares the vocabularies of models and tokenizers by their files, without loading a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coalign.weights.model_files import TOKENIZER_FILES
 
 
 def find_tokenizer_name(config: RunConfig) -> tuple[str, bool]:
-    """Return the name of the run's tokenizer, and whether its own model trusts code that comes with it.
+    """Return the name of the run's tokenizer, and the ``trust_remote_code`` of its model.
 
     It is the policy's, else that of the first model that has one.
     """
@@ -26,16 +26,16 @@ def find_tokenizer_name(config: RunConfig) -> tuple[str, bool]:
     raise ConfigError([ConfigProblem(key, message)])
 
 
-def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str, str]) -> None:
+def check_same_vocabulary(first: ModelConfig, second: ModelConfig, names: tuple[str, str]) -> None:
     """Raise ValueError with the first difference of two tokenizer.json files, if both models have one."""
-    here, there = (_tokens(find_directory(model.tokenizer or model.load or ".")) for model in (one, other))
-    if here is None or there is None or here == there:
+    expected, actual = (_tokens(find_directory(model.tokenizer or model.load or ".")) for model in (first, second))
+    if expected is None or actual is None or expected == actual:
         return
-    differing = sorted({*here.items()} ^ {*there.items()}, key=lambda pair: pair[1])
+    differing = sorted({*expected.items()} ^ {*actual.items()}, key=lambda pair: pair[1])
     token, number = differing[0]
     raise ValueError(
         f"models.{names[1]}.load: its tokenizer is another one than that of models.{names[0]} "
-        f"({len(there)} and {len(here)} tokens, {len(differing)} entries differ, first {token!r} = {number}); "
+        f"({len(actual)} and {len(expected)} tokens, {len(differing)} entries differ, first {token!r} = {number}); "
         "log-probs of tokens can only be compared over one vocabulary (`on_policy_distillation` compares spans of "
         f"text where models.{names[1]}.chat_template is set: `auto`)"
     )
@@ -59,27 +59,27 @@ def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
         )
 
 
-def is_tokenized_alike(model: ModelConfig, other: str) -> bool:
-    """Whether the tokenizers of ``model`` and of the one called ``other`` turn a conversation into the same tokens.
+def is_tokenized_alike(model: ModelConfig, tokenizer: str) -> bool:
+    """Whether the tokenizer of ``model`` and the one called ``tokenizer`` turn a conversation into the same tokens.
 
-    They need one vocabulary and no different chat templates. A model without a tokenizer of its own reads any tokens.
+    They need one vocabulary and no different chat templates. A model without its own tokenizer reads any tokens.
     """
-    own, others = find_directory(model.tokenizer or model.load or other), find_directory(other)
-    if own.resolve() == others.resolve() or not any((own / name).is_file() for name in TOKENIZER_FILES):
+    here, there = find_directory(model.tokenizer or model.load or tokenizer), find_directory(tokenizer)
+    if here.resolve() == there.resolve() or not any((here / name).is_file() for name in TOKENIZER_FILES):
         return True
-    if (own / "tokenizer.json").is_file() and (others / "tokenizer.json").is_file():
-        same = _tokens(own) == _tokens(others)
+    if (here / "tokenizer.json").is_file() and (there / "tokenizer.json").is_file():
+        same = _tokens(here) == _tokens(there)
     else:
-        same = all(_bytes(own / name) == _bytes(others / name) for name in TOKENIZER_FILES)
-    templates = {template for template in (find_chat_template(own), find_chat_template(others)) if template}
+        same = all(_bytes(here / name) == _bytes(there / name) for name in TOKENIZER_FILES)
+    templates = {template for template in (find_chat_template(here), find_chat_template(there)) if template}
     return same and len(templates) < 2
 
 
 def is_scored_at_end_of_text(model: ModelConfig) -> bool:
-    """Whether the settings or the model's config.json have its score read behind the end of the last turn."""
+    """Whether the settings or the model's config.json read its score after the end of the last turn."""
     file = find_directory(model.load or ".") / "config.json"
-    said = read_json_object(file).get("score_at") if file.is_file() else None
-    return (model.score_at or said) == "end_of_text"
+    default = read_json_object(file).get("score_at") if file.is_file() else None
+    return (model.score_at or default) == "end_of_text"
 
 
 def find_chat_template(directory: Path) -> str | None:
@@ -89,7 +89,7 @@ def find_chat_template(directory: Path) -> str | None:
         return file.read_text(encoding="utf-8")
     file = directory / "tokenizer_config.json"
     template = read_json_object(file).get("chat_template") if file.is_file() else None
-    return json.dumps(template) if isinstance(template, list) else template  # several by name
+    return json.dumps(template) if isinstance(template, list) else template  # a list has several templates by name
 
 
 def _bytes(file: Path) -> bytes | None:

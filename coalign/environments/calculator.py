@@ -15,7 +15,7 @@ from pydantic import Field
 from coalign.threads import parse_python
 
 _MAX_NODES = 200
-_MAX_BITS = 512  # of an intermediate number
+_MAX_NUMBER_BITS = 512  # intermediate results, too
 _TOO_LARGE = "the number is too large"
 _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -32,7 +32,8 @@ def calculator(
     expression: Annotated[str, Field(description="numbers, + - * / // % ** and parentheses, e.g. (3 + 4) * 12.5")],
 ) -> str:
     """Works out an arithmetic expression and returns the number."""
-    return _format(evaluate(expression))
+    value = evaluate(expression)
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def evaluate(expression: str) -> Fraction:
@@ -78,7 +79,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
             return _check_size(Fraction(repr(float(base) ** float(exponent))))
         except (OverflowError, ValueError):
             _refuse(_TOO_LARGE)
-    if base not in (0, 1, -1) and _bits(base) * abs(exponent) > 2 * _MAX_BITS:
+    if base not in (0, 1, -1) and _bits(base) * abs(exponent) > 2 * _MAX_NUMBER_BITS:
         _refuse(_TOO_LARGE)
     return _check_size(base ** int(exponent))
 
@@ -88,14 +89,8 @@ def _bits(value: Fraction) -> int:
 
 
 def _check_size(value: Fraction) -> Fraction:
-    return value if _bits(value) <= _MAX_BITS else _refuse(_TOO_LARGE)
+    return value if _bits(value) <= _MAX_NUMBER_BITS else _refuse(_TOO_LARGE)
 
 
 def _refuse(why: str) -> NoReturn:
     raise ValueError(why)
-
-
-def _format(value: Fraction) -> str:
-    if value.denominator == 1:
-        return str(value.numerator)
-    return f"{float(value):.10g}"

@@ -1,4 +1,4 @@
-"""An episode behind the interface of OpenAI's chat completions, and the environment of agents written against that.
+"""An episode behind the interface of OpenAI's chat completions, and the environment for agents that use it.
 
 The client holds the episode, not the messages. Only the new messages of a request are rendered and appended; the
 policy's earlier turns keep the tokens that were sampled. The same interface is served over HTTP on this machine, for
@@ -40,7 +40,7 @@ class HistoryRewritten(ValueError):
 
 
 class ChatCompletions:
-    """The conversation so far, which every request has to repeat. ``parser``: the format of the model's tool calls."""
+    """Answers requests that each repeat the conversation so far. ``parser``: the format of the model's tool calls."""
 
     def __init__(self, episode: Episode, parser: Parser) -> None:
         self.episode = episode
@@ -61,7 +61,7 @@ class ChatCompletions:
         stream: bool = False,
         **sampling: Any,
     ) -> ChatCompletion:
-        """The policy's answer to ``messages``, which begin with everything said before, the policy's turns included.
+        """Return the policy's answer to ``messages``, which begin with the conversation so far, its own turns included.
 
         The run decides how tokens are sampled: ``temperature``, ``top_p``, ``seed`` and the like have no effect. Raises
         HistoryRewritten if the messages do not continue the conversation, ValueError for n > 1 and for streams.
@@ -71,7 +71,7 @@ class ChatCompletions:
         sent = [read_message(message) for message in messages]
         self._append_new(sent, [dict(tool) for tool in tools] if tools else None)
         limit = max_completion_tokens or max_tokens
-        before = len(self.episode.log.tokens)
+        start = len(self.episode.log.tokens)
         turn = await self.episode.generate(max_new_tokens=limit, stop=stop)
         answer = self._to_message(turn)
         message = answer.model_dump(exclude_none=True)
@@ -79,7 +79,7 @@ class ChatCompletions:
         self._history = [*map(_comparison_key, sent), _comparison_key(message)]
         total = len(self.episode.log.tokens)
         return ChatCompletion(
-            id=f"{self.episode.group}-{self.episode.index}-{before}",
+            id=f"{self.episode.group}-{self.episode.index}-{start}",
             model=model,
             choices=[ChatChoice(message=answer, finish_reason=find_finish_reason(turn.status, answer))],
             usage=TokenUsage(
@@ -88,7 +88,7 @@ class ChatCompletions:
         )
 
     def _to_message(self, turn: Turn) -> ChatMessage:
-        """The turn as a message. If a tool call cannot be read, the turn stays text, and the failure is counted."""
+        """Convert a turn to a message. If a tool call cannot be read, the turn stays text; the failure is counted."""
         message, unreadable = read_answer(turn, self.parser, f"call_{len(self.episode.log.tokens)}")
         if unreadable:
             self.episode.count("tool_failed/bad_json", unreadable)
@@ -99,17 +99,17 @@ class ChatCompletions:
             self._tools = tools
             self.episode.begin(sent, tools=tools)
             return
-        known = len(self._history)
-        for i, (before, now) in enumerate(zip(self._history, map(_comparison_key, sent), strict=False)):
-            if before != now:
+        earlier = len(self._history)
+        for i, (then, now) in enumerate(zip(self._history, map(_comparison_key, sent), strict=False)):
+            if then != now:
                 raise HistoryRewritten(
-                    f"message {i} is not what it was: {now[:2]} instead of {before[:2]}. Tokens that were sampled "
+                    f"message {i} is not what it was: {now[:2]} instead of {then[:2]}. Tokens that were sampled "
                     "cannot be changed: send the whole conversation and append to it"
                 )
-        new = sent[known:]
+        new = sent[earlier:]
         if not new or any(message["role"] == "assistant" for message in new):
             what = "an answer that the policy did not give" if new else "no new message"
-            raise HistoryRewritten(f"after {known} messages there is {what}; an episode has one answer at each point")
+            raise HistoryRewritten(f"after {earlier} messages there is {what}; an episode has one answer at each point")
         if tools != self._tools:
             raise HistoryRewritten("the tools are not those of the first call; they are part of the prompt")
         self.episode.say(*new)
@@ -124,8 +124,8 @@ def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
     return message["role"], content.strip() if isinstance(content, str) else json.dumps(content, sort_keys=True), calls
 
 
-_MAX_BYTES = 64 * 2**20  # of a request
-_SECONDS, _CONNECTIONS = 60.0, 64  # that a connection may wait for the client; that are open
+_MAX_REQUEST_BYTES = 64 * 2**20
+_CLIENT_TIMEOUT, _MAX_CONNECTIONS = 60.0, 64  # timeout in seconds
 
 
 @contextlib.asynccontextmanager
@@ -141,14 +141,14 @@ async def serve_chat(completions: ChatCompletions) -> AsyncIterator[str]:
     async def answer(request: Request) -> dict[str, Any]:
         if not secrets.compare_digest(request.path_params["key"].encode(), key.encode()):
             raise HttpRefusal(HTTPStatus.UNAUTHORIZED, "this is not the address that the agent was given")
-        body = await read_body(request, _MAX_BYTES)
+        body = await read_body(request, _MAX_REQUEST_BYTES)
         try:
             return (await completions.create(**json.loads(body))).model_dump()
         except Exception as error:
             raise HttpRefusal(HTTPStatus.BAD_REQUEST, f"{type(error).__name__}: {error}") from None
 
     application = build_application({("POST", "/{key}/v1/chat/completions"): answer}, describe_error)
-    async with serve_within(application, timeout=_SECONDS, connections=_CONNECTIONS) as port:
+    async with serve_within(application, timeout=_CLIENT_TIMEOUT, connections=_MAX_CONNECTIONS) as port:
         yield f"http://127.0.0.1:{port}/{key}/v1"
 
 

@@ -1,4 +1,4 @@
-"""What OpenAI's API sends and receives: records of chat completions, messages, tool calls, errors.
+"""Records of OpenAI's API: chat completions, messages, tool calls, errors.
 
 An agent's endpoint (chat.py) and `coalign serve` share it. The classes are our own, because importing
 `openai.types.chat` takes 2 s and 500 modules.
@@ -55,7 +55,7 @@ class TokenUsage(_Record):
 
 
 class ChatCompletion(_Record):
-    """What `client.chat.completions.create` returns."""
+    """The result of `client.chat.completions.create`."""
 
     id: str
     model: str
@@ -66,7 +66,7 @@ class ChatCompletion(_Record):
 
 
 def read_message(message: Any) -> dict[str, Any]:
-    """A message as a dict, with its text in one; clients also send back the objects that they received."""
+    """Convert a message to a dict with its text parts joined; clients also send back objects that they received."""
     plain = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
     return {**plain, "content": join_parts(plain.get("content") or "")}
 
@@ -76,7 +76,7 @@ def parse_arguments(arguments: Any) -> Any:
 
 
 def read_answer(turn: Turn, parser: Parser, prefix: str) -> tuple[ChatMessage, int]:
-    """The turn as a message, and how many of its tool calls cannot be read; with one of these it stays text.
+    """Convert a turn to a message, and count its unreadable tool calls; with one of these it stays text.
 
     ``prefix`` begins the ids of its calls.
     """
@@ -92,7 +92,7 @@ def read_answer(turn: Turn, parser: Parser, prefix: str) -> tuple[ChatMessage, i
 
 
 def find_finish_reason(status: Status, answer: ChatMessage) -> FinishReason:
-    """Why an answer ended, in the API's words."""
+    """Return why an answer ended, in the API's words."""
     if status != Status.OK:
         return "length"
     return "tool_calls" if answer.tool_calls else "stop"
@@ -102,6 +102,6 @@ _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit
 
 
 def describe_error(status: int, message: str) -> dict[str, Any]:
-    """An error in the form of OpenAI's API."""
-    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    """Return an error in the form of OpenAI's API."""
+    error_type = _ERRORS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": error_type, "param": None, "code": status}}

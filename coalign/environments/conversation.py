@@ -20,10 +20,10 @@ _DAY = 86400.0  # seconds: the episode's clock cancels what takes too long
 def scripted(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], random: Random) -> str | None:
     """The user's next message from the row's list ``replies``. ValueError for a row without it."""
     answers = sum(message["role"] == "assistant" for message in messages)
-    before = sum(message["role"] == "assistant" for message in row.get("messages") or [])  # the episode
+    given = sum(message["role"] == "assistant" for message in row.get("messages") or [])  # the episode
     if (replies := row.get("replies")) is None:
         raise ValueError(f"the row has no list `replies` of what the user says; it has {', '.join(sorted(row))}")
-    position = answers - before - 1
+    position = answers - given - 1
     return replies[position] if position < len(replies) else None
 
 
@@ -37,8 +37,8 @@ async def simulated_user(
 ) -> None:
     """A conversation of at most ``max_turns`` turns with a function that plays the user.
 
-    ``user(messages, row, random)`` (a dotted path; plain or async) returns what the user says next, or None to end the
-    conversation. ``random`` is the episode's own generator. A ServiceError of the function has it called again.
+    ``user(messages, row, random)`` (a dotted path; plain or async) returns the user's next message, or None to end the
+    conversation. ``random`` is the episode's generator. The function is called again after a ServiceError.
     """
     reply = resolve(user, "coalign.environments.conversation")
     for turns_left in reversed(range(max_turns)):
@@ -72,7 +72,7 @@ async def call_isolated(
 ) -> Any:
     """Call the function that a configuration names ``path`` with data, no live objects; ``settings`` are keywords.
 
-    A plain function of a person's runs in processes, which may hang or die. Raises what the function raises,
+    A user's plain function runs in child processes, which may hang or die. Raises what the function raises,
     CallTimeout after ``seconds``, and ProcessDied.
     """
     settings = settings or {}

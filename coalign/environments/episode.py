@@ -1,4 +1,4 @@
-"""One sample as an environment sees it: a conversation with the policy, kept as a log of tokens."""
+"""One sample of an environment: a conversation with the policy, kept as a log of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 
 class EnvironmentClock:
-    """Measures the time that an environment takes besides the policy's turns, and calls ``ring`` after ``seconds``."""
+    """Measures the time that an environment takes between the policy's turns, and calls ``ring`` after ``seconds``."""
 
     def __init__(self, seconds: float, ring: Callable[[], None]) -> None:
         self.seconds = seconds
@@ -151,7 +151,7 @@ class Episode:
     people read it, ``log`` its tokens, ``images`` where images stand in these.
     """
 
-    clock: EnvironmentClock  # of the environment's call that plays this episode
+    clock: EnvironmentClock  # shared by all episodes of a call of the environment
 
     def __init__(
         self,
@@ -181,11 +181,11 @@ class Episode:
         self._render_prompt = False  # from the messages; otherwise the tokens of `prompt` are used
         self.tools: Tools | None = parse_tools(row["tools"], "tools") if row.get("tools") else None
         self._new_messages: list[Message] = []  # since the last turn, not in the log yet
-        self._new_tokens: list[int] = []  # likewise
+        self._new_tokens: list[int] = []  # since the last turn, not in the log yet
         self._answer: list[int] | None = None  # tokens of the last turn
-        self._anchor: str | None = None  # the state before the next turn, where the environment names it
+        self._anchor: str | None = None  # name of the state before the next turn, if the environment gives one
         self._left = max_new_tokens
-        self._restarts = 0  # how often `data.reasoning` had the log begin anew
+        self._restarts = 0  # how often `data.reasoning` restarted the log
         self._policy, self._rendering = policy, rendering
         self._generating = self._over = False
 
@@ -255,8 +255,8 @@ class Episode:
 
         ``stop``: strings that end it (None: those of the run).
 
-        Where `data.reasoning` drops the reasoning of earlier turns, the sample begins anew: earlier turns, with their
-        rewards, become a part of its prompt, as the policy reads them then (counted in `episode/rewritten`).
+        Where `data.reasoning` drops the reasoning of earlier turns, the log restarts: earlier turns, without their
+        reasoning, become part of the prompt, and lose their rewards (counted in `episode/rewritten`).
 
         The run's `max_new_tokens` limits all turns together, and the capacity (of the context, the KV cache, a
         micro-batch) limits all tokens. Without tokens left, there is one empty turn (TRUNCATED), and after it
@@ -269,7 +269,7 @@ class Episode:
         if self._generating:
             raise RuntimeError("an episode generates one turn at a time")
         anew = self._answer is not None and self._rendering.rewrites(self._new_messages)
-        (fresh, images), before = self._unread(anew), self._left
+        (fresh, images), budget = self._unread(anew), self._left
         left = self._tokens_left(len(fresh) + (0 if anew else len(self.log.tokens)))
         turn = Turn("", "", [], Status.TRUNCATED)
         if left > 0:
@@ -288,7 +288,7 @@ class Episode:
                 self.log.turn_states[-len(turn.tokens)] = _number_state(state if self._anchor is None else self._anchor)
         elif self._answer is None:
             raise ValueError(f"the prompt has {len(fresh)} tokens, and {self._policy.capacity} fit")
-        if turn.status == Status.TRUNCATED and len(turn.tokens) == max(left, 0) < before:
+        if turn.status == Status.TRUNCATED and len(turn.tokens) == max(left, 0) < budget:
             self.counts["out_of_room"] += 1
         self._new_messages, self._new_tokens, self._anchor = [], [], None
         self.status, self._answer = turn.status, turn.tokens
@@ -307,7 +307,8 @@ class Episode:
     def anchor(self, state: str) -> None:
         """Name the state in which the next turn begins, for recipes that compare turns of one state (`gigpo`).
 
-        Without it the state is what the policy reads before the turn: the prompt, or what was said since its last turn.
+        Without it the state is the text that the policy reads before the turn: the prompt, or the messages since its
+        last turn.
         """
         self._anchor = state
 
@@ -349,9 +350,9 @@ class Episode:
         return self._left if capacity is None else min(self._left, capacity - context)
 
     def _unread(self, anew: bool) -> tuple[list[int], Sequence[ImageSpan]]:
-        """The tokens that the policy has not read, the prompt or those added since its last turn, and their images.
+        """Return the tokens that the policy has not read (the prompt, or those since its last turn), and their images.
 
-        ``anew``: the whole conversation, as a prompt.
+        ``anew``: render the whole conversation as a prompt.
         """
         tokens, images = self._prompt, self._prompt_images
         if self._answer is not None and not anew:

@@ -36,7 +36,7 @@ class Game(Protocol):
         ...
 
     def view(self, player: int) -> str:
-        """What has happened since the player's last move, and the position."""
+        """The moves since the player's last one, and the position."""
         ...
 
     def moves(self) -> list[str]:
@@ -53,7 +53,7 @@ class Game(Protocol):
 
 
 class Nim:
-    """One heap; each move takes 1 to ``most`` sticks, and whoever takes the last one wins.
+    """One heap; each move takes 1 to ``most`` sticks, and the player who takes the last one wins.
 
     From a heap of a multiple of ``most`` + 1 the second player can force a win, otherwise the first.
     """
@@ -78,8 +78,8 @@ class Nim:
         return f"{rules} {self.view(player)}"
 
     def view(self, player: int) -> str:
-        before = "" if self.last is None else f"I take {self.last}. "
-        return f"{before}There are {self.left} sticks. Your move."
+        last_move = "" if self.last is None else f"I take {self.last}. "
+        return f"{last_move}There are {self.left} sticks. Your move."
 
     def moves(self) -> list[str]:
         return [str(count) for count in range(1, min(self.most, self.left) + 1)]
@@ -155,15 +155,15 @@ async def game(
     board = _new_game(rules, settings, episode)
     find_move = resolve(opponent, "coalign.environments.games")
     same_in_group = Random(f"{episode.seed}/{episode.group}/starts")
-    own = 0 if board.players == 1 or (same_in_group.random() < 0.5 if starts is None else starts) else 1
-    player = _Player(episode, own, tries)
+    own_number = 0 if board.players == 1 or (same_in_group.random() < 0.5 if starts is None else starts) else 1
+    player = _Player(episode, own_number, tries)
     while (turn := board.turn) is not None:
-        if turn != own:
+        if turn != own_number:
             board.play(await call_function(find_move, board, episode.random))
         elif not await player.move(board):
             episode.reward(illegal)
             return
-    episode.reward(board.score(own))
+    episode.reward(board.score(own_number))
 
 
 async def self_play(
@@ -213,7 +213,7 @@ class _Player:
         self.moved = False
 
     async def move(self, board: Game) -> bool:
-        """Let the policy move; whether it made a legal move."""
+        """Have the policy move; return whether it made a legal move."""
         if self.moved:
             self._tell(board.view(self.number))
         else:

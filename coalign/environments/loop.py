@@ -19,7 +19,8 @@ from coalign.threads import EventLoopThread
 from coalign.types import Status
 
 _GRACE = 10.0  # seconds after an environment's timeout at which its event loop counts as blocked
-_LEAST_HOLD, _IDLE_HOLD = 30.0, 600.0  # seconds for which the interpreter may be held at least, and between batches
+_MIN_HOLD_SECONDS = 30.0  # for which the interpreter may be held while an environment runs
+_IDLE_HOLD_SECONDS = 600.0  # between batches, while models load or save
 
 
 class EnvironmentBlocked(RuntimeError):
@@ -91,11 +92,11 @@ class EnvironmentLoop(EventLoopThread):
         self.news = threading.Event()  # an environment has ended, or asks for a turn
         self.silence = 0.0  # seconds for which the policy's thread has waited since the last news
         self._watch: InterpreterWatch | None = None
-        self._batches: list[EnvironmentBatch] = []  # those that run, and the last one
+        self._batches: list[EnvironmentBatch] = []  # the running ones, and the last one
 
     def watch(self, batch: EnvironmentBatch) -> None:
-        """Watch the interpreter from now on; ``batch`` is the one that begins."""
-        self._batches = [*(other for other in self._batches if not other.done), batch]
+        """Start to watch the interpreter, if it is not watched yet, for a ``batch`` that begins."""
+        self._batches = [*(earlier for earlier in self._batches if not earlier.done), batch]
         if self._watch is None:
             self._watch = InterpreterWatch(f"environment '{batch.environment.name}'", self._find_limit)
 
@@ -106,11 +107,11 @@ class EnvironmentLoop(EventLoopThread):
         super().close()
 
     def _find_limit(self) -> float:
-        """Seconds for which the interpreter may be held: much, while no environment runs and models load or save."""
+        """Return for how many seconds the interpreter may be held."""
         batches = self._batches
         running = [batch for batch in batches if not batch.done]
         longest = max(batch.environment.timeout for batch in running or batches)
-        return max(longest + _GRACE, _LEAST_HOLD if running else _IDLE_HOLD)
+        return max(longest + _GRACE, _MIN_HOLD_SECONDS if running else _IDLE_HOLD_SECONDS)
 
 
 class EnvironmentBatch:
@@ -194,7 +195,7 @@ class EnvironmentBatch:
             if call in self._tasks:  # the environment cancelled itself
                 call.reason, call.error = "cancelled", error
         except OutOfTokens:
-            pass  # the episodes keep what they have
+            pass  # the episodes keep their turns so far
         except (Exception, SystemExit) as error:
             call.reason, call.error = type(error).__name__, error
         self._settle(call, Status.ERROR if call.error else None)
@@ -208,7 +209,7 @@ class EnvironmentBatch:
         self._check()
 
     def _settle(self, call: EnvironmentCall, status: Status | None) -> None:
-        """End the call, whatever its task still does."""
+        """End the call, and cancel its task."""
         task = self._tasks.pop(call, None)
         if task is None:
             return

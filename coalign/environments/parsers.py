@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from coalign.environments.episode import Turn
 __all__ = ["hermes", "llama"]
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_DEEPEST = 64  # levels of a call's arguments; chat templates and JSON writers recurse
+_MAX_DEPTH = 64  # levels of a call's arguments; chat templates and JSON writers recurse
 
 
 class ToolError(Exception):
@@ -50,24 +50,23 @@ def llama(turn: Turn) -> tuple[str, list[ToolRequest]]:
     return "", [_read(text, "parameters")]
 
 
-def _is_deeper(value: Any, most: int) -> bool:
-    """Whether objects and lists are nested deeper than ``most``."""
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether objects and lists are nested deeper than ``limit``."""
     level = [value]
-    for _ in range(most + 1):
-        level = [one for each in level if isinstance(each, (dict, list)) for one in _items(each)]
+    for _ in range(limit + 1):
+        containers = [
+            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
+        ]
+        level = [item for container in containers for item in container]
     return bool(level)
-
-
-def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _read(text: str, key: str) -> ToolRequest:
     try:
         call = json.loads(text)
         json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair is no text: no tokenizer takes it
-        if _is_deeper(call, _DEEPEST):
-            raise ValueError(f"more than {_DEEPEST} levels of objects and lists")
+        if _is_deeper(call, _MAX_DEPTH):
+            raise ValueError(f"more than {_MAX_DEPTH} levels of objects and lists")
     except (ValueError, RecursionError) as error:
         return ToolRequest("", error=ToolError("bad_json", f"the call is no valid JSON: {error}"))
     name = call.get("name") if isinstance(call, dict) else None

@@ -50,10 +50,10 @@ class Rendering:
         self._special = list_special_tokens(self.tokenizer)
 
     def read_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as rows have them (see `parse_messages`), with paths for images: paths, data URLs or bytes.
+        """Validate messages as in rows (see `parse_messages`), and replace images (data URLs, bytes) by paths.
 
         Raises RenderingError for images in a run that reads text alone, BadRow (image) for one that cannot be used, and
-        BadRow for what is no message.
+        BadRow for anything that is no message.
         """
         if self.template.placeholders is not None:
             read = RowImages(self.template.placeholders.files).read_messages(list(messages))
@@ -66,9 +66,9 @@ class Rendering:
     def render_prompt(
         self, messages: list[Message], tools: Tools | None, keep_special_tokens: bool
     ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-        """The tokens before the first turn, and where images stand in them.
+        """Return the tokens before the first turn, and the spans of images in them.
 
-        ``keep_special_tokens``: as for a source that may write them.
+        ``keep_special_tokens``: messages may write special tokens.
         """
         tokens = (self._unguarded if keep_special_tokens else self.template).prompt(messages, tools)
         return tokens, locate_images(self.template, tokens, messages)
@@ -88,10 +88,9 @@ class Rendering:
     def render_messages(
         self, answer: Sequence[int], messages: list[Message], tools: Tools | None
     ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-        """The tokens between the policy's turn ``answer`` and its next one, when ``messages`` come between, and where
-        images stand in them.
+        """Return the tokens between the policy's turn ``answer`` and its next one, and the spans of images in them.
 
-        First the end of an assistant's turn, as far as the answer lacks it, then the messages, then the generation
+        They are the end of an assistant's turn, as far as the answer lacks it, then ``messages``, then the generation
         prompt. Raises RenderingError if the template does not define them.
         """
         template = self.template
@@ -101,48 +100,52 @@ class Rendering:
                 "`episode.write`)"
             )
         messages, tools = self.guard.protect((messages, tools))
-        before = _placeholder_conversation(_PLACEHOLDER, messages)
-        template.check_coverage([*before, *messages], tools, since=len(before), generation_prompt=True)
-        if found := self._find_added(template, messages, tools):
-            tokens = self._join(list(answer), *found)
+        conversation = _placeholder_conversation(_PLACEHOLDER, messages)
+        template.check_coverage([*conversation, *messages], tools, since=len(conversation), generation_prompt=True)
+        if rendered := self._find_added(template, messages, tools):
+            tokens = self._join(list(answer), *rendered)
             return tokens, locate_images(template, tokens, messages)
-        ways = (words for words, other in template.list_alternatives() if self._find_added(other, messages, tools))
+        alternatives = (
+            words
+            for words, alternative in template.list_alternatives()
+            if self._find_added(alternative, messages, tools)
+        )
         raise RenderingError(
             "the chat template renders earlier turns differently when more messages follow, so what they add to the "
             "tokens is not defined; set data.chat_template to one that leaves earlier turns as they are"
-            + "".join(f", for example {words}" for words in islice(ways, 1))
+            + "".join(f", for example {words}" for words in islice(alternatives, 1))
         )
 
     def _find_added(
         self, template: ChatTemplate, messages: list[Message], tools: Tools | None
     ) -> tuple[list[int], list[int]] | None:
-        """Find how an assistant's turn ends that ``messages`` follow, and what these add. None if that varies."""
+        """Find the end of an assistant's turn before ``messages``, and the tokens that these add. None if they vary."""
         for answered in _ANSWERS:
-            before = self.guard.tokenize(template.render(_placeholder_conversation(answered, messages), tools))
-            after = self.guard.tokenize(
+            without = self.guard.tokenize(template.render(_placeholder_conversation(answered, messages), tools))
+            followed = self.guard.tokenize(
                 template.render(_placeholder_conversation(answered, messages) + messages, tools, generation_prompt=True)
             )
-            same = count_common_prefix(before, after)
-            if self._is_end_of_text(before[same:]):
-                return self._find_ending(template, before[:same], tools), after[same:]
+            shared = count_common_prefix(without, followed)
+            if self._is_end_of_text(without[shared:]):
+                return self._find_ending(template, without[:shared], tools), followed[shared:]
         return None
 
     def _is_end_of_text(self, tokens: Sequence[int]) -> bool:
         """Whether these are only tokens that a template may put at the very end (an end-of-text token)."""
         return not self.tokenizer.decode([t for t in tokens if t not in self._special]).strip()
 
-    def _find_ending(self, template: ChatTemplate, before: list[int], tools: Tools | None) -> list[int]:
-        """How the template ends the assistant's turn at the end of ``before``."""
+    def _find_ending(self, template: ChatTemplate, conversation: list[int], tools: Tools | None) -> list[int]:
+        """Return the tokens with which the template ends the assistant's turn at the end of ``conversation``."""
         text = template.render(_placeholder_conversation(_PLACEHOLDER, []), tools)
         usual = self.guard.tokenize(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
-        length = max(n for n in range(len(usual) + 1) if before[len(before) - n :] == usual[:n])
+        length = max(n for n in range(len(usual) + 1) if conversation[len(conversation) - n :] == usual[:n])
         return usual[:length]
 
     def _join(self, answer: list[int], ending: list[int], added: list[int]) -> list[int]:
-        """``ending`` and ``added`` without the part that the answer already has.
+        """Join ``ending`` and ``added`` without the tokens that the answer already ends with.
 
-        If the answer's last token is a special one, it ends the turn, even if it is not the template's own end (tool
-        calls may have another one).
+        If the answer's last token is a special one, it ends the turn, even if it is not the template's (tool calls may
+        end with another one).
         """
         if not answer or answer[-1] not in self._special:
             return ending + added

@@ -2,8 +2,8 @@
 
 A tool is a plain or async function. Its annotated positional parameters are the arguments that the policy gives, its
 docstring describes it to the policy, and keyword-only parameters are configuration. A first parameter called
-``episode`` gets the Episode, for state or random numbers that belong to it. Without it, a plain function of a person's
-runs in processes, which may hang or die.
+``episode`` gets the Episode, for its state or random numbers. Without it, a user's plain function runs in child
+processes, which may hang or die.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Tool:
         try:
             checked = self.arguments.model_validate(arguments)
         except ValidationError as error:
-            raise ToolError("bad_arguments", _first_error(error)) from error
+            problem = error.errors()[0]
+            path = ".".join(map(str, problem["loc"]))
+            raise ToolError("bad_arguments", f"argument '{path}': {problem['msg']}") from error
         values = [getattr(checked, name) for name in self.arguments.model_fields]
         if self.takes_episode:
             call = call_function(self.fn, episode, *values, **self.configuration)
@@ -65,7 +67,7 @@ class Tool:
 
 
 def _format_result(result: Any) -> str | list[dict[str, Any]]:
-    """A result that is an image, or a list with images and texts, becomes parts; any other one that is no text JSON."""
+    """Convert a result to parts if it is an image or a list with images, else to text (JSON unless it is a text)."""
     if isinstance(result, str):
         return result
     several = result if isinstance(result, list) else [result]
@@ -74,22 +76,22 @@ def _format_result(result: Any) -> str | list[dict[str, Any]]:
     return json.dumps(result, ensure_ascii=False, default=str)
 
 
-def build_tool(config: str | Mapping[str, Any], where: str = "rollout.tools[0]") -> Tool:
+def build_tool(config: str | Mapping[str, Any], config_key: str = "rollout.tools[0]") -> Tool:
     """Build the tool that a configuration names: a short name, a dotted path, or {fn: …, its configuration}.
 
     A short name is one of this module. Raises ConfigError for wrong arguments, ValueError for an unknown function;
-    ``where`` is the configuration key for messages.
+    ``config_key`` is the configuration key for messages.
     """
     settings = {"fn": config} if isinstance(config, str) else config
     if not isinstance(settings, Mapping) or not isinstance(settings.get("fn"), str):
-        raise ValueError(f"{where} is {config!r:.60}; expected the name of a function, or a mapping with `fn`")
+        raise ValueError(f"{config_key} is {config!r:.60}; expected the name of a function, or a mapping with `fn`")
     try:
         fn = resolve(settings["fn"], "coalign.environments.tools")
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{config_key}: {error}") from error
     model, description, takes_episode = _describe(fn)
     arguments = {key: value for key, value in settings.items() if key != "fn"}
-    return Tool(fn.__name__, settings["fn"], fn, model, description, takes_episode, bind(fn, arguments, where))
+    return Tool(fn.__name__, settings["fn"], fn, model, description, takes_episode, bind(fn, arguments, config_key))
 
 
 @functools.cache
@@ -132,25 +134,25 @@ class Toolbox:
     ) -> Toolbox:
         """Build every tool. Raises what `build_tool` raises, and ValueError for two tools of the same name."""
         tools = [build_tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
-        names = [each.name for each in tools]
+        names = [tool.name for tool in tools]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ValueError(f"rollout.tools[{i}]: a second tool is called '{name}'; the policy tells them by name")
-        return Toolbox({each.name: each for each in tools}, timeout, max_chars, patience)
+        return Toolbox({tool.name: tool for tool in tools}, timeout, max_chars, patience)
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
-        return [dict(each.description) for each in self.tools.values()]
+        return [dict(tool.description) for tool in self.tools.values()]
 
     async def answer(self, episode: Episode, calls: Sequence[ToolRequest]) -> list[dict[str, Any]]:
         """The tools' messages, in the order of the calls, which run concurrently.
 
         A failed call gets a message too, and is counted in `episode/tool_failed/<reason>`.
         """
-        results = await asyncio.gather(*(self._answer_call(episode, each) for each in calls))
+        results = await asyncio.gather(*(self._answer_call(episode, call) for call in calls))
         return [
-            {"role": "tool", "tool_call_id": format_call_id(i), "name": each.name or "tool", "content": result}
-            for i, (each, result) in enumerate(zip(calls, results, strict=True))
+            {"role": "tool", "tool_call_id": format_call_id(i), "name": call.name or "tool", "content": result}
+            for i, (call, result) in enumerate(zip(calls, results, strict=True))
         ]
 
     async def _answer_call(self, episode: Episode, request: ToolRequest) -> str | list[dict[str, Any]]:
@@ -185,12 +187,6 @@ class Toolbox:
             raise ToolError("died", str(error)) from error
         except Exception as error:
             raise ToolError("raised", f"{type(error).__name__}: {error}") from error
-
-
-def _first_error(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    where = ".".join(map(str, problem["loc"]))
-    return f"argument '{where}': {problem['msg']}"
 
 
 async def tool_use(

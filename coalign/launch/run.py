@@ -194,7 +194,7 @@ def _learn(
     try:
         engine.learn()
     except Exception as error:
-        if engine.whole is not None and max(first, record.newest) < engine.step:
+        if engine.consistent_state is not None and max(first, record.newest) < engine.step:
             record.write(engine.step, engine.stats)
         save.save_after_error(engine, error)
         preempted = isinstance(error, Preempted)

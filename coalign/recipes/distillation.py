@@ -66,8 +66,8 @@ class OnPolicyDistillation(Online):
     which becomes its advantage (`reverse_kl`). `distillation` (GKD with on-policy data only): the log-probs of the
     teacher's `models.teacher.candidates` likeliest tokens.
 
-    Further models `teacher_<name>` are teachers, too: each for the rows whose key `teacher` is `<name>`, as in
-    2601.02780 (experts of several domains in one student). `teacher` has the rows without that key.
+    Further models `teacher_<name>` are teachers of the rows whose key `teacher` is `<name>`, as in 2601.02780 (experts
+    of several domains in one student). `teacher` teaches the rows without that key.
     """
 
     teacher: DistModel[Scorer]
@@ -125,15 +125,15 @@ class OnPolicyDistillation(Online):
                 )
 
     def ask_teachers(self, out, method):
-        """What the teachers say of the samples: each of its own rows."""
+        """Return the columns of all samples, each computed by the teacher of its row."""
         names = list_teachers(self.config)
         if len(names) == 1:
             return getattr(self.teacher, method)(out)
-        parts = [
+        answers = [
             getattr(getattr(self, name), method)(self.transform(select_for_teacher, out, name=name, names=names))
             for name in names
         ]
-        return self.transform(merge_teachers, out, *parts, names=names)
+        return self.transform(merge_teachers, out, *answers, names=names)
 
     def env_flow(self, prompts):
         out = self.policy.generate(prompts)
@@ -146,7 +146,7 @@ class OnPolicyDistillation(Online):
         return self.trainer.train_step(self.apply(truncated, batch) if truncated else batch)
 
     def eval_flow(self, prompts):
-        out = self.policy.generate(prompts, samples=1)  # as it is trained: a divergence is one of distributions
+        out = self.policy.generate(prompts, samples=1)  # sampled as in training: a divergence compares distributions
         measured = self.apply(teacher_kl, out, self.ask_teachers(out, "forward_step"))
         return super().eval_flow(prompts) if self.reward else measured
 
@@ -157,7 +157,7 @@ def teacher_kl(rollout_logprobs, ref_logprobs, loss_mask):
 
 
 def list_teachers(config: RunConfig) -> list[str]:
-    """The models that teach: `teacher`, then each `teacher_<name>` of the configuration."""
+    """List the teachers: `teacher`, then each `teacher_<name>` of the configuration."""
     return ["teacher", *(name for name in config.models if name.startswith("teacher_"))]
 
 
@@ -170,32 +170,32 @@ def assign_teachers(batch: Batch, names: Sequence[str]) -> Tensor:
     for row in batch["rows"]:
         name = "teacher" if (key := row.get("teacher")) is None else f"teacher_{key}"
         if name not in names:
-            known = ", ".join(repr(other.removeprefix("teacher_")) for other in names[1:])
+            expected = ", ".join(repr(teacher.removeprefix("teacher_")) for teacher in names[1:])
             raise ValueError(
-                f"a row has the teacher {key!r}, and there is no models.{name}; expected {known}, or no key"
+                f"a row has the teacher {key!r}, and there is no models.{name}; expected {expected}, or no key"
             )
         assigned.append(names.index(name))
     return torch.tensor(assigned, dtype=torch.int64)
 
 
 def select_for_teacher(batch: Batch, *, name: str, names: Sequence[str]) -> Batch:
-    """The sequences of a teacher; the first one if there are none, since not every model takes an empty batch."""
+    """Select a teacher's sequences; the first one if there are none, since not every model takes an empty batch."""
     rows = (assign_teachers(batch, names) == names.index(name)).nonzero().flatten()
     return batch.select(rows if len(rows) else [0] * min(1, len(batch)))
 
 
-def merge_teachers(batch: Batch, *parts: Batch, names: Sequence[str]) -> tuple[Batch, Stats]:
-    """The columns of all sequences, each from its teacher; `teacher_kl/<name>` of each teacher's tokens."""
+def merge_teachers(batch: Batch, *answers: Batch, names: Sequence[str]) -> tuple[Batch, Stats]:
+    """Merge the teachers' columns for all sequences. Metrics: `teacher_kl/<name>` over each teacher's tokens."""
     assigned, mask, stats = assign_teachers(batch, names), batch["loss_mask"], Stats()
     columns: dict[str, Any] = {
-        name: column.new_zeros(batch.tokens_total, *column.shape[1:]) for name, column in parts[0].token.items()
+        name: column.new_zeros(batch.tokens_total, *column.shape[1:]) for name, column in answers[0].token.items()
     }
-    for number, (teacher, part) in enumerate(zip(names, parts, strict=True)):
-        own = (assigned == number)[batch.segment]
+    for number, (teacher, answer) in enumerate(zip(names, answers, strict=True)):
+        is_taught = (assigned == number)[batch.segment]
         for name, column in columns.items():
-            if own.any():
-                column[own] = part[name]
+            if is_taught.any():
+                column[is_taught] = answer[name]
         if "ref_logprobs" in columns:
             log_ratio = batch["rollout_logprobs"] - columns["ref_logprobs"]
-            stats[f"teacher_kl/{teacher.removeprefix('teacher_')}"] = Stat.of(log_ratio, own & mask)
+            stats[f"teacher_kl/{teacher.removeprefix('teacher_')}"] = Stat.of(log_ratio, is_taught & mask)
     return Batch(batch.lengths, columns), stats

@@ -78,9 +78,9 @@ class KTO(Offline):
 
     def prepare(self, batch):
         assert self.reference, "the losses of this recipe read its log-probs"
-        others = self.transform(mismatch, batch, longest=self.plan.models["trainer"].context.sample_tokens)
-        scorers = self.trainer.forward_step(others, into="old_logprobs"), self.reference.forward_step(others)
-        return self.transform(with_reference_point, batch, self.join(others, *scorers))
+        mismatched = self.transform(mismatch, batch, longest=self.plan.models["trainer"].context.sample_tokens)
+        scorers = self.trainer.forward_step(mismatched, into="old_logprobs"), self.reference.forward_step(mismatched)
+        return self.transform(with_reference_point, batch, self.join(mismatched, *scorers))
 
 
 class RewardModel(Offline):

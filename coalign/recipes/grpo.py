@@ -144,8 +144,8 @@ class OPO(GRPO):
 class GiGPO(GRPO):
     """Group-in-Group Policy Optimization (2505.10978): also turns are compared, with others from the same state.
 
-    For environments (`rollout`): the state before a turn is what the policy reads then, or what the environment calls
-    it (Episode.anchor). Rewards that an environment gives to turns count where they were given.
+    For environments (`rollout`): the state before a turn is the text that the policy reads then, or the name that the
+    environment gives it (Episode.anchor). Rewards of turns count at their turns.
     """
 
     defaults = {

@@ -36,11 +36,11 @@ class Offline(Engine):
         return drop_unread_reference(cls.models, loss)
 
     def env_flow(self, batch: BatchRef) -> Any:
-        """The rows with the reference's log-probs where the loss reads them. They do not depend on what is learned."""
+        """Add the reference's log-probs if the loss reads them. They do not depend on the weights that are trained."""
         return self.join(batch, self.reference.forward_step(batch)) if self.reference else batch
 
     def prepare(self, batch: BatchRef | Future) -> Any:
-        """Add what depends on the current weights, right before a batch is trained or evaluated on."""
+        """Add columns that depend on the current weights, right before a batch is trained or evaluated on."""
         return batch
 
     def train_flow(self, batch: BatchRef) -> Any:

@@ -49,7 +49,7 @@ class Online(Engine):
         return self.add_scores(self.policy.generate(prompts))
 
     def add_scores(self, out: BatchRef | Future) -> Future:
-        """Samples with what the other models say of them."""
+        """Add the columns of the models in ``scores`` to the samples."""
         return self.join(out, *[getattr(self, name).forward_step(out) for name in self.scores])  # side by side
 
     def train_flow(self, batch: BatchRef) -> Any:
@@ -110,7 +110,7 @@ class KLOfResponse(KLInReward):
 
 
 def refuse_greedy(config: RunConfig) -> None:
-    """Raise ValueError for temperature 0, at which the responses to a prompt that are compared are one and the same."""
+    """Raise ValueError for temperature 0, at which all responses to a prompt are the same."""
     if config.models["policy"].sampling.temperature == 0:
         raise ValueError(
             f"models.policy.sampling.temperature is 0: `{config.algorithm}` compares responses to one prompt, which "
@@ -119,7 +119,7 @@ def refuse_greedy(config: RunConfig) -> None:
 
 
 def require_several_samples(config: RunConfig) -> None:
-    """Raise ValueError for one sample per prompt, or for equal ones, if the others are its baseline."""
+    """Raise ValueError for one sample per prompt, or for equal samples, where samples are each other's baseline."""
     refuse_greedy(config)
     if config.runtime.samples_per_prompt == 1:
         raise ValueError(

@@ -14,7 +14,7 @@ class OnlineDPO(Online):
     only part of the loss (`loss.beta`).
     """
 
-    scores = ("reward",)  # the reference reads only what is compared
+    scores = ("reward",)  # the reference scores only the compared responses, in train_flow
     unread = ("advantage", "covariance", "kl")
     defaults = {
         **Online.defaults,
@@ -42,7 +42,7 @@ class OnlineDPO(Online):
             )
 
     def add_preferences(self, batch):
-        """The batch with the preferences that `pairs` finds among its responses."""
+        """Add the preferences that `pairs` computes from the rewards."""
         pairs = self.read_section("pairs")
         assert pairs is not None, "the recipe has a default"
         return self.apply(chain(self.read_section("truncated"), pairs, main=pairs), batch)
@@ -53,5 +53,5 @@ class OnlineDPO(Online):
 
 
 def compared(batch: Batch) -> Batch:
-    """The responses that have a preference."""
+    """Select the responses that have a preference."""
     return batch.select(~batch["preference"].isnan())

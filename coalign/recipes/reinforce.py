@@ -89,7 +89,7 @@ class ReMax(KLOfResponse):
 class TOPR(GRPO):
     """Tapered Off-Policy REINFORCE (2503.14286): for batches of many updates, replay and old samples.
 
-    Right answers are learned as in supervised training, wrong ones unlearned as far as the policy still gives them. The
+    Right answers are learned as in supervised training; wrong ones are unlearned while the policy still gives them. The
     baseline is a constant (½: for rewards 0 and 1); `advantage: group` takes the mean of the group.
     """
 
@@ -105,11 +105,11 @@ class TOPR(GRPO):
 
 
 def prompts_of(samples: Batch) -> Batch:
-    """The prompt of each group, once."""
+    """Return the prompt of each group."""
     group = samples["group"].tolist()
     first = samples.select([i for i in range(len(group)) if i == 0 or group[i] != group[i - 1]])
-    place = torch.arange(first.tokens_total) - first.offsets[first.segment]
-    tokens = first["tokens"][place < first["prompt_length"][first.segment]]
+    position = torch.arange(first.tokens_total) - first.offsets[first.segment]
+    tokens = first["tokens"][position < first["prompt_length"][first.segment]]
     sequence = {name: first[name] for name in ("group", "rows")}
     return Batch(first["prompt_length"].long(), {"tokens": tokens}, sequence)
 
@@ -119,7 +119,7 @@ def with_baseline(samples: Batch, greedy: Batch) -> Batch:
 
     Samples of a group without one (its reward failed) cannot be compared and become ERROR.
     """
-    known = dict(zip(greedy["group"].tolist(), greedy["baseline"].tolist(), strict=True))
-    baseline = torch.tensor([known.get(group, float("nan")) for group in samples["group"].tolist()])
+    baselines = dict(zip(greedy["group"].tolist(), greedy["baseline"].tolist(), strict=True))
+    baseline = torch.tensor([baselines.get(group, float("nan")) for group in samples["group"].tolist()])
     status = samples["status"].masked_fill(baseline.isnan(), int(Status.ERROR))
     return samples.with_(baseline=baseline, status=status)

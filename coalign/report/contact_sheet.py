@@ -26,8 +26,9 @@ from coalign.run_files.records import parse_record, read_end
 from coalign.run_files.sample_text import name_group
 
 SIDE = 192  # pixels of a thumbnail's longer side
-FRAMES = 4  # of a video that are shown
-SAMPLES, BYTES = 24, 4 * 2**20  # of a run's samples.jsonl, its end
+FRAMES = 4  # shown per video
+SAMPLES = 24
+BYTES = 4 * 2**20  # read from the end of samples.jsonl
 PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>{title}</title>
@@ -49,7 +50,8 @@ def link_image(path: str, text: str, style: str = "") -> Text:
 
 def write_contact_sheet(rows: Iterable[Sequence[Text]], path: Path, title: str) -> Path:
     """Write a page with a section for each row of texts, and a thumbnail above each `link_image`; return ``path``."""
-    body = "\n".join(f"<section>{''.join(map(_write_text, texts))}</section>" for texts in rows)
+    sections = ["".join(f"<pre>{''.join(_write_segments(text))}</pre>" for text in texts) for texts in rows]
+    body = "\n".join(f"<section>{section}</section>" for section in sections)
     path.write_text(PAGE.format(title=html.escape(title), body=body), encoding="utf-8")
     return path
 
@@ -74,10 +76,6 @@ def _describe_sample(record: Mapping[str, Any]) -> list[Text]:
         Text(str(record.get("prompt"))),
         Text(str(record.get("response")), style="bold green"),
     ]
-
-
-def _write_text(text: Text) -> str:
-    return f"<pre>{''.join(_write_segments(text))}</pre>"
 
 
 def _write_segments(text: Text) -> Iterator[str]:

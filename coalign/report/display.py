@@ -79,7 +79,7 @@ class Display:
         self._screen = Sink("the screen")  # a closed terminal or pipe does not end a run
         self._bar: Progress | None = None
         self._last = 0
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         self._times: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
         self._history: dict[str, tuple[str, str]] = {}  # metric -> its first and its newest value
         self._smooth: dict[str, float] = {}
@@ -92,10 +92,10 @@ class Display:
     def start(self, step: int, last: int, *, waiting: str = ROLLOUTS, every: int = 1) -> None:
         """Show the bar of a run that starts or resumes after ``step`` of ``last`` steps.
 
-        ``waiting`` says what the loop waits for before it trains. Of the steps, every so many get a line.
+        ``waiting`` says what the loop waits for before it trains. One in ``every`` steps gets a line.
         """
-        self._last, self._begun, self._waiting, self._every = last, time.monotonic(), waiting, every
-        self._times.append((step, self._begun))
+        self._last, self._started_at, self._waiting, self._every = last, time.monotonic(), waiting, every
+        self._times.append((step, self._started_at))
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -112,7 +112,7 @@ class Display:
         atexit.register(self.close)  # an error at exit must not leave the terminal without its cursor
 
     def phase(self, text: str) -> None:
-        """Show beside the bar what the run is doing: ``train``."""
+        """Show the phase of the run beside the bar: ``train``."""
         if self._bar is not None:
             self._bar.update(self._task, phase=self._waiting if text == "rollout" else text)
 
@@ -145,7 +145,7 @@ class Display:
             self.out.print(line, soft_wrap=True)
 
     def finish(self, folder: Path, goodput: Mapping[str, float] | None = None) -> None:
-        """Remove the bar; print a summary, where the time went (``goodput``: its metrics) and where the results are."""
+        """Remove the bar; print a summary, the use of time (``goodput``: its metrics) and the folder of the results."""
         self.close()
         with self._screen.survive():
             self._print_summary(folder, describe_goodput(goodput or {}, self._waiting))
@@ -162,7 +162,7 @@ class Display:
         for line in goodput:
             self.out.print(line, soft_wrap=True)
             log.info("%s", line)
-        self.out.print(f"{_duration(time.monotonic() - self._begun)}; results in {folder}", soft_wrap=True)
+        self.out.print(f"{_duration(time.monotonic() - self._started_at)}; results in {folder}", soft_wrap=True)
         asks = f"coalign chat {folder} · " if (folder / "model").exists() else ""
         self.out.print(f"next: {asks}coalign board {folder}", style="dim", soft_wrap=True)
 
@@ -175,10 +175,10 @@ class Display:
             atexit.unregister(self.close)
 
     def _pace(self) -> str:
-        (first, begun), (step, now) = self._times[0], self._times[-1]
+        (first, started_at), (step, now) = self._times[0], self._times[-1]
         if step == first:
             return ""
-        seconds = (now - begun) / (step - first)
+        seconds = (now - started_at) / (step - first)
         return f"{format_number(seconds)} s/step, {_duration(seconds * (self._last - step))} left"
 
     # ---- everything else -------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Display:
         self.out.print(Panel(text, title=title, subtitle=_format_reward(sample), title_align="left"))
 
     def show(self, content: RenderableType) -> None:
-        """Print a result: a text as it is, never folded, or anything that rich can render."""
+        """Print a result: an unwrapped text, or anything that rich can render."""
         self.out.print(content, soft_wrap=isinstance(content, str | Text))
 
     def write(self, text: str) -> None:
@@ -227,7 +227,7 @@ class Display:
         return handler
 
     def _find_log_console(self) -> Console:
-        """Return the console of the bar while it is shown: it moves the bar down, which others would write into."""
+        """Return the console of the bar while it is shown, which moves the bar down; another would write into it."""
         return self.out if self._bar is not None and not self._has_no_bar(self.out) else self.err
 
     def _has_no_bar(self, console: Console) -> bool:
@@ -265,10 +265,10 @@ class _Rate(TextColumn):
 
 
 def _format_reward(sample: Sample) -> str:
-    parts = ", ".join(f"{name} {format_number(value)}" for name, value in sample.rewards.items())
+    terms = ", ".join(f"{name} {format_number(value)}" for name, value in sample.rewards.items())
     reward = "no reward" if sample.reward is None else f"reward {format_number(sample.reward)}"
     ending = f" · {sample.status.name.lower()}" if sample.status else ""  # 0 is OK
-    return f"{reward}{f' ({parts})' if parts else ''} · {int(sample.loss_mask.sum())} tokens{ending}"
+    return f"{reward}{f' ({terms})' if terms else ''} · {int(sample.loss_mask.sum())} tokens{ending}"
 
 
 def _table(title: str, *columns: str) -> Table:

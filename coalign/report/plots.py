@@ -74,7 +74,7 @@ def style_axes(axes: Axes, title: str, unit: str, size: int = 12) -> Axes:
 
 
 def format_tick(value: float, _: float = 0.0) -> str:
-    """Write a number of an axis whole: an exponent for the axis (`1e-6`) would stand where the title begins."""
+    """Write a number of an axis without a common exponent (`1e-6`), which would overlap the title."""
     return f"{value:.10g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
@@ -218,7 +218,7 @@ def _save_bands(figure: Figure, axes: Axes, path: Path) -> Path:
 
 
 _ROW = 0.32  # inches
-_MOST_NAMES = 16  # in the legend of a sweep's trials
+_MAX_LEGEND_NAMES = 16  # in the legend of a sweep's trials
 
 
 def plot_timeline(trace: Path, picture: Path) -> Path:
@@ -240,12 +240,13 @@ def plot_timeline(trace: Path, picture: Path) -> Path:
             color=colors[name],
             label=name,
         )
-    begun = {event["id"]: event for event in events if event["ph"] == "b"}
+    starts = {event["id"]: event for event in events if event["ph"] == "b"}
     for event in events:
         if event["ph"] == "e":
-            at = [rows[_key(event)][0]] * 2
-            axes.plot([begun[event["id"]]["ts"] / 1e6, event["ts"] / 1e6], at, color="#999999", linewidth=0.9, zorder=0)
-    axes.set_yticks([at for at, _ in rows.values()], [text for _, text in rows.values()])
+            row = [rows[_key(event)][0]] * 2
+            span = [starts[event["id"]]["ts"] / 1e6, event["ts"] / 1e6]
+            axes.plot(span, row, color="#999999", linewidth=0.9, zorder=0)
+    axes.set_yticks([row for row, _ in rows.values()], [text for _, text in rows.values()])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.xaxis.set_major_locator(AutoLocator())
@@ -283,19 +284,20 @@ def plot_trials(curves: Mapping[str, Curve], metric: str, best: str, path: Path)
             markersize=3.5,
             label=f"{name} (best)" if strong else name,
         )
-    if len(shown) <= _MOST_NAMES:
+    if len(shown) <= _MAX_LEGEND_NAMES:
         axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return save_figure(figure, path)
 
 
 def plot_settings(points: Mapping[str, Sequence[tuple[Any, float]]], metric: str, path: Path) -> Path:
-    """Draw, for each setting, the last value of each trial over what it was set to. Other values than numbers are
-    names on the axis; a setting over more than a factor of 30 has a logarithmic one."""
+    """Draw, for each setting, the last metric of each trial over the setting's value, as a number or as a name.
+
+    A range of more than a factor of 30 has a logarithmic axis."""
     figure = open_figure(4.2 * len(points), 3.6, layout="constrained")
     for number, (key, pairs) in enumerate(points.items()):
         axes = figure.add_subplot(1, len(points), number + 1)
         settings, values = [setting for setting, _ in pairs], [value for _, value in pairs]
-        numeric = all(isinstance(each, int | float) and not isinstance(each, bool) for each in settings)
+        numeric = all(type(entry) in (int, float) for entry in settings)
         axes.scatter(settings if numeric else list(map(str, settings)), values, color=pick_colors(1)[0], s=22)
         axes.yaxis.set_major_formatter(format_tick)
         if numeric and settings and min(settings) > 0 and max(settings) > 30 * min(settings):

@@ -1,4 +1,4 @@
-"""What a notebook or a prompt shows of a finished run: one line, and the curve of what the run is about."""
+"""Shows a finished run in a notebook or at a prompt: one line, and the curve of its main metric."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ _FIELDS = (
     ("eval acc", ("eval/loss/accuracy",), 3, True),
 )
 _UP, _DOWN = " ▲", " ▼"
-ROLLOUTS, ROWS = "waiting for rollouts", "reading data"  # what a loop waits for that samples, and one that reads
-_WAITS = ("rollout", "train", "sync")  # `time/…`: what the loop waits for, one after the other
-# what the shares `goodput/…` are called in a sentence
+ROLLOUTS, ROWS = "waiting for rollouts", "reading data"  # the wait of a loop with and without rollouts
+_WAITS = ("rollout", "train", "sync")  # `time/…`: consecutive waits of the loop
+# names of the shares `goodput/…` in a sentence
 _LOSSES = {
     "sync": "weight sync",
     "checkpoint": "checkpoints",
@@ -83,14 +83,14 @@ def format_metric(metrics: Mapping[str, float], name: str, decimals: int | None 
 def list_step_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]) -> list[str]:
     """Return the texts of a step's line, from left to right. Arrows compare with ``smoothed``."""
     fields = format_fields(metrics, smoothed)
-    return [each for each in (*fields, format_seconds(metrics), format_goodput(metrics), format_idle(metrics)) if each]
+    return list(filter(None, (*fields, format_seconds(metrics), format_goodput(metrics), format_idle(metrics))))
 
 
 class StepColumns:
     """Aligns the fields of one line with those of the lines before it: each value ends where the widest one did."""
 
     def __init__(self) -> None:
-        self._widths: dict[tuple[str, str], tuple[int, int]] = {}  # of the number and of what follows it
+        self._widths: dict[tuple[str, str], tuple[int, int]] = {}  # field -> widths of its number and of its rest
 
     def align(self, fields: Sequence[str]) -> list[str]:
         """Return the fields, padded inside and behind: `loss  0.013` below `loss -0.013`."""
@@ -165,9 +165,9 @@ def sum_phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def split_step_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what the loop waited for in a step, and `other`: seconds that add up to those of the step.
+    """Return the seconds of each wait of the loop in a step, and `other`; they add up to those of the step.
 
-    `rollout` is the wait for a batch, so with overlapping steps only what the trainer had to wait.
+    `rollout` is the wait for a batch: with overlapping steps, only the time that the trainer waited.
     """
     seconds = {label: metrics[f"time/{label}"] for label in _WAITS if f"time/{label}" in metrics}
     return seconds | {"other": max(0.0, metrics["time/step"] - sum(seconds.values()))} if seconds else {}
@@ -185,7 +185,7 @@ def format_goodput(metrics: Mapping[str, float]) -> str:
 
 
 def describe_goodput(metrics: Mapping[str, float], waiting: str = ROLLOUTS) -> list[str]:
-    """Say in a few sentences where the time of a run and its generated tokens went; none without these metrics.
+    """Describe in a few sentences the use of a run's time and of its generated tokens; none without these metrics.
 
     ``waiting`` says what the loop waited for before it trained.
     """
@@ -193,12 +193,12 @@ def describe_goodput(metrics: Mapping[str, float], waiting: str = ROLLOUTS) -> l
         return []
     prefix = "goodput/"
     shares = {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
-    parts = _round_shares(shares)
-    rest = {name: part for name, part in parts.items() if name != "trained" and part}
+    percents = _round_shares(shares)
+    rest = {name: percent for name, percent in percents.items() if name != "trained" and percent}
     causes = {"rollout": waiting, **_LOSSES}
-    lost = ", ".join(f"{causes[name]} {part}%" for name, part in sorted(rest.items(), key=lambda each: -each[1]))
-    whole = timedelta(seconds=round(metrics["time/run"]))
-    lines = [f"goodput: {parts['trained']}% of {whole} went into tokens that were trained on"]
+    lost = ", ".join(f"{causes[name]} {percent}%" for name, percent in sorted(rest.items(), key=lambda pair: -pair[1]))
+    wall_time = timedelta(seconds=round(metrics["time/run"]))
+    lines = [f"goodput: {percents['trained']}% of {wall_time} went into tokens that were trained on"]
     if lost:
         lines.append(f"the rest of the time: {lost}")
     dropped = {
@@ -245,9 +245,9 @@ class RunTotals:
 
 def _round_shares(seconds: Mapping[str, float]) -> dict[str, int]:
     """Return whole percentages that add up to 100: the largest remainders are rounded up."""
-    whole = sum(seconds.values()) or 1.0
-    exact = {name: 100 * part / whole for name, part in seconds.items()}
-    shares = {name: int(part) for name, part in exact.items()}
+    total = sum(seconds.values()) or 1.0
+    exact = {name: 100 * amount / total for name, amount in seconds.items()}
+    shares = {name: int(amount) for name, amount in exact.items()}
     for name in sorted(exact, key=lambda name: shares[name] - exact[name])[: 100 - sum(shares.values())]:
         shares[name] += 1
     return shares

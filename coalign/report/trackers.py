@@ -1,6 +1,6 @@
 """Sends a run's metrics and samples to experiment trackers: TensorBoard, wandb, MLflow, SwanLab and Trackio.
 
-A tracker never holds a step up and never ends a run: each has a thread, where what could not be sent waits.
+A tracker never holds a step up and never ends a run: each has a thread, where unsent records wait.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 20  # sends of one record before it is given up: it may be one that the tracker refuses
-END_SECONDS = 60.0  # what a tracker may take at the end of a run to send what waits
-IDS = "trackers.json"  # in the run folder: the id of the run at each tracker
+ATTEMPTS = 20  # sends of one record before it is given up: the tracker may refuse it
+END_SECONDS = 60.0  # in which a tracker may send waiting records at the end of a run
+IDS = "trackers.json"  # a file in the run folder with the id of the run at each tracker
+MLFLOW_PARAMS_PER_REQUEST = 100
 _IDS_LOCK = threading.Lock()
 
 
@@ -59,11 +60,11 @@ class Tracker(ABC):
         """Send samples as a table called ``name``. All rows have the same keys; values are texts and numbers."""
 
     def rewind(self, step: int) -> None:  # noqa: B027 (most can do nothing)
-        """Forget what was sent after ``step``, where a tracker can. By default it stays, and new points join it."""
+        """Delete the records after ``step``, if the tracker can. By default they stay, and new points join them."""
 
     @abstractmethod
     def finish(self, failed: bool) -> None:
-        """Send what the client still holds, and end the run."""
+        """Send the client's buffered records, and end the run."""
 
 
 class TensorBoardTracker(Tracker):
@@ -161,8 +162,8 @@ class MlflowTracker(Tracker):
             number = experiment.experiment_id if experiment else self._client.create_experiment(self.settings.project)
             self._id = self._client.create_run(number, run_name=self.name).info.run_id
             texts = [Param(name, text[:500]) for name, text in _flatten(self.config) if text]
-            for first in range(0, len(texts), 100):  # of one request
-                self._client.log_batch(self._id, params=texts[first : first + 100])
+            for first in range(0, len(texts), MLFLOW_PARAMS_PER_REQUEST):
+                self._client.log_batch(self._id, params=texts[first : first + MLFLOW_PARAMS_PER_REQUEST])
         self._client.log_dict(self._id, dict(self.config), f"config_from_step_{step}.yaml")
         return self._id
 
@@ -191,11 +192,11 @@ class SwanlabTracker(Tracker):
 
         host = self.settings.url
         server: dict[str, Any] = {"api_host": host, "web_host": host} if host else {}
-        parts = swanlab.Settings
-        settings = parts(
+        client_settings = swanlab.Settings
+        settings = client_settings(
             interactive=False,
-            terminal=parts.Terminal(proxy_type="none"),
-            probe=parts.Probe(requirements=False),  # a list of all packages takes pip seconds
+            terminal=client_settings.Terminal(proxy_type="none"),
+            probe=client_settings.Probe(requirements=False),  # a list of all packages takes pip seconds
             **server,
         )
         if self.settings.offline:
@@ -235,7 +236,7 @@ class TrackioTracker(Tracker):
         import trackio  # pyright: ignore[reportMissingImports]  # an optional package
 
         url = None if self.settings.offline else self.settings.url
-        where: dict[str, Any] = {"server_url" if url.startswith("http") else "space_id": url} if url else {}
+        server: dict[str, Any] = {"server_url" if url.startswith("http") else "space_id": url} if url else {}
         self._table = trackio.Table
         self._run = trackio.init(
             self.settings.project,
@@ -244,7 +245,7 @@ class TrackioTracker(Tracker):
             config=dict(self.config),
             private=True,
             embed=False,
-            **where,
+            **server,
         )
         return self._run.name
 
@@ -269,12 +270,12 @@ CLASSES: Mapping[str, type[Tracker]] = {
 
 
 class TrackerFeed:
-    """Sends records to one tracker from a thread. One that cannot be sent waits, and is sent with the next one."""
+    """Sends records to one tracker from a thread. A record that cannot be sent waits, and is sent with the next one."""
 
     def __init__(self, name: str, tracker: Tracker, ids: Path, step: int) -> None:
-        """``ids`` is the file of run ids: the tracker's own is read from it, or added once the run has begun."""
+        """``ids`` is the file of run ids: the id at this tracker is read from it, or added once the run has begun."""
         self.name, self._tracker, self._ids, self._step = name, tracker, ids, step
-        self._begun = False
+        self._has_started = False
         self._submitted = self._sent = self._failures = 0
         self._waiting: deque[Callable[[], None]] = deque()
         self._sink = Sink(f"the metrics in {name}")
@@ -301,7 +302,7 @@ class TrackerFeed:
 
     def _flush(self) -> None:
         with self._sink.survive(Exception):
-            if not self._begun:
+            if not self._has_started:
                 self._begin()
             while self._waiting:
                 try:
@@ -315,10 +316,10 @@ class TrackerFeed:
                 self._waiting.popleft()
 
     def _begin(self) -> None:
-        found = self._tracker.start(read_ids(self._ids).get(self.name), self._step)
-        self._begun = True
+        run_id = self._tracker.start(read_ids(self._ids).get(self.name), self._step)
+        self._has_started = True
         with _IDS_LOCK:
-            write_text_atomically(self._ids, json.dumps({**read_ids(self._ids), self.name: found}, indent=1))
+            write_text_atomically(self._ids, json.dumps({**read_ids(self._ids), self.name: run_id}, indent=1))
 
 
 def read_ids(path: Path) -> dict[str, str]:
@@ -331,7 +332,9 @@ def start_trackers(
 ) -> list[TrackerFeed]:
     """Begin or continue, after ``step``, the run of a folder at each tracker. ``config`` holds no secrets."""
     ids = folder / IDS
-    return [TrackerFeed(each.name, CLASSES[each.name](each, folder, config), ids, step) for each in settings]
+    return [
+        TrackerFeed(tracker.name, CLASSES[tracker.name](tracker, folder, config), ids, step) for tracker in settings
+    ]
 
 
 def clean_mlflow_name(name: str) -> str:
@@ -342,5 +345,5 @@ def clean_mlflow_name(name: str) -> str:
 def _flatten(value: Any, key: str = "") -> list[tuple[str, str]]:
     """List (dotted key, text) of all settings."""
     if isinstance(value, Mapping):
-        return [pair for name, own in value.items() for pair in _flatten(own, f"{key}.{name}" if key else str(name))]
+        return [pair for name, item in value.items() for pair in _flatten(item, f"{key}.{name}" if key else str(name))]
     return [(clean_mlflow_name(key), str(value))]

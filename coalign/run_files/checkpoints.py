@@ -1,4 +1,4 @@
-"""Checkpoints as files: which directories there are, and whether one holds what was written.
+"""Checkpoints as files: lists their directories, and verifies their contents.
 
 A checkpoint is ``checkpoints/step_N/`` of a run folder, and has a ``manifest.json`` with the size and the SHA-256 of
 every other file. It is written last (coalign.engine.hooks.checkpoint_folder), so without it there is no checkpoint.
@@ -19,7 +19,7 @@ from coalign.files import describe_problem, hash_file, read_json_object
 MANIFEST = "manifest.json"
 MEMORY = Path("/dev/shm")  # checkpoints in memory, each run in a folder `coalign-USER-HASH`, or one `…-NODE` a node
 LEFT_SECONDS = 24 * 3600.0
-RUN = "run"  # in such a folder: a link to the folder of the run
+RUN = "run"  # a link in such a folder to the folder of the run
 
 
 class CorruptCheckpoint(OSError):
@@ -27,7 +27,7 @@ class CorruptCheckpoint(OSError):
 
 
 def name_memory_folder(run: Path) -> Path:
-    """Return where the checkpoints in memory of the run in this folder are; of each of several nodes `…-NODE`."""
+    """Return the folder of the run's checkpoints in memory; each of several nodes has its own, `…-NODE`."""
     digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()
     return MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
 
@@ -56,7 +56,7 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def format_manifest(sizes: Mapping[str, int], token: str) -> str:
-    """Return the manifest of a checkpoint whose files lie on several nodes; ``token`` tells it from all others."""
+    """Return the manifest of a checkpoint whose files lie on several nodes; ``token`` identifies it."""
     return json.dumps({"files": {name: {"size": size} for name, size in sizes.items()}, "spread": token}, indent=1)
 
 
@@ -77,7 +77,7 @@ def is_spread(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str | None]]:
-    """Return size and SHA-256 of each file of a checkpoint (None: of one in memory). Raises CorruptCheckpoint."""
+    """Return size and SHA-256 (None for a checkpoint in memory) of each file. Raises CorruptCheckpoint."""
     try:
         files: dict[str, Any] = read_json_object(path / MANIFEST)["files"]
         for name, entry in files.items():

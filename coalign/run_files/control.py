@@ -1,8 +1,8 @@
-"""Requests to a run that is going: save now, stop, or compute with other numbers of processes.
+"""Requests to a running run: save now, stop, or change numbers of processes.
 
-Whoever asks writes `control.json` into the run folder: an `id`, and `requests`. The run looks for it between two steps,
-does what it says, writes `control.done.json`, and deletes it (coalign.engine.hooks.run_control). So there is one
-request at a time. It outlives the process that asks, but not the run: a run that starts or ends refuses what it finds.
+A client writes `control.json` into the run folder: an `id`, and `requests`. Between two steps the run serves them,
+writes `control.done.json`, and deletes `control.json` (coalign.engine.hooks.run_control). So there is one request at a
+time. It outlives the client, but not the run: a run that starts or ends refuses pending requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEPT_ANSWERS = 20
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """What a run should do: `save`, `stop`, or `scale`, with the number of processes that each of ``models`` gets.
+    """A request to `save`, `stop`, or `scale`, with the number of processes that each of ``models`` gets.
 
     Raises ValueError for anything else.
     """
@@ -59,7 +59,7 @@ class ControlRequest:
 
 @dataclass(frozen=True, slots=True)
 class ControlResult:
-    """What became of a request: whether it was ``done``, and a sentence about it."""
+    """The result of a request: whether it was ``done``, and a sentence about it."""
 
     do: str
     done: bool
@@ -78,7 +78,7 @@ class PendingControl:
     requests: Sequence[Any]
 
 
-# ---- of those who ask --------------------------------------------------------------------------------------------
+# ---- clients -----------------------------------------------------------------------------------------------------
 
 
 def submit(run: Path, *requests: ControlRequest) -> str:
@@ -90,7 +90,10 @@ def submit(run: Path, *requests: ControlRequest) -> str:
     request_id = uuid4().hex
     aside = run / f".writing-{NAME}-{request_id}"
     try:
-        aside.write_text(json.dumps({"id": request_id, "requests": [_to_json(request) for request in requests]}))
+        encoded = [
+            {"do": request.do} | ({"models": dict(request.models)} if request.models else {}) for request in requests
+        ]
+        aside.write_text(json.dumps({"id": request_id, "requests": encoded}))
         os.link(aside, run / NAME)  # unlike a rename it does not replace another request
     except FileExistsError:
         raise ValueError(f"{run} has another request to answer, after the step under way; ask again then") from None
@@ -100,7 +103,7 @@ def submit(run: Path, *requests: ControlRequest) -> str:
 
 
 def read_answer(run: Path, request_id: str) -> list[ControlResult] | None:
-    """Return what became of a request, by its id; None: it is not answered yet."""
+    """Return the results of a request, by its id; None if it is not answered yet."""
     for answer in _read_answers(run):
         if answer.get("id") == request_id and isinstance(results := answer.get("results"), list):
             return [ControlResult.parse(result) for result in results if isinstance(result, dict)]
@@ -108,7 +111,7 @@ def read_answer(run: Path, request_id: str) -> list[ControlResult] | None:
 
 
 def wait_for_answer(run: Path, request_id: str) -> list[ControlResult]:
-    """Return what became of a request, once the run says so. Raises ValueError if the run ends before."""
+    """Wait for the results of a request. Raises ValueError if the run ends without an answer."""
     while True:
         going = is_going(run)
         if (results := read_answer(run, request_id)) is not None:
@@ -124,15 +127,11 @@ def require_going(run: Path) -> None:
         raise ValueError(f"no run is going in {run}; `coalign train` starts it")
 
 
-def _to_json(request: ControlRequest) -> dict[str, Any]:
-    return {"do": request.do} | ({"models": dict(request.models)} if request.models else {})
-
-
-# ---- of the run --------------------------------------------------------------------------------------------------
+# ---- the run -----------------------------------------------------------------------------------------------------
 
 
 def read_request(run: Path) -> PendingControl | None:
-    """Return what the run is asked for; None: nothing. What cannot be read is a request with that problem."""
+    """Return the pending requests; None without any. An unreadable file counts as one request, with the problem."""
     path = run / NAME
     if not path.exists():
         return None
@@ -145,7 +144,7 @@ def read_request(run: Path) -> PendingControl | None:
 
 
 def write_answer(run: Path, request_id: str, results: Sequence[ControlResult]) -> None:
-    """Answer the request, which is then gone. Raises OSError."""
+    """Write the answer, and delete the request. Raises OSError."""
     answer = {"id": request_id, "at": round(time.time(), 3), "results": [asdict(result) for result in results]}
     answers = [answer, *_read_answers(run)][:_KEPT_ANSWERS]
     try:
@@ -155,9 +154,9 @@ def write_answer(run: Path, request_id: str, results: Sequence[ControlResult]) -
 
 
 def refuse_request(run: Path, why: str) -> None:
-    """Refuse what the run is asked for, if it is asked for anything."""
+    """Refuse the pending requests, if there are any."""
     if (pending := read_request(run)) is not None:
-        verbs = [each.get("do", "") if isinstance(each, dict) else "" for each in pending.requests]
+        verbs = [request.get("do", "") if isinstance(request, dict) else "" for request in pending.requests]
         write_answer(run, pending.id, [ControlResult(str(verb), False, why) for verb in verbs])
 
 

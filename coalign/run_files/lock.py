@@ -1,6 +1,6 @@
-"""The lock of a run folder: one process at a time writes to it, and others can see which, and whether it still goes.
+"""The lock of a run folder: one process at a time writes to it, and others can see which one, and whether it runs.
 
-`.lock` is held by flock, which ends with the process, however it ends. Its content says whose the lock is, or was.
+`.lock` is held by flock, which ends with the process, however it ends. Its content names the owner, or the last one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import IO
 from coalign.files import open_regular, read_json_object
 
 NAME = ".lock"
-_LATEST = 1e11  # seconds since the epoch, some thousand years from now
-_LOOK_SECONDS = 0.01  # longer than another process takes to look whether a lock is held
+_MAX_TIME = 1e11  # seconds since the epoch, some thousand years from now
+_RETRY_SECONDS = 0.01  # longer than `is_going` of another process holds the lock
 
 
 class FolderInUse(OSError):
@@ -55,15 +55,15 @@ def lock_file(path: Path, message: str) -> IO[bytes]:
             file.close()
             raise FolderInUse(message)
         fcntl.flock(file, fcntl.LOCK_UN)  # only `is_going` had it, for a moment
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_RETRY_SECONDS)
     return file
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
     """Make the folder and hold its lock until the returned file is closed. Raises FolderInUse."""
     file = lock_file(folder / NAME, f"{folder} belongs to a run that is still going; choose another `output`")
-    before = read_owner(folder)
-    epoch = before.epoch + 1 if before else 1
+    previous = read_owner(folder)
+    epoch = previous.epoch + 1 if previous else 1
     owner = LockOwner(os.getpid(), socket.gethostname(), round(time.time(), 3), epoch)
     file.truncate(0)
     file.write(json.dumps(asdict(owner)).encode())
@@ -96,18 +96,18 @@ def is_held(file: IO[bytes]) -> bool:
 def read_owner(folder: Path) -> LockOwner | None:
     """Return the newest owner of the folder's lock; None if nobody has had it, or it cannot be read."""
     try:
-        found = read_json_object(folder / NAME)
-        started = float(found["started"])
-        if not 0 <= started < _LATEST:
+        content = read_json_object(folder / NAME)
+        started = float(content["started"])
+        if not 0 <= started < _MAX_TIME:
             return None
-        return LockOwner(int(found["pid"]), str(found["host"]), started, int(found.get("epoch", 1)))
+        return LockOwner(int(content["pid"]), str(content["host"]), started, int(content.get("epoch", 1)))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
-def _lock(file: IO[bytes], kind: int) -> bool:
+def _lock(file: IO[bytes], operation: int) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

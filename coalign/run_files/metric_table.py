@@ -1,7 +1,7 @@
-"""Says what the metrics of a run mean: the entries of metrics.yaml, and which of them a name belongs to.
+"""Describes the metrics of a run: the entries of metrics.yaml, and which of them a name belongs to.
 
-`describe_metric` is to open first. An evaluation's metrics are those of a step with `eval/` before them, and with the
-name of their source where there are several. Another model that learns has its name before its metrics.
+Start with `describe_metric`. An evaluation's metrics have the prefix `eval/`, with several sources also the name of the
+source. Metrics of further trained models have the model's name as a prefix.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class MetricEntry:
     name: str
     unit: Texts
     meaning: Texts
-    title: Texts  # of the group that it is listed in
+    title: Texts  # title of its group
     pattern: re.Pattern[str]
 
     @property
     def letters(self) -> int:
-        """How many characters of the name are given: of two names that match, that with more is the better one."""
+        """How many characters of the name are no placeholder; of two matching entries that with more is chosen."""
         return len(_PLACEHOLDER.sub("", self.name))
 
 
@@ -55,9 +55,9 @@ def _read_entry(name: str, raw: Mapping[str, str], units: Mapping[str, Texts], t
 
 
 def find_entry(name: str) -> tuple[MetricEntry, str] | None:
-    """Return the entry of a metric, and what stands before it in its name: `eval`, a source, another model.
+    """Return the entry of a metric, and the prefix of its name: `eval`, a source, another model.
 
-    None for a metric that is none of Coalign's, as hooks of a run's own may add.
+    None for a metric that is not Coalign's: users' hooks may add some.
     """
     if entry := _match(name, begins_open=False):
         return entry, ""
@@ -79,13 +79,13 @@ def describe_metric(name: str) -> dict[str, str] | None:
     match = find_entry(name)
     if match is None:
         return None
-    entry, before = match
+    entry, prefix = match
     texts = {language: f"{entry.meaning[language]} [{entry.unit[language]}]" for language in LANGUAGES}
-    return {language: f"{before}: {text}" if before else text for language, text in texts.items()}
+    return {language: f"{prefix}: {text}" if prefix else text for language, text in texts.items()}
 
 
 def _match(name: str, *, begins_open: bool) -> MetricEntry | None:
-    """Return the entry with the most letters that means a name, of those that do or do not begin with any text."""
+    """Return the matching entry with the most letters, among those that do or do not begin with a placeholder."""
     matches = [
         entry for entry in read_entries() if entry.name.startswith("<") == begins_open and entry.pattern.fullmatch(name)
     ]

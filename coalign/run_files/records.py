@@ -19,19 +19,19 @@ from typing import IO, Any, Generic, TypeVar
 from coalign.files import open_regular
 
 CHUNK = 1 << 22  # bytes read at once
-MAX_LINE = 1 << 24  # bytes; a longer line is no record, and becomes several damaged ones
+MAX_LINE = 1 << 24  # bytes; a longer line is read as several damaged records
 MAX_NESTING = 100  # lists and objects within each other
-LARGEST_STEP = 1 << 53  # which JavaScript can still count
+LARGEST_STEP = 1 << 53  # the largest integer that JavaScript counts exactly
 LARGEST_NUMBER = 1e200  # sums of as many as a file can hold stay finite
 _QUOTE = ord('"')
 _TEXTS_OR_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.?)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
-_TAIL = 64  # bytes before the position that must be as they were
+_TAIL = 64  # bytes before a position that identify the file
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class FilePosition:
-    """Where reading ended: after ``offset`` bytes of the file with this ``inode``, the last of which are ``tail``."""
+    """The end of the last read: after ``offset`` bytes of the file with this ``inode``, which end with ``tail``."""
 
     inode: int = 0
     offset: int = 0
@@ -45,7 +45,7 @@ START = FilePosition()
 class FileGrowth:
     """The complete ``lines`` that follow a position, without their ends, and the ``position`` after them.
 
-    ``replaced``: the file is another one than before, so these lines are its first, and what was read of it is void.
+    ``replaced``: the file was replaced, so these lines are its first, and all lines read earlier are void.
 
     Example: everything that a file holds now.
         lines = [line for growth in follow_growth(path, START) for line in growth.lines]
@@ -57,7 +57,7 @@ class FileGrowth:
 
 
 def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> FileGrowth:
-    """Read what was added to a file after ``position``: at most ``chunk`` bytes, or one line. A missing file is empty.
+    """Read the lines added to a file after ``position``: at most ``chunk`` bytes, or one line. A missing file is empty.
 
     Raises OSError if it cannot be read, or is no regular file.
     """
@@ -86,26 +86,26 @@ def _has_position(file: IO[bytes], inode: int, position: FilePosition) -> bool:
 
 
 def follow_growth(path: Path, position: FilePosition) -> Iterator[FileGrowth]:
-    """Yield what was added to a file after ``position``, chunk by chunk, until there is no more for now."""
+    """Yield the lines added to a file after ``position``, chunk by chunk, until its end."""
     growth = read_growth(path, position)
     while growth.lines or growth.replaced:
         yield growth
         growth = read_growth(path, growth.position)
 
 
-def read_end(path: Path, most: int) -> bytes:
-    """Return the last ``most`` bytes of a file, from the beginning of a line on; empty if it is missing.
+def read_end(path: Path, max_bytes: int) -> bytes:
+    """Return the last ``max_bytes`` bytes of a file, from the beginning of a line on; empty if it is missing.
 
     Raises OSError if it cannot be read.
     """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - most))
-            data = file.read(most)
+            file.seek(max(0, size - max_bytes))
+            data = file.read(max_bytes)
     except FileNotFoundError:
         return b""
-    return data[data.find(b"\n") + 1 :] if size > most else data
+    return data[data.find(b"\n") + 1 :] if size > max_bytes else data
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
@@ -140,8 +140,8 @@ def _parse_finite(text: str) -> float | None:
 def _measure_nesting(line: bytes) -> int:
     """Return how deep brackets are nested outside of texts."""
     depth = deepest = 0
-    for found in _TEXTS_OR_BRACKETS.finditer(line):
-        bracket = line[found.start()]
+    for match in _TEXTS_OR_BRACKETS.finditer(line):
+        bracket = line[match.start()]
         if bracket != _QUOTE:
             depth += 1 if bracket in b"[{" else -1
             deepest = max(deepest, depth)
@@ -162,9 +162,9 @@ def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class FollowedFile(Generic[Value]):
-    """Follows a file of lines; ``values`` is what ``parse`` makes of them, at most the newest ``limit``.
+    """Follows a file of lines; ``values`` has the results of ``parse``, at most the newest ``limit``.
 
-    Lines of which it makes None are left out.
+    Lines for which it returns None are left out.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Value | None], limit: int | None = None) -> None:
@@ -174,7 +174,7 @@ class FollowedFile(Generic[Value]):
         self._position = START
 
     def update(self) -> bool:
-        """Read what was added since the last time; return whether ``values`` may have changed."""
+        """Read the lines added since the last call; return whether ``values`` may have changed."""
         changed = False
         for growth in follow_growth(self.path, self._position):
             self._position, changed = growth.position, True

@@ -1,10 +1,10 @@
-"""The tokens of the samples that a run logs, with what is known of each: `rollouts/step_N.safetensors`.
+"""The tokens of the samples that a run logs, with a value for each column: `rollouts/step_N.safetensors`.
 
 A file has the rows that samples.jsonl has of that step, in the same order. Any reader of safetensors reads it:
 
 - `tokens` i32[T]: prompt and response of each row, rows end to end; `row_ends` i64[R]: where each row ends;
   `prompt_length` i32[R].
-- of each token, as far as the step has them: `logprob` (the sampler's), `trainer_logprob` (before the step's first
+- for each token, if the step has them: `logprob` (the sampler's), `trainer_logprob` (before the step's first
   update), `reference_logprob`, `advantage`, f32[T], NaN where there is none; `loss_mask` u8[T];
   `weight_version` i32[T], -1 for a token that was not generated.
 - metadata: `pieces`, a JSON object with the text of each token id alone; `step`; `format`, "1".
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # numpy is imported late: the board reads these files without
 
 FOLDER = "rollouts"
 FORMAT = "1"
-# Columns with a value for each token -> their type, and what stands where there is none.
+# Columns with a value for each token -> their dtype, and the value of a token without one.
 MISSING: dict[str, tuple[str, float]] = {
     "logprob": ("float32", math.nan),
     "trainer_logprob": ("float32", math.nan),
@@ -52,26 +52,26 @@ class LoggedRollouts:
     columns: Mapping[str, np.ndarray]
     pieces: Mapping[int, str]
 
-    def extend(self, other: LoggedRollouts) -> LoggedRollouts:
-        """Return these rows and those of ``other``; a column that one of them lacks has no values there."""
+    def extend(self, later: LoggedRollouts) -> LoggedRollouts:
+        """Return these rows and those of ``later``; a column that one of them lacks has no values there."""
         import numpy as np
 
-        names = [name for name in MISSING if name in self.columns or name in other.columns]
-        columns = {name: np.concatenate([self._get(name), other._get(name)]) for name in names}
+        names = [name for name in MISSING if name in self.columns or name in later.columns]
+        columns = {name: np.concatenate([self._get(name), later._get(name)]) for name in names}
         return replace(
             self,
-            tokens=np.concatenate([self.tokens, other.tokens]),
-            row_ends=np.concatenate([self.row_ends, other.row_ends + len(self.tokens)]),
-            prompt_length=np.concatenate([self.prompt_length, other.prompt_length]),
+            tokens=np.concatenate([self.tokens, later.tokens]),
+            row_ends=np.concatenate([self.row_ends, later.row_ends + len(self.tokens)]),
+            prompt_length=np.concatenate([self.prompt_length, later.prompt_length]),
             columns=columns,
-            pieces={**self.pieces, **other.pieces},
+            pieces={**self.pieces, **later.pieces},
         )
 
     def _get(self, name: str) -> np.ndarray:
         import numpy as np
 
-        kind, value = MISSING[name]
-        return self.columns.get(name, np.full(len(self.tokens), value, kind))
+        dtype, value = MISSING[name]
+        return self.columns.get(name, np.full(len(self.tokens), value, dtype))
 
 
 def find_rollouts(run: Path, step: int) -> Path:
@@ -89,11 +89,11 @@ def write_rollouts(path: Path, step: int, rollouts: LoggedRollouts) -> None:
     """Replace the file of a step. Raises OSError."""
     from safetensors.numpy import save_file
 
-    own = {"tokens": rollouts.tokens, "row_ends": rollouts.row_ends, "prompt_length": rollouts.prompt_length}
+    arrays = {"tokens": rollouts.tokens, "row_ends": rollouts.row_ends, "prompt_length": rollouts.prompt_length}
     pieces = {str(token): text for token, text in rollouts.pieces.items()}
     metadata = {"pieces": json.dumps(pieces, ensure_ascii=False), "step": str(step), "format": FORMAT}
     with write_atomically(path) as aside:
-        save_file({**own, **rollouts.columns}, aside, metadata)
+        save_file({**arrays, **rollouts.columns}, aside, metadata)
 
 
 def read_rollouts(path: Path) -> LoggedRollouts:

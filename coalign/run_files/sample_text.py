@@ -1,4 +1,4 @@
-"""What lists of samples say: which group a sample is of, and what the policy was asked last."""
+"""Texts for lists of samples: the group of a sample, and the last question to the policy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def name_group(group: Any) -> str:
 def find_question(sample: Mapping[str, Any]) -> str:
     """Return the user's last turn in the prompt of a record of samples.jsonl.
 
-    Many prompts of a run begin with the same system prompt, and end with marks of the chat template. A record without
-    messages has its prompt as it is.
+    Many prompts of a run begin with the same system prompt, and end with marks of the chat template. For a record
+    without messages, its prompt is returned.
     """
     row = sample.get("row")
     row = row if isinstance(row, dict) else {}

@@ -100,7 +100,7 @@ FAULTS = {
 def test_a_decoder_that_fails_costs_one_picture(fault, tmp_path, monkeypatch):
     body, message = FAULTS[fault]
     monkeypatch.setattr(decoder, "SECONDS", 1)
-    monkeypatch.setattr(decoder, "_WAIT", 2)
+    monkeypatch.setattr(decoder, "_BUSY_FACTOR", 2)
     start_program(monkeypatch, tmp_path, body)
     with pytest.raises(UnreadablePicture, match=message):
         decode(encode("PNG"), "bad", MOST)
@@ -109,7 +109,7 @@ def test_a_decoder_that_fails_costs_one_picture(fault, tmp_path, monkeypatch):
 
 def test_a_picture_that_hangs_holds_up_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(decoder, "SECONDS", 2)
-    monkeypatch.setattr(decoder, "_AT_ONCE", 2)
+    monkeypatch.setattr(decoder, "_POOL_SIZE", 2)
     start_program(monkeypatch, tmp_path, "exec('while True: pass')")
     with ThreadPoolExecutor(2) as threads:
         hangs = threads.submit(decode, encode("PNG"), "bad", MOST)
@@ -121,7 +121,7 @@ def test_a_picture_that_hangs_holds_up_no_other(tmp_path, monkeypatch):
 
 def test_a_process_that_was_killed_between_pictures_is_replaced():
     process = DecodingProcess()
-    request = {"name": "a", "most_pixels": MOST, "is_video": False, "has_pixels": False, "seconds": 5}
+    request = {"name": "a", "max_pixels": MOST, "is_video": False, "has_pixels": False, "seconds": 5}
     first = process.ask(request, encode("PNG"))
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGKILL)

@@ -62,7 +62,7 @@ def test_only_the_template_writes_control_tokens(message):
     template = load_template(tokenizer, TOOLS)
     plain = count_special(template.prompt([user("x"), user("y")], [{"name": "f"}]))
     tokens = template.prompt([user("x"), message], [{"name": f"f{FORGED}"}])
-    assert count_special(tokens) == plain and template.guard.found > 0
+    assert count_special(tokens) == plain and template.guard.codes_read > 0
     rendered = tokenizer.apply_chat_template(
         [user("x"), message], [{"name": f"f{FORGED}"}], chat_template=TOOLS, add_generation_prompt=True, tokenize=False
     )
@@ -100,7 +100,7 @@ def test_whatever_is_spelled_is_read_as_it_is(contents):
     assert tokenizer.decode(tokens) == template.render(messages, generation_prompt=True)
     assert count_special(tokens) == 2 * len(contents) + 1
     if not any(marker in text for text in contents for marker in SPECIAL):
-        assert template.guard.found == 0
+        assert template.guard.codes_read == 0
 
 
 def test_tokens_are_those_of_the_tokenizer_when_it_splits():

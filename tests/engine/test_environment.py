@@ -12,7 +12,7 @@ from coalign.cluster.future import Call, Future, Outcome
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import RolloutConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.environment import BUNDLES, Bundle, Environment
+from coalign.engine.environment import MAX_BUNDLES_PER_STEP, Bundle, Environment
 from coalign.engine.selection import GroupSelection
 from coalign.engine.unfinished import UnfinishedGroups
 from coalign.types import EffectiveSize, Max, Stat, Total, merge_stats
@@ -92,7 +92,7 @@ def test_prompts_of_a_step_go_through_the_flow_in_bundles_in_the_order_drawn(clu
     _, take, seen = build(cluster, staleness=1, last=1, batch_size=20)
     assert take(0) == list(range(20))
     sizes = [len(groups) for _, groups in seen]
-    assert len(sizes) == BUNDLES and max(sizes) - min(sizes) <= 1
+    assert len(sizes) == MAX_BUNDLES_PER_STEP and max(sizes) - min(sizes) <= 1
     assert [group for _, groups in seen for group in groups] == list(range(20))
 
 
@@ -153,7 +153,7 @@ def test_every_kind_of_metric_goes_on_to_be_merged(cluster):
     of_weights = EffectiveSize.of(torch.tensor([1.0, 3.0]))
     before = {"mean": Stat(3.0, 2.0), "most": Max(5.0), "count": Total(7.0), "share": of_weights}
     groups = cluster.put(Batch(torch.ones(2), {}, {"group": torch.tensor([4, 4])}))
-    state = Bundle(version=3, target=1, batches={"groups": groups}, before=before).state_dict()
+    state = Bundle(version=3, target=1, batches={"groups": groups}, earlier_stats=before).state_dict()
     state |= {"before": json.loads(json.dumps(state["before"]))}
     restored = build(cluster)[0]._restore(state)
     batches, again = restored.wait()

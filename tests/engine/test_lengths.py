@@ -7,7 +7,7 @@ from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
 from coalign.engine.selection import ResponseLengths, response_lengths
-from coalign.engine.unfinished import go_on
+from coalign.engine.unfinished import continue_groups
 from coalign.types import Status
 
 STORE = LocalStore()
@@ -72,9 +72,9 @@ def test_what_has_ended_is_no_work_any_more():
     log |= {"rollout_logprobs": torch.zeros(5), "versions": torch.tensor([-1, 3, 3, -1, 3]).int()}
     carried = Batch(torch.tensor([3, 2]), log, columns | {"expected_tokens": torch.tensor([9, 9]).int()})
     fresh = prompts("a").with_(expected_tokens=torch.tensor([5]).int())
-    samples, stats = go_on(carried, fresh, samples=2, since=3)
+    samples, stats = continue_groups(carried, fresh, samples=2, oldest_version=3)
     assert samples["expected_tokens"].tolist() == [0, 9, 5, 5] and stats == {}
-    samples, stats = go_on(carried, fresh, samples=2, since=4)
+    samples, stats = continue_groups(carried, fresh, samples=2, oldest_version=4)
     assert samples["group"].tolist() == [0, 0]
     assert {name: metric.value for name, metric in stats.items()} == {
         "rollout/given_up": 1,

@@ -154,7 +154,7 @@ from tests.environments.helpers import episode, play
 async def holds_everything(one):
     re.fullmatch(r"(a+)+b", "a" * 60)
 
-loop._LEAST_HOLD = loop._GRACE = 1.0
+loop._MIN_HOLD_SECONDS = loop._GRACE = 1.0
 play(holds_everything, episode(), timeout=1.0)
 """
 
@@ -239,6 +239,6 @@ def test_a_loop_runs_several_batches_and_the_watch_has_the_limit_of_those_that_r
         ends[1].set()
         while not second.done:
             second.wait()
-        assert loop._find_limit() == environments._IDLE_HOLD
+        assert loop._find_limit() == environments._IDLE_HOLD_SECONDS
     finally:
         loop.close()

@@ -1,8 +1,8 @@
 """Losses: pure functions of one micro-batch of trained tokens. They return values; the framework weighs and sums them.
 
 ``policy.py`` has those of PPO and its relatives, ``preference.py`` those of DPO, ``supervised.py`` SFT. Keyword-only
-arguments are configuration. A loss declares by attributes what a value belongs to (``per``) and which inputs it needs
-that exist only on request (``needs``): see coalign.algorithms.segments.
+arguments are configuration. A loss declares by attributes whether it gives a value per token, sequence, group or batch
+(``per``), and the inputs on request that it reads (``needs``): see coalign.algorithms.segments.
 """
 
 from coalign.algorithms.losses.policy import cispo, gmpo, gspo, kl_cov, policy_gradient, reinforce, sapo, topr, value

@@ -1,7 +1,7 @@
 """Losses of policies (PPO's clipped surrogate, its relatives, REINFORCE) and of value models.
 
-Each of a policy is a surrogate [T] in `policy_loss`, which adds divergence, entropy and the weights of
-coalign.algorithms.divergence. Where a peer computes another thing than the paper, the docstring says so.
+Each policy loss is a surrogate [T], decorated with `policy_loss`, which adds divergence, entropy and the weights of
+coalign.algorithms.divergence. Where another framework differs from the paper, the docstring says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coalign.algorithms.divergence import MAX_LOG_RATIO, Level, Mode, estimate_k
 from coalign.algorithms.segments import segment_count, segment_sum
 from coalign.types import Loss, LossInput, LossOutput, Max, Stat, Stats
 
-Surrogate = tuple[Tensor, Tensor, Stats]  # what is differentiated and its ratio, [T] each, and statistics of them
+Surrogate = tuple[Tensor, Tensor, Stats]  # surrogate [T], importance ratio [T], statistics
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -106,28 +106,30 @@ def add_policy_terms(
 
 
 def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
-    """Decorator that makes a loss of ``(x, *, settings) -> Surrogate``: adds `add_policy_terms` and its settings.
+    """Make a loss of ``surrogate(x, *, settings)`` by applying `add_policy_terms`, whose settings it adds.
 
-    A setting of `add_policy_terms` that the function also reads is one of its parameters, without a default.
+    A surrogate that reads a setting of `add_policy_terms` repeats it as a parameter without a default.
     """
-    own, shared = signature(surrogate).parameters, signature(add_policy_terms).parameters
+    surrogate_parameters, shared = signature(surrogate).parameters, signature(add_policy_terms).parameters
     shared = {name: p for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
-    both = {name: p.default for name, p in shared.items() if name in own}
+    read_by_both = {name: p.default for name, p in shared.items() if name in surrogate_parameters}
 
     @wraps(surrogate)
     def loss(x: LossInput, **settings: Any) -> LossOutput:
-        own_settings = both | {name: value for name, value in settings.items() if name in own or name not in shared}
+        surrogate_settings = read_by_both | {
+            name: value for name, value in settings.items() if name in surrogate_parameters or name not in shared
+        }
         shared_settings = {name: value for name, value in settings.items() if name in shared}
-        return add_policy_terms(x, *surrogate(x, **own_settings), **shared_settings)
+        return add_policy_terms(x, *surrogate(x, **surrogate_settings), **shared_settings)
 
-    loss.__signature__ = Signature(list({**own, **shared}.values()))  # pyright: ignore[reportAttributeAccessIssue]
+    loss.__signature__ = Signature(list({**surrogate_parameters, **shared}.values()))  # pyright: ignore[reportAttributeAccessIssue]
     loss.__annotations__ = get_type_hints(add_policy_terms) | get_type_hints(surrogate) | {"return": LossOutput}
     loss.needs = policy_needs  # pyright: ignore[reportAttributeAccessIssue]  (functions take attributes)
     return loss
 
 
 def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, **_: object) -> tuple[str, ...]:
-    """The attribute `needs` of these losses."""
+    """Return the inputs on request that a policy loss reads (its attribute `needs`)."""
     return (*(["entropy"] if entropy_coef or measure_entropy else []), *(["ref"] if kl_coef else []))
 
 
@@ -302,8 +304,8 @@ def kl_cov(x: LossInput, *, cov_coef: float = 1.0) -> Surrogate:
     """KL-Cov (2505.22617): the ratio without a clip, and a penalty on the tokens that lower the entropy most.
 
     -ρA + cov_coef · |log ρ| where the column `high_covariance` is True, -ρA elsewhere. The section
-    `covariance: {fn: kl_cov}` marks these tokens over the whole rollout. |log ρ| is what the authors' code and verl
-    take for the paper's KL(π_old ‖ π); its gradient is 0 in the first update of a batch, where ρ = 1.
+    `covariance: {fn: kl_cov}` marks these tokens over the whole rollout. Like the authors' code and verl, this takes
+    |log ρ| for the paper's KL(π_old ‖ π); its gradient is 0 in the first update of a batch, where ρ = 1.
 
     Reads and raises as policy_gradient does, and ValueError without that column; the other settings are those of
     `add_policy_terms`.

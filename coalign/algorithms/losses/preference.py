@@ -1,6 +1,6 @@
 """Direct preference optimisation and its descendants, which compare a policy with a frozen reference.
 
-At the end: losses without a reference, and of unpaired feedback. Each of the others reads logprobs, ref and the column
+At the end: losses without a reference, and for unpaired feedback. All others read logprobs, ref and the column
 `preference`. r is the log-ratio log π - log π_ref of a response, summed over its tokens; w is the better response of a
 pair, l the worse one; z = β (r_w - r_l). ``beta`` is β, and ``nll_coef`` adds that much of the better response's
 negative log-likelihood per token (2404.19733). Names are those of TRL's ``loss_type``. The value is one per group, the
@@ -135,14 +135,14 @@ def sppo_hard(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> Loss
 
 
 def apo_zero(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than what the policy writes."""
+    """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than the policy's own responses."""
     pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
     return compare_responses(x, pairs, torch.sigmoid(-winner) + torch.sigmoid(loser), rewards, nll_coef)
 
 
 def apo_down(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than what the policy writes."""
+    """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than the policy's own responses."""
     pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
     return compare_responses(x, pairs, torch.sigmoid(winner) + torch.sigmoid(loser - winner), rewards, nll_coef)
@@ -187,8 +187,8 @@ def _weigh_excess_tokens(x: LossInput, pairs: PreferencePairs, ld_alpha: float) 
 
     def weighted(row: Tensor) -> Tensor:
         begin, end = starts[row], starts[row] + sizes[row]
-        head, whole = (running[stop] - running[begin] for stop in (begin + shared, end))
-        return head + ld_alpha * (whole - head)
+        head, total = (running[stop] - running[begin] for stop in (begin + shared, end))
+        return head + ld_alpha * (total - head)
 
     return weighted(pairs.winner), weighted(pairs.loser)
 
@@ -278,8 +278,8 @@ def _log_odds(logprobs: Tensor) -> Tensor:
     return clamped - torch.log(-torch.expm1(clamped))
 
 
-# ---- unpaired feedback: each response is desirable (`preference` 1) or not (0), relative to a reference point instead
-# of another response. One value per sequence.
+# ---- unpaired feedback: each response is desirable (`preference` 1) or not (0). It is compared with a reference point,
+# not with another response. One value per sequence.
 
 
 def kto(

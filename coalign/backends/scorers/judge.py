@@ -98,9 +98,9 @@ class JudgeRunner:
         if self._template.placeholders is None:
             samples = name_images(samples)
         groups = [list(some) for _, some in groupby(samples, key=lambda sample: sample.group)]
-        found = self._template.guard.found
+        found = self._template.guard.codes_read
         answers = self._ask(groups, answer)
-        markers = {f"{name}/markers": Total(float(self._template.guard.found - found))}
+        markers = {f"{name}/markers": Total(float(self._template.guard.codes_read - found))}
         verdicts = [[one.verdict for one in some] for some in answers]
         rewards = [self.judging.rewards(len(group), some) for group, some in zip(groups, verdicts, strict=True)]
         column = torch.full((len(batch),), float("nan"))

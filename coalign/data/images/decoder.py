@@ -1,7 +1,7 @@
-"""Decodes pictures of strangers in processes that may hang, crash or fill their memory: they are killed and replaced.
+"""Decodes untrusted pictures in child processes that may hang, crash or fill their memory: they are replaced.
 
-A file can make a decoder run for ever, or break it. In a process of its own (`decoder_program.py`), with limits of
-time, memory and pixels, it costs one picture. A process lives on from picture to picture.
+A file can make a decoder run for ever, or break it. In a separate process (`decoder_program.py`), with limits of time,
+memory and pixels, only that picture is lost. A process decodes many pictures.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SECONDS = 20  # processor time for one file; large ones take about two
-_WAIT = 6  # times as long on a busy machine
-_AT_ONCE = min(4, count_processors())
+_BUSY_FACTOR = 6  # a busy machine may take so many times longer
+_POOL_SIZE = min(4, count_processors())
 _PROGRAM = Path(__file__).with_name("decoder_program.py")
 
 
@@ -63,14 +63,14 @@ class DecodedPicture:
 
 
 def decode(
-    content: bytes, name: str, most_pixels: int, *, is_video: bool = False, has_pixels: bool = True
+    content: bytes, name: str, max_pixels: int, *, is_video: bool = False, has_pixels: bool = True
 ) -> DecodedPicture:
     """Decode a file in full, as RGB and turned as its EXIF data says; all frames of one that ``is_video``.
 
-    ``most_pixels`` is the limit of all frames together. Without ``has_pixels`` the file is decoded and checked, and
+    ``max_pixels`` is the limit of all frames together. Without ``has_pixels`` the file is decoded and checked, and
     its sizes are returned. Thread-safe. Raises UnreadablePicture, with the name, for a file that cannot be used.
     """
-    request: dict[str, Any] = {"name": name, "most_pixels": most_pixels, "is_video": is_video, "has_pixels": has_pixels}
+    request: dict[str, Any] = {"name": name, "max_pixels": max_pixels, "is_video": is_video, "has_pixels": has_pixels}
     request["seconds"] = SECONDS
     pool = _start_pool(os.getpid())
     process = pool.get()
@@ -90,7 +90,7 @@ def decode(
 def _start_pool(pid: int) -> queue.LifoQueue[DecodingProcess]:
     """The decoders of a process, started when needed; a fork of it has its own. The one used last comes first."""
     pool: queue.LifoQueue[DecodingProcess] = queue.LifoQueue()
-    for _ in range(_AT_ONCE):
+    for _ in range(_POOL_SIZE):
         pool.put(DecodingProcess())
     return pool
 
@@ -104,10 +104,10 @@ class DecodingProcess:
         self._deadline = 0.0
 
     def ask(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytearray]:
-        """Return the header and the pixels of an answer. Raises UnreadablePicture if the process is lost over it."""
+        """Return the header and the pixels of an answer. Raises UnreadablePicture if the process dies meanwhile."""
         if self._process is None or self._process.poll() is not None:
             self._start()
-        self._deadline = time.monotonic() + _WAIT * request["seconds"]
+        self._deadline = time.monotonic() + _BUSY_FACTOR * request["seconds"]
         head = json.dumps(request | {"bytes": len(content)}).encode()
         try:
             self._send(len(head).to_bytes(8) + head)
@@ -115,10 +115,10 @@ class DecodingProcess:
             header = json.loads(self._receive(int.from_bytes(self._receive(8))))
             return header, self._receive(header["bytes"])
         except (OSError, EOFError) as error:
-            how, is_late = self._end(error)
-            if is_late:
+            how, timed_out = self._end(error)
+            if timed_out:
                 how = f"cannot be decoded within {request['seconds']} seconds"
-            raise (UnreadablePicture if is_late else DecoderDied)(f"the image {request['name']} {how}") from error
+            raise (UnreadablePicture if timed_out else DecoderDied)(f"the image {request['name']} {how}") from error
         except BaseException:  # half an answer would be taken for the next one
             self._end(None)
             raise

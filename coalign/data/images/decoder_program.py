@@ -33,14 +33,14 @@ class UnusablePicture(Exception):
 def decode(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], list[bytes]]:
     """Return the sizes, the rate (frames a second) and the media type of a picture, and the pixels of its frames."""
     image = Image.open(io.BytesIO(content), formats=[name for name in FORMATS if name in Image.OPEN])
-    name, most = request["name"], request["most_pixels"]
-    if (pixels := image.width * image.height) > most:
-        raise UnusablePicture(f"the image {name} says that it has {image.width} x {image.height} {_limit(most)}")
+    name, max_pixels = request["name"], request["max_pixels"]
+    if (pixels := image.width * image.height) > max_pixels:
+        raise UnusablePicture(f"the image {name} says that it has {image.width} x {image.height} {_limit(max_pixels)}")
     count = getattr(image, "n_frames", 1)
     if count > 1 and not request["is_video"]:
         raise UnusablePicture(f"the image {name} is animated ({count} frames); expected a single picture")
-    if count * pixels > most:
-        raise UnusablePicture(f"the {count} frames of {name} have {count * pixels:,} {_limit(most)}")
+    if count * pixels > max_pixels:
+        raise UnusablePicture(f"the {count} frames of {name} have {count * pixels:,} {_limit(max_pixels)}")
     sizes, frames, milliseconds = [], [], 0.0
     for number in range(count):
         image.seek(number)
@@ -54,8 +54,8 @@ def decode(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], lis
     return {"sizes": sizes, "rate": rate, "media_type": image.get_format_mimetype()}, frames
 
 
-def _limit(most: int) -> str:
-    return f"pixels; data.images.max_file_pixels is {most:,}"
+def _limit(max_pixels: int) -> str:
+    return f"pixels; data.images.max_file_pixels is {max_pixels:,}"
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -86,7 +86,7 @@ def answer(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], lis
 
 def _limit_process(request: dict[str, Any]) -> None:
     """Limit memory and processor time of what follows; see `main` for the others."""
-    memory = _BASE_BYTES + _PIXEL_BYTES * request["most_pixels"]
+    memory = _BASE_BYTES + _PIXEL_BYTES * request["max_pixels"]
     seconds = int(time.process_time()) + request["seconds"]
     for limit, value in ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_CPU, seconds)):
         with suppress(ValueError, OSError):  # the machine's limit is lower

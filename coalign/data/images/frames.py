@@ -1,8 +1,7 @@
 """Pixels of a video's frames as the processors of Qwen2-VL, Qwen2.5-VL and Qwen3-VL make them.
 
-transformers' classes need torchvision. The formulas are theirs: how large frames become, how they are normalised, and
-how two frames become patches. Frames are resized by Pillow, as images are. All frames of a row are read: none are
-left out.
+transformers' classes need torchvision. Their formulas are used here: the size of frames, their normalisation, and the
+patches of two frames. Pillow resizes frames, as it does images. All frames of a row are read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALVES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-# type of model -> what its processor does where no file says otherwise; `limits`: of a frame, or of a whole video
+# type of model -> defaults of its processor; `limits` says whether pixels are limited per frame or per video
 VIDEO_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"limits": "frame", "patch_size": 14, **CLIP},
     "qwen2_5_vl": {"limits": "frame", "patch_size": 14, **CLIP},
@@ -31,28 +30,28 @@ VIDEO_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class FrameProcessor:
-    """The processor of videos in ``directory``, for a model of the type ``kind`` (of VIDEO_DEFAULTS)."""
+    """The processor of videos in ``directory``, for a model of ``model_type`` (a key of VIDEO_DEFAULTS)."""
 
-    def __init__(self, directory: Path, kind: str) -> None:
-        own = {"merge_size": 2, "temporal_patch_size": 2, "rescale_factor": 1 / 255}
-        own |= VIDEO_DEFAULTS[kind] | _read_settings(directory)
-        self._unit = VIDEO_DEFAULTS[kind]["limits"]
-        self.patch_size, self.merge_size = own["patch_size"], own["merge_size"]
-        self.temporal_patch_size = own["temporal_patch_size"]
-        self.factor, self.mean, self.std = own["rescale_factor"], own["image_mean"], own["image_std"]
-        size, token = own.get("size") or {}, (VIDEO_DEFAULTS[kind]["patch_size"] * 2) ** 2
-        self.least = own.get("min_pixels") or size.get("shortest_edge") or 128 * token
-        self.most = own.get("max_pixels") or size.get("longest_edge") or 768 * token
-        if own.get("cap_pixels_per_frame"):
+    def __init__(self, directory: Path, model_type: str) -> None:
+        settings = {"merge_size": 2, "temporal_patch_size": 2, "rescale_factor": 1 / 255}
+        settings |= VIDEO_DEFAULTS[model_type] | _read_settings(directory)
+        self._unit = VIDEO_DEFAULTS[model_type]["limits"]
+        self.patch_size, self.merge_size = settings["patch_size"], settings["merge_size"]
+        self.temporal_patch_size = settings["temporal_patch_size"]
+        self.factor, self.mean, self.std = settings["rescale_factor"], settings["image_mean"], settings["image_std"]
+        size, token = settings.get("size") or {}, (VIDEO_DEFAULTS[model_type]["patch_size"] * 2) ** 2
+        self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or 128 * token
+        self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or 768 * token
+        if settings.get("cap_pixels_per_frame"):
             raise ValueError(f"{directory}: `cap_pixels_per_frame` of videos is not supported; set it to false there")
-        self.identity = [self._unit, self.least, self.most, self.patch_size, self.merge_size, self.temporal_patch_size]
-        self.identity += [self.factor, self.mean, self.std]
+        self.identity = [self._unit, self.min_pixels, self.max_pixels, self.patch_size, self.merge_size]
+        self.identity += [self.temporal_patch_size, self.factor, self.mean, self.std]
 
     def fit(self, size: tuple[int, int], frames: int) -> tuple[int, int]:
         """Return the width and height that frames of this size get. ValueError for one that is too narrow."""
         width, height = size
         factor = self.patch_size * self.merge_size
-        limits = {"factor": factor, "min_pixels": self.least, "max_pixels": self.most}
+        limits = {"factor": factor, "min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         resize = _find_resize(self._unit)
         more = {} if self._unit == "frame" else {"num_frames": frames, "temporal_factor": self.temporal_patch_size}
         height, width = resize(height=height, width=width, **limits, **more)
@@ -64,14 +63,14 @@ class FrameProcessor:
         return -(-frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
 
     def prepare(self, frames: Sequence[Image]) -> dict[str, Tensor]:
-        """Return what the tower reads of RGB frames of one size, by the names that it has for images."""
+        """Return the vision tower's inputs for RGB frames of one size, by the names that it has for images."""
         from PIL import Image as module
 
         size = self.fit(frames[0].size, len(frames))
         resized = [frame.resize(size, module.Resampling.BICUBIC) for frame in frames]
         grid = self.measure(frames[0].size, len(frames))
         values = torch.from_numpy(np.stack([np.asarray(frame) for frame in resized])).permute(0, 3, 1, 2).float()
-        mean, std = (torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
+        mean, std = (torch.tensor(channels)[:, None, None] for channels in (self.mean, self.std))
         values = (values * self.factor - mean) / std
         values = torch.cat([values, values[-1:].expand(grid[0] * self.temporal_patch_size - len(values), -1, -1, -1)])
         return {"pixel_values": self._cut(values, grid), "image_grid_thw": torch.tensor([grid])}
@@ -87,7 +86,7 @@ class FrameProcessor:
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
-    """The settings of videos: of a file of their own, of the section in the processor's, or of images."""
+    """Read the settings of videos: from their own file, from the processor's section, or from those of images."""
     from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
     def read(name: str) -> dict[str, Any]:

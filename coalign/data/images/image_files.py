@@ -1,4 +1,4 @@
-"""Image files by content: what a row calls an image becomes a file whose hash and size are known.
+"""Image files by content: every image of a row becomes a file with a hash and a size.
 
 A row may name a file, or hold its bytes. Bytes are written once to a folder of Coalign's cache, under their hash. So
 from here on an image is a path, and batches carry paths and hashes, never pixels.
@@ -26,11 +26,11 @@ from coalign.files import find_cache, read_bounded, write_atomically
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-REASON = "image"  # of BadRow: the policy `data.bad_rows`
+REASON = "image"  # BadRow's reason, to which the policy `data.bad_rows` applies
 NEEDS_PILLOW = "images are read with Pillow, which is not installed: pip install coalign[images]"
 MAX_FILE_BYTES = 512 * 2**20
 MAX_NAME = 300  # characters of a name in messages
-LARGEST_SENT = 178_956_970  # pixels of an image that a judge is sent: Pillow's own limit
+MAX_JUDGED_PIXELS = 178_956_970  # Pillow's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,41 +52,41 @@ class ImageFile:
 
 
 class FilesByContent(ABC):
-    """Reads each file once, and again when it has changed. ``kind``: what the files are, in messages."""
+    """Reads each file once, and again when it has changed. ``medium``: `image` or `video`."""
 
-    kind: ClassVar[str]
+    medium: ClassVar[str]
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, int], ImageFile]] = {}  # path -> (time and bytes, what is there)
+        self._files: dict[str, tuple[tuple[int, int], ImageFile]] = {}  # path -> ((time, bytes), file)
 
     @abstractmethod
     def _read(self, path: str) -> ImageFile:
         """Read a file. Raises OSError, and BadRow (image) for one that cannot be used."""
 
     def find(self, path: str) -> ImageFile:
-        """Return what is at ``path``, which `store` returned. BadRow (image) for a file that cannot be used."""
+        """Return the file at ``path``, which `store` returned. BadRow (image) for a file that cannot be used."""
         try:
             state = Path(path).stat()
             key = (state.st_mtime_ns, state.st_size)
-            if (known := self._known.get(path)) is None or known[0] != key:
-                known = self._known[path] = key, self._read(path)
+            if (cached := self._files.get(path)) is None or cached[0] != key:
+                cached = self._files[path] = key, self._read(path)
         except OSError as error:
-            raise BadRow(f"the {self.kind} {path} cannot be read: {error.strerror or error}", REASON) from error
-        return known[1]
+            raise BadRow(f"the {self.medium} {path} cannot be read: {error.strerror or error}", REASON) from error
+        return cached[1]
 
 
 class ImageFiles(FilesByContent):
     """Finds the file of each image that rows name or hold.
 
-    ``root``: the folder that relative paths start from. ``most_pixels`` of a file. ``folder``: where bytes are kept;
-    None: in Coalign's cache.
+    ``root``: the folder that relative paths start from. ``max_pixels``: limit of a file. ``folder``: where bytes are
+    kept; None: in Coalign's cache.
     """
 
-    kind = "image"
+    medium = "image"
 
-    def __init__(self, root: Path, most_pixels: int, folder: Path | None = None) -> None:
+    def __init__(self, root: Path, max_pixels: int, folder: Path | None = None) -> None:
         super().__init__()
-        self.root, self.most_pixels, self._folder = root, most_pixels, folder
+        self.root, self.max_pixels, self._folder = root, max_pixels, folder
 
     def store(self, value: Any) -> str:
         """Return the path of an image in a row: a path, a file or data URL, bytes, or {bytes, path} as `datasets` has.
@@ -112,7 +112,7 @@ class ImageFiles(FilesByContent):
 
     def _read(self, path: str) -> ImageFile:
         content = read_content(path)
-        size = measure_image(content, path, self.most_pixels)
+        size = measure_image(content, path, self.max_pixels)
         return ImageFile(path, hashlib.sha256(content).hexdigest(), size)
 
     def _find_path(self, name: str) -> str:
@@ -137,7 +137,7 @@ class ImageFiles(FilesByContent):
 def write_data_url(path: str) -> str:
     """Return the image at ``path`` as a data URL. OSError for an unreadable file, BadRow (image) for no image."""
     content = read_content(path)
-    media_type = _decode(content, path, LARGEST_SENT, has_pixels=False).media_type or "application/octet-stream"
+    media_type = _decode(content, path, MAX_JUDGED_PIXELS, has_pixels=False).media_type or "application/octet-stream"
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
@@ -149,41 +149,41 @@ def read_content(path: str) -> bytes:
         raise BadRow(f"the image {error}", REASON) from error
 
 
-def open_image(content: bytes, path: str, most_pixels: int) -> Image:
+def open_image(content: bytes, path: str, max_pixels: int) -> Image:
     """Decode an image in full, as RGB and turned as its EXIF data says. BadRow (image), with the path, if it cannot be.
 
-    A file that says it has more than ``most_pixels`` is refused before anything is decoded.
+    A file that says it has more than ``max_pixels`` is refused before anything is decoded.
     """
-    return next(_decode(content, path, most_pixels).images())
+    return next(_decode(content, path, max_pixels).images())
 
 
-def measure_image(content: bytes, path: str, most_pixels: int) -> tuple[int, int]:
+def measure_image(content: bytes, path: str, max_pixels: int) -> tuple[int, int]:
     """Return the width and height that `open_image` gives an image, which is decoded in full. BadRow (image)."""
-    return _decode(content, path, most_pixels, has_pixels=False).sizes[0]
+    return _decode(content, path, max_pixels, has_pixels=False).sizes[0]
 
 
-def open_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[Image], float | None]:
+def open_frames(content: bytes, path: str, max_pixels: int) -> tuple[list[Image], float | None]:
     """Decode all frames of an animated picture, as `open_image` decodes one; how many a second, if it says so.
 
-    The limit ``most_pixels`` is that of all frames together.
+    The limit ``max_pixels`` is that of all frames together.
     """
-    decoded = _decode(content, path, most_pixels, is_video=True)
+    decoded = _decode(content, path, max_pixels, is_video=True)
     return list(decoded.images()), decoded.rate
 
 
-def measure_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[tuple[int, int]], float | None]:
+def measure_frames(content: bytes, path: str, max_pixels: int) -> tuple[list[tuple[int, int]], float | None]:
     """Return the sizes of the frames that `open_frames` gives, all of which are decoded, and their rate."""
-    decoded = _decode(content, path, most_pixels, is_video=True, has_pixels=False)
+    decoded = _decode(content, path, max_pixels, is_video=True, has_pixels=False)
     return decoded.sizes, decoded.rate
 
 
 def _decode(
-    content: bytes, path: str, most_pixels: int, *, is_video: bool = False, has_pixels: bool = True
+    content: bytes, path: str, max_pixels: int, *, is_video: bool = False, has_pixels: bool = True
 ) -> DecodedPicture:
     if find_spec("PIL") is None:
         raise ImportError(NEEDS_PILLOW)
     try:
-        return decode(content, path, most_pixels, is_video=is_video, has_pixels=has_pixels)
+        return decode(content, path, max_pixels, is_video=is_video, has_pixels=has_pixels)
     except UnreadablePicture as error:
         raise BadRow(str(error), REASON) from error
 
@@ -215,10 +215,10 @@ def _find_fault(path: Path) -> str:
 
 def _read_file_url(url: str) -> str:
     try:
-        parts = urlsplit(url)
+        address = urlsplit(url)
     except ValueError as error:
         raise BadRow(f"the image {url[:80]!r} is no URL: {error}", REASON) from error
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return unquote(parts.path)
-    what = "names another host" if parts.scheme == "file" else f"is a URL of the kind `{parts.scheme}`"
+    if address.scheme == "file" and address.netloc in ("", "localhost"):
+        return unquote(address.path)
+    what = "names another host" if address.scheme == "file" else f"is a URL of the kind `{address.scheme}`"
     raise BadRow(f"the image {url[:80]} {what}: nothing is fetched; download the image and name its file", REASON)

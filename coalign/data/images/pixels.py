@@ -18,13 +18,13 @@ Pixels = Mapping[str, Tensor]
 
 
 class PixelCache:
-    """Makes the pixels of images and keeps those used last, up to ``most_bytes``.
+    """Makes the pixels of images and keeps those used last, up to ``max_bytes``.
 
-    ``made``: how many it has made of files. Not for several threads at once.
+    ``made`` counts those made from files. Not thread-safe.
     """
 
-    def __init__(self, processor: ImageProcessor, most_bytes: int) -> None:
-        self.processor, self.most_bytes, self.made = processor, most_bytes, 0
+    def __init__(self, processor: ImageProcessor, max_bytes: int) -> None:
+        self.processor, self.max_bytes, self.made = processor, max_bytes, 0
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
         self._bytes = 0
 
@@ -33,18 +33,18 @@ class PixelCache:
 
         FileNotFoundError or ValueError, with the path, for a file that is gone or has changed since the data were read.
         """
-        if (found := self._kept.get(span.image)) is None:
-            found = self._make(span)
+        if (pixels := self._kept.get(span.image)) is None:
+            pixels = self._make(span)
             self.made += bool(span.path)
-            self.keep(span.image, found)
+            self.keep(span.image, pixels)
         self._kept.move_to_end(span.image)
-        return found
+        return pixels
 
     def keep(self, image: str, pixels: Pixels) -> None:
         """Keep ``pixels`` under the hash of their file, and drop those that were not used for longest."""
         self._kept[image] = pixels
         self._bytes += _count_bytes(pixels)
-        while self._bytes > self.most_bytes and len(self._kept) > 1:
+        while self._bytes > self.max_bytes and len(self._kept) > 1:
             self._bytes -= _count_bytes(self._kept.popitem(last=False)[1])
 
     def _make(self, span: ImageSpan) -> Pixels:
@@ -59,13 +59,13 @@ class PixelCache:
             ) from error
         if hashlib.sha256(content).hexdigest() != span.image:
             raise ValueError(f"the image {span.path} has changed since the data were read")
-        most = self.processor.settings.max_file_pixels
+        max_pixels = self.processor.settings.max_file_pixels
         if span.is_video:
-            frames, _ = read_frames(content, span.path, most)
+            frames, _ = read_frames(content, span.path, max_pixels)
             pixels = self.processor.prepare_video(frames)
             grid = tuple(pixels["image_grid_thw"][0].tolist())
         else:
-            image = open_image(content, span.path, most)
+            image = open_image(content, span.path, max_pixels)
             pixels, grid = self.processor.prepare(image), self.processor.measure(image.size).grid
         if grid != span.grid:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Where images stand: in the messages of a row, in the text that a template writes, and in its tokens."""
+"""Positions of images: in the messages of a row, in the text that a template writes, and in its tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from coalign.data.sources import BadRow
 from coalign.types import ImageSpan
 
 Message = dict[str, Any]
-KINDS = ("image", "video")  # what stands in messages beside text, as types of their parts
+MEDIA = ("image", "video")  # types of message parts that are no text
 # LLaVA, Geometry3K: <image>; MMMU: <image 1>
-MARKERS = {kind: re.compile(rf"<{kind}(?:[ _](\d+))?>") for kind in KINDS}
+MARKERS = {medium: re.compile(rf"<{medium}(?:[ _](\d+))?>") for medium in MEDIA}
 
 
 def is_image(part: Any) -> bool:
     """Whether a part of content is an image or a video."""
-    return isinstance(part, dict) and part.get("type") in KINDS
+    return isinstance(part, dict) and part.get("type") in MEDIA
 
 
 def list_images(messages: Iterable[Message]) -> list[str]:
@@ -37,15 +37,15 @@ def list_image_parts(messages: Iterable[Message]) -> list[Message]:
 
 
 def read_part(part: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the kind and the value of a part of content in any of the usual forms; None for a text.
+    """Return the medium and the value of a part of content in any of the usual forms; None for a text.
 
     {type: image, image: …}, {type: image, url or path: …}, {type: image_url, image_url: {url}}, {type: input_image, …};
     likewise for videos.
     """
-    for kind in KINDS:
-        if str(part.get("type")) in (kind, f"{kind}_url", f"input_{kind}"):
-            names = (kind, f"{kind}_url", "url", "path")
-            return kind, next((part[key] for key in names if part.get(key) is not None), "")
+    for medium in MEDIA:
+        if str(part.get("type")) in (medium, f"{medium}_url", f"input_{medium}"):
+            names = (medium, f"{medium}_url", "url", "path")
+            return medium, next((part[key] for key in names if part.get(key) is not None), "")
     return None
 
 
@@ -58,24 +58,24 @@ def place_images(messages: Sequence[Message], images: Sequence[str], videos: Seq
     return _place(_place(messages, "image", images), "video", videos)
 
 
-def _place(messages: Sequence[Message], kind: str, paths: Sequence[str]) -> list[Message]:
+def _place(messages: Sequence[Message], medium: str, paths: Sequence[str]) -> list[Message]:
     def is_open(part: Message) -> bool:
-        """Whether a part is the place of an image that the row has elsewhere: {type: image} alone."""
-        return part.get("type") == kind and not part[kind]
+        """Whether a part refers to an image that the row has elsewhere: {type: image} alone."""
+        return part.get("type") == medium and not part[medium]
 
-    marker = MARKERS[kind]
+    marker = MARKERS[medium]
     everywhere = [part for message in messages for part in _list_parts(message)]
     marks = sum(len(marker.findall(_get_text(part))) + is_open(part) for part in everywhere)
-    own = {part[kind] for part in everywhere if part.get("type") == kind and part[kind]}
-    if not marks and (not paths or own == set(paths)):
+    paths_in_parts = {part[medium] for part in everywhere if part.get("type") == medium and part[medium]}
+    if not marks and (not paths or paths_in_parts == set(paths)):
         return [_write(message, _list_parts(message)) for message in messages]
-    if own and paths:
-        raise BadRow(f"the row has {len(paths)} {kind}s of its own, and others in its messages", REASON)
+    if paths_in_parts and paths:
+        raise BadRow(f"the row has {len(paths)} {medium}s of its own, and others in its messages", REASON)
     if not marks:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
-            raise BadRow(f"the row has {len(paths)} {kind}s and no message of the user", REASON)
-        images = [{"type": kind, kind: path} for path in paths]
+            raise BadRow(f"the row has {len(paths)} {medium}s and no message of the user", REASON)
+        images = [{"type": medium, medium: path} for path in paths]
         return [
             _write(message, [*images, *_list_parts(message)] if i == first else _list_parts(message))
             for i, message in enumerate(messages)
@@ -86,9 +86,9 @@ def _place(messages: Sequence[Message], kind: str, paths: Sequence[str]) -> list
     def take(number: str | None) -> Message:
         index = len(used) if number is None else int(number) - 1
         if not 0 <= index < len(waiting):
-            raise BadRow(f"the texts name {kind} {index + 1}, and the row has {len(paths)}", REASON)
+            raise BadRow(f"the texts name {medium} {index + 1}, and the row has {len(paths)}", REASON)
         used.add(index)
-        return {"type": kind, kind: waiting[index]}
+        return {"type": medium, medium: waiting[index]}
 
     placed = []
     for message in messages:
@@ -98,13 +98,13 @@ def _place(messages: Sequence[Message], kind: str, paths: Sequence[str]) -> list
                 parts.append(take(None) if is_open(part) else part)
                 continue
             text, end = _get_text(part), 0
-            for found in marker.finditer(text):
-                parts += [{"type": "text", "text": text[end : found.start()]}, take(found[1])]
-                end = found.end()
+            for mark in marker.finditer(text):
+                parts += [{"type": "text", "text": text[end : mark.start()]}, take(mark[1])]
+                end = mark.end()
             parts.append({"type": "text", "text": text[end:]})
         placed.append(_write(message, parts))
     if len(used) < len(paths):
-        raise BadRow(f"the row has {len(paths)} {kind}s, and its texts have places for {len(used)}", REASON)
+        raise BadRow(f"the row has {len(paths)} {medium}s, and its texts have places for {len(used)}", REASON)
     return placed
 
 
@@ -118,7 +118,7 @@ def _get_text(part: Message) -> str:
 
 
 def _write(message: Message, parts: Sequence[Message]) -> Message:
-    """The message with these parts: a text if there are no images. Neighbouring texts are joined."""
+    """Return the message with these parts, or with a text if there are no images. Neighbouring texts are joined."""
     joined: list[Message] = []
     for text, run in groupby(parts, key=lambda part: not is_image(part)):
         if not text:
@@ -126,16 +126,14 @@ def _write(message: Message, parts: Sequence[Message]) -> Message:
         elif content := "".join(_get_text(part) for part in run):
             joined.append({"type": "text", "text": content})
     if not any(map(is_image, joined)):
-        return message if isinstance(message["content"], str) else message | {"content": _join_texts(joined)}
+        return (
+            message if isinstance(message["content"], str) else message | {"content": "".join(map(_get_text, joined))}
+        )
     return message | {"content": joined}
 
 
-def _join_texts(parts: Sequence[Message]) -> str:
-    return "".join(_get_text(part) for part in parts)
-
-
 def show_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Message]:
-    """Put images before the text of the last message of the user, unless the messages have images of their own."""
+    """Put images before the text of the last user message, unless the messages already have images."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if not paths or last is None or any(is_image(part) for message in messages for part in _list_parts(message)):
         return list(messages)
@@ -161,7 +159,7 @@ def write_markers(messages: Sequence[Message]) -> list[Message]:
 
 
 def split_images(spans: Iterable[ImageSpan]) -> list[list[ImageSpan]]:
-    """The spans of each image of a sequence, in order: an image may stand there twice, and in several spans."""
+    """Group the spans of a sequence by image, in order: an image may occur twice, and have several spans."""
     images: list[list[ImageSpan]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if not span.first:
@@ -171,16 +169,13 @@ def split_images(spans: Iterable[ImageSpan]) -> list[list[ImageSpan]]:
 
 
 def describe_placeholders(spans: Iterable[ImageSpan]) -> str:
-    """How many tokens stand for images, as a part of a sentence about tokens; empty without images."""
+    """Say how many tokens stand for images, as the end of a sentence about tokens; empty without images."""
     count = sum(span.length for span in spans)
     return f", of which {count} stand for images (data.images.max_pixels makes these smaller)" if count else ""
 
 
 class Placeholders:
-    """Expands the placeholder of each image in a text to as many as the model has features, and finds them again.
-
-    Of videos, too, in the models that read them.
-    """
+    """Expands the placeholder of each image or video in a text to one for each feature, and finds them again."""
 
     def __init__(self, processor: ImageProcessor, files: ImageFiles) -> None:
         self.processor, self.files = processor, files
@@ -189,7 +184,7 @@ class Placeholders:
         self._mark = re.compile("|".join(map(re.escape, marks)))
 
     def write(self, part: Message) -> str:
-        """Return what stands for a part, before it is expanded. BadRow (image) for a video that no model here reads."""
+        """Return the placeholder of a part, before it is expanded. BadRow (image) for a video that no model reads."""
         return self._get_mark(part["type"] == "video")
 
     def _get_mark(self, is_video: bool) -> str:
@@ -209,22 +204,22 @@ class Placeholders:
         ]
 
     def expand(self, text: str, images: Sequence[ImageFile]) -> tuple[str, list[tuple[int, int]]]:
-        """Replace the n-th placeholder by what stands for the n-th image.
+        """Replace the n-th placeholder by the expanded text of the n-th image.
 
-        Returns the text, and (place, growth) of each replacement: how much longer the text is behind that place of the
-        old one. BadRow (image) if there are more placeholders than images, or fewer.
+        Returns the text, and (end, growth) of each replacement: how much longer the text is after this end in the old
+        text. BadRow (image) if there are more placeholders than images, or fewer.
         """
-        found, expected = [*self._mark.finditer(text)], [self._get_mark(image.is_video) for image in images]
-        if [mark[0] for mark in found] != expected:
-            names = " or ".join(dict.fromkeys([*expected, *(mark[0] for mark in found)]))
+        marks, expected = [*self._mark.finditer(text)], [self._get_mark(image.is_video) for image in images]
+        if [mark[0] for mark in marks] != expected:
+            names = " or ".join(dict.fromkeys([*expected, *(mark[0] for mark in marks)]))
             raise BadRow(
-                f"the chat template writes {len(found)} placeholders ({names}) for {len(images)} images", REASON
+                f"the chat template writes {len(marks)} placeholders ({names}) for {len(images)} images", REASON
             )
         expanded, moved, end = [], [], 0
-        for mark, image in zip(found, images, strict=True):
-            stands = self.processor.measure_file(image).text
-            moved.append((mark.end(), len(stands) - len(mark[0])))
-            expanded += [text[end : mark.start()], stands]
+        for mark, image in zip(marks, images, strict=True):
+            expansion = self.processor.measure_file(image).text
+            moved.append((mark.end(), len(expansion) - len(mark[0])))
+            expanded += [text[end : mark.start()], expansion]
             end = mark.end()
         return "".join([*expanded, text[end:]]), moved
 
@@ -236,11 +231,11 @@ class Placeholders:
         runs: list[tuple[int, int]] = []
         for placed, run in groupby(enumerate(tokens), key=lambda pair: pair[1] in self.processor.tokens):
             if placed:
-                places = [place for place, _ in run]
-                runs.append((places[0], len(places)))
+                positions = [position for position, _ in run]
+                runs.append((positions[0], len(positions)))
         shapes = [self.processor.measure_file(image) for image in images]
-        if (found := sum(length for _, length in runs)) != (needed := sum(shape.features for shape in shapes)):
-            raise BadRow(f"{found} placeholders in the tokens, and {needed} features of {len(images)} images", REASON)
+        if (count := sum(length for _, length in runs)) != (expected := sum(shape.features for shape in shapes)):
+            raise BadRow(f"{count} placeholders in the tokens, and {expected} features of {len(images)} images", REASON)
         spans = []
         start, left = runs.pop(0) if runs else (0, 0)
         for image, shape in zip(images, shapes, strict=True):
@@ -254,6 +249,6 @@ class Placeholders:
         return tuple(spans)
 
 
-def shift(place: int, moved: Sequence[tuple[int, int]]) -> int:
-    """Where a place of a text is after `Placeholders.expand`."""
-    return place + sum(growth for at, growth in moved if at <= place)
+def shift(position: int, moved: Sequence[tuple[int, int]]) -> int:
+    """Return the position of a character after `Placeholders.expand`."""
+    return position + sum(growth for end, growth in moved if end <= position)

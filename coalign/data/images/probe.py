@@ -37,15 +37,15 @@ def make_probe(processor: ImageProcessor, plain: Sequence[int]) -> tuple[list[in
     tokens, spans = [*plain[:2]], list[ImageSpan]()
     for size in SIZES:
         name, shape = "x".join(map(str, size)), processor.measure(size)
-        own = cast(list[int], processor.tokenizer(shape.text, add_special_tokens=False)["input_ids"])
+        image_tokens = cast(list[int], processor.tokenizer(shape.text, add_special_tokens=False)["input_ids"])
         first = 0
-        for place, token in enumerate(own, len(tokens)):
+        for position, token in enumerate(image_tokens, len(tokens)):
             if token != processor.token:
                 continue
-            if spans and spans[-1].stop == place and first:
+            if spans and spans[-1].stop == position and first:
                 spans[-1] = replace(spans[-1], length=spans[-1].length + 1)
             else:
-                spans.append(ImageSpan(name, "", place, 1, shape.grid, first))
+                spans.append(ImageSpan(name, "", position, 1, shape.grid, first))
             first += 1
-        tokens += [*own, *plain[2:4]]
+        tokens += [*image_tokens, *plain[2:4]]
     return tokens, spans

@@ -1,7 +1,7 @@
 """A model's own processor of images: pixels for the model, and the placeholders that stand for them in a text.
 
-The classes are transformers'. They are used without their tokenizer and without what reads videos, which would need
-torchvision (`frames.py` is in its place); images are resized by Pillow, in every process alike.
+The classes are transformers'. They are used without their tokenizer and without their video processors, which need
+torchvision (`frames.py` replaces them); Pillow resizes images, in every process alike.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageShape:
-    """What follows from the size of an image alone.
+    """Everything that follows from the size of an image alone.
 
-    ``text``: what stands for it in a prompt, placeholders included. ``features``: their number. ``grid``: the patches
-    that the tower reads (frames or tiles, rows, columns). ``seconds`` between two steps of a video's grid.
+    ``text`` represents it in a prompt, with ``features`` placeholders. ``grid``: the patches that the vision tower
+    reads (frames or tiles, rows, columns). ``seconds`` between two steps of a video's grid.
     """
 
     text: str
@@ -45,9 +45,9 @@ class ImageShape:
 class ImageProcessor:
     """The processor in ``directory``, a model's, for texts of ``tokenizer``.
 
-    ``placeholder``: what a chat template writes in an image's place. ``token``: the id that stands for a feature.
-    ``frames``: what reads videos; None for a model of images alone. Raises ValueError for a model without a processor
-    of images, ImportError for a package that it needs.
+    ``placeholder``: the text that a chat template writes for an image. ``token``: the id that stands for a feature.
+    ``frames``: the processor of videos; None for a model of images alone. Raises ValueError for a model without a
+    processor of images, ImportError for a package that it needs.
     """
 
     def __init__(self, directory: str | Path, tokenizer: PreTrainedTokenizerBase, settings: ImagesConfig) -> None:
@@ -79,7 +79,7 @@ class ImageProcessor:
         if not file.is_video:
             try:
                 return self.measure(file.size)
-            except Exception as error:  # a model's processor raises whatever a size leads to that it was not made for
+            except Exception as error:  # processors raise anything for a size that they do not expect
                 width, height = file.size
                 problem = describe_problem(error)
                 raise BadRow(
@@ -107,7 +107,7 @@ class ImageProcessor:
         return self._processor.replace_video_token(inputs, 0)
 
     def prepare_video(self, frames: Sequence[Image]) -> dict[str, Tensor]:
-        """Return what the model's tower reads of the RGB frames of a video, by the names that it has for images."""
+        """Return the vision tower's inputs for the RGB frames of a video, by the names that it has for images."""
         assert self.frames is not None
         return self.frames.prepare([self._scale(frame) for frame in frames])
 
@@ -127,7 +127,7 @@ class ImageProcessor:
         return self._shapes[size]
 
     def prepare(self, image: Image) -> dict[str, Tensor]:
-        """Return what the model's tower reads of an RGB image: `pixel_values` and what belongs to them."""
+        """Return the vision tower's inputs for an RGB image: `pixel_values` and their sizes."""
         inputs, _ = self._process(self._scale(image))
         return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
@@ -143,10 +143,10 @@ class ImageProcessor:
         return inputs, text
 
     def _fit(self, size: tuple[int, int]) -> tuple[int, int]:
-        most, (width, height) = self.settings.max_pixels, size
-        if most is None or width * height <= most:
+        max_pixels, (width, height) = self.settings.max_pixels, size
+        if max_pixels is None or width * height <= max_pixels:
             return size
-        scale = math.sqrt(most / (width * height))
+        scale = math.sqrt(max_pixels / (width * height))
         return max(1, int(width * scale)), max(1, int(height * scale))
 
     def _find_grid(self, inputs: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -159,7 +159,7 @@ class ImageProcessor:
 
 
 def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, config: Any) -> tuple[Any, str]:
-    """Build the processor without what reads videos. Returns it, and a text that is the same for the same settings."""
+    """Build the processor without its video processor. Returns it, and a text that identifies its settings."""
     try:
         import PIL  # noqa: F401
     except ImportError as error:
@@ -168,7 +168,7 @@ def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, config:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     try:
-        kind: Any = PROCESSOR_MAPPING[type(config)]
+        cls: Any = PROCESSOR_MAPPING[type(config)]
         image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
     except (KeyError, OSError, ValueError) as error:
         raise ValueError(
@@ -176,15 +176,15 @@ def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, config:
             f"(preprocessor_config.json): {str(error).splitlines()[0]}"
         ) from error
 
-    class ImageOnlyProcessor(kind):
+    class ImageOnlyProcessor(cls):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 
-    known = inspect.signature(kind.__init__).parameters
-    own = {key: value for key, value in kind.get_processor_dict(directory)[0].items() if key in known}
-    own = {key: value for key, value in own.items() if key not in ("chat_template", *kind.get_attributes())}
-    parts = dict.fromkeys(kind.get_attributes()) | {"image_processor": image_processor, "tokenizer": tokenizer}
-    processor = ImageOnlyProcessor(**parts, **own)
-    if getattr(processor, "image_token", None) is None or not hasattr(kind, "replace_image_token"):
-        raise ValueError(f"data.images: {kind.__name__} does not say what stands for an image in a text")
-    return processor, json.dumps([kind.__name__, image_processor.to_dict(), own], sort_keys=True, default=str)
+    parameters = inspect.signature(cls.__init__).parameters
+    settings = {key: value for key, value in cls.get_processor_dict(directory)[0].items() if key in parameters}
+    settings = {key: value for key, value in settings.items() if key not in ("chat_template", *cls.get_attributes())}
+    components = dict.fromkeys(cls.get_attributes()) | {"image_processor": image_processor, "tokenizer": tokenizer}
+    processor = ImageOnlyProcessor(**components, **settings)
+    if getattr(processor, "image_token", None) is None or not hasattr(cls, "replace_image_token"):
+        raise ValueError(f"data.images: {cls.__name__} does not say what stands for an image in a text")
+    return processor, json.dumps([cls.__name__, image_processor.to_dict(), settings], sort_keys=True, default=str)

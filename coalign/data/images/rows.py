@@ -11,10 +11,10 @@ from coalign.data.images.placeholders import MARKERS, is_image, read_part
 from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow
 
-COLUMNS = ("images", "image")  # of most sets; MMMU has image_1, image_2, …
-VIDEO_COLUMNS = ("videos", "video")  # of several videos, and of one
+COLUMNS = ("images", "image")  # most data sets; MMMU has image_1, image_2, …
+VIDEO_COLUMNS = ("videos", "video")  # several videos, one video
 _NUMBERED = re.compile(r"image_(\d+)")
-_TEXTS = ("messages", "conversations", "prompt", "problem", "question", "instruction")  # where `<image>` may stand
+_TEXTS = ("messages", "conversations", "prompt", "problem", "question", "instruction")  # columns with `<image>`
 
 
 class RowImages:
@@ -24,29 +24,29 @@ class RowImages:
         self.files, self.videos = files, VideoFiles(files)
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row with paths for images and videos, those of its columns also as lists, `images` and `videos`.
+        """Return the row with paths for images and videos; those of its columns also as lists, `images` and `videos`.
 
-        BadRow (image) for what is no image of any known form.
+        BadRow (image) for a value that is no image in any supported form.
         """
         row = {key: self.read_messages(value) for key, value in row.items()}
         return self._read_videos(self._read_images(row))
 
     def _read_videos(self, row: dict[str, Any]) -> dict[str, Any]:
-        several, one = (row.get(column) for column in VIDEO_COLUMNS)
-        if several is None:
-            several = [] if one is None else [one]
-        found = [self.videos.store(each) for each in (several if isinstance(several, list) else [several])]
-        return row | {"videos": found} | ({} if one is None else {"video": found[0]})
+        videos, single = (row.get(column) for column in VIDEO_COLUMNS)
+        if videos is None:
+            videos = [] if single is None else [single]
+        paths = [self.videos.store(video) for video in (videos if isinstance(videos, list) else [videos])]
+        return row | {"videos": paths} | ({} if single is None else {"video": paths[0]})
 
     def _read_images(self, row: dict[str, Any]) -> dict[str, Any]:
-        numbered = sorted((int(found[1]), key) for key in row if (found := _NUMBERED.fullmatch(key)))
+        numbered = sorted((int(match[1]), key) for key in row if (match := _NUMBERED.fullmatch(key)))
         column = next((key for key in COLUMNS if row.get(key) is not None), None)
         if column is not None:
             value = row[column]
-            paths = [self.files.store(each) for each in (value if isinstance(value, list) else [value])]
+            paths = [self.files.store(image) for image in (value if isinstance(value, list) else [value])]
             return row | {column: paths if isinstance(value, list) else paths[0], "images": paths}
-        found = {key: self.files.store(row[key]) for _, key in numbered if row[key] is not None}
-        return row | found | {"images": [*found.values()]}
+        paths_by_key = {key: self.files.store(row[key]) for _, key in numbered if row[key] is not None}
+        return row | paths_by_key | {"images": [*paths_by_key.values()]}
 
     def read_messages(self, value: Any) -> Any:
         """Return a value of any form with paths for the images in parts of messages."""
@@ -57,11 +57,11 @@ class RowImages:
         return value | {"content": [self._read_part(part) for part in value["content"]]}
 
     def _read_part(self, part: Any) -> Any:
-        if not isinstance(part, dict) or (found := read_part(part)) is None:
+        if not isinstance(part, dict) or (medium_and_value := read_part(part)) is None:
             return part
-        kind, value = found
-        files = self.files if kind == "image" else self.videos
-        return {"type": kind, kind: files.store(value) if value else ""}
+        medium, value = medium_and_value
+        files = self.files if medium == "image" else self.videos
+        return {"type": medium, medium: files.store(value) if value else ""}
 
 
 def send_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -69,11 +69,9 @@ def send_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     OSError for a file that is gone, ValueError for a video.
     """
-    return [dict(message) | {"content": _send_parts(message.get("content"))} for message in messages]
-
-
-def _send_parts(content: Any) -> Any:
-    return [_send_part(part) for part in content] if isinstance(content, list) else content
+    contents = [message.get("content") for message in messages]
+    sent = [[_send_part(part) for part in content] if isinstance(content, list) else content for content in contents]
+    return [dict(message) | {"content": content} for message, content in zip(messages, sent, strict=True)]
 
 
 def _send_part(part: Any) -> Any:
@@ -85,12 +83,12 @@ def _send_part(part: Any) -> Any:
 
 
 def refuse_images(row: Mapping[str, Any]) -> None:
-    """Raise BadRow for a row of images and texts that say where they belong: without them it would teach nonsense."""
-    for kind, columns in (("image", COLUMNS), ("video", VIDEO_COLUMNS)):
+    """Raise BadRow for a row with images that its texts refer to: without them it would teach nonsense."""
+    for medium, columns in (("image", COLUMNS), ("video", VIDEO_COLUMNS)):
         column = next((key for key in columns if row.get(key)), None)
-        if column is not None and any(key in row and MARKERS[kind].search(str(row[key])) for key in _TEXTS):
+        if column is not None and any(key in row and MARKERS[medium].search(str(row[key])) for key in _TEXTS):
             raise BadRow(
-                f"the row has {kind}s (under '{column}') and its text says `<{kind}>`, but this run reads text alone: "
-                "set data.images: {}, for models that see",
+                f"the row has {medium}s (under '{column}') and its text says `<{medium}>`, but this run reads text "
+                "alone: set data.images: {}, for models that see",
                 REASON,
             )

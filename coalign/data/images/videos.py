@@ -1,7 +1,7 @@
 """Videos as frames: a list of images, a folder of images, or an animated picture. No video is decoded.
 
-What a row calls a video becomes one file: the animated picture, or a list of its frames with their hashes, which is
-written once to Coalign's cache. So a video is a path and a hash, as an image is.
+Every video of a row becomes one file: the animated picture, or a list of its frames with their hashes, which is written
+once to Coalign's cache. So a video is a path and a hash, as an image is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECORDINGS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", 
 class VideoFiles(FilesByContent):
     """Finds the file of each video that rows name or hold."""
 
-    kind = "video"
+    medium = "video"
 
     def __init__(self, images: ImageFiles) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class VideoFiles(FilesByContent):
         if path.endswith(LIST):
             frames, rate = [self._find_frame(*frame).size for frame in _read_list(content, path)], None
         else:
-            frames, rate = measure_frames(content, path, self.images.most_pixels)
+            frames, rate = measure_frames(content, path, self.images.max_pixels)
         sizes = set(frames)
         if len(frames) < 2 or len(sizes) > 1:
             what = f"frames of {len(sizes)} sizes" if len(sizes) > 1 else f"{len(frames)} frame"
@@ -97,13 +97,13 @@ class VideoFiles(FilesByContent):
         return str(file)
 
 
-def read_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[Image], float | None]:
+def read_frames(content: bytes, path: str, max_pixels: int) -> tuple[list[Image], float | None]:
     """Decode the frames of a video file with this content, as RGB; the rate if the file says one.
 
     BadRow (image), with the path, for a frame that is gone, has changed, or is damaged.
     """
     if not path.endswith(LIST):
-        return open_frames(content, path, most_pixels)
+        return open_frames(content, path, max_pixels)
     frames = []
     for frame, digest in _read_list(content, path):
         try:
@@ -111,7 +111,7 @@ def read_frames(content: bytes, path: str, most_pixels: int) -> tuple[list[Image
         except OSError as error:
             raise BadRow(f"the frame {frame} cannot be read: {error.strerror or error}", REASON) from error
         _check_frame(frame, hashlib.sha256(picture).hexdigest(), digest)
-        frames.append(open_image(picture, frame, most_pixels))
+        frames.append(open_image(picture, frame, max_pixels))
     return frames, None
 
 
@@ -135,7 +135,7 @@ def _list_pictures(folder: Path) -> list[Path]:
     """The pictures in a folder, 2 before 10."""
 
     def key(path: Path) -> list[Any]:
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
+        return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", path.name)]
 
     try:
         return sorted((path for path in folder.iterdir() if path.suffix.lower() in PICTURES), key=key)

@@ -1,4 +1,4 @@
-"""What hangs off the training loop, one concern a module; evaluation.py shows how small a hook is.
+"""The hooks of the training loop, one concern a module; evaluation.py shows how small a hook is.
 
 Hooks: evaluation, checkpoint, recovery (of lost processes), guards, recorder, journal, provenance, goodput, timeline
 (and profiler), control (and signals). run_folder.py owns the files of a run, rollout_files.py those with the tokens of

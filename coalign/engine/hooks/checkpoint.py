@@ -1,10 +1,10 @@
-"""Checkpoints: what they hold, when one is written, and how a run resumes from one.
+"""Checkpoints: their content, when one is written, and how a run resumes from one.
 
 ``checkpoints/step_N/`` holds:
 
 - ``state.json``: step, data position, state of the recipe and of the hooks (Provenance: settings, hashes of models);
 - ``buffer.pt``: batches between environment and trainer;
-- ``models/<name>/``: what that backend needs to continue bit for bit;
+- ``models/<name>/``: the state with which that backend continues bit for bit;
 - ``hf/``: the trained model as a Hugging Face directory; ``hf_<name>/`` for every further model that is trained,
   ``hf_ema/`` for an average of the weights, ``adapter/`` for LoRA adapters;
 - ``manifest.json``: size and SHA-256 of every other file. It is written last.
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-MODELS = "models"  # in a checkpoint: what the trained models' processes write
+MODELS = "models"  # folder of a checkpoint that the trained models' processes write
 
 
 class ModelFiles:
-    """What the workers of ``models`` write in the background: an UnfinishedFiles."""
+    """The files that the workers of ``models`` write in the background: an UnfinishedFiles."""
 
     def __init__(self) -> None:
         self.models: list[DistModel[Any]] = []
@@ -70,7 +70,7 @@ def write_engine_state(
 ) -> ModelFiles:
     """Write the files of a checkpoint, all but the manifest; return those that workers still write.
 
-    ``snapshot`` (None: one of now) is of the newest step. ``exports``: directories for other programs, too.
+    ``snapshot`` is the newest step's (None: it is taken now). ``exports``: also write directories for other programs.
     """
     state = engine.snapshot() if snapshot is None else dict(snapshot)
     environment = engine.environment.fetch_state(state.pop("environment"))
@@ -83,9 +83,9 @@ def write_engine_state(
     (directory / "state.json").write_text(json.dumps(state, indent=1))
     torch.save(to_plain(environment), directory / "buffer.pt")
     files, saves = ModelFiles(), []
-    begun = [engine.running[name].call("begin_saves", fatal=False) for name in engine.learning]
+    save_starts = [engine.running[name].call("begin_saves", fatal=False) for name in engine.learning]
     try:
-        for i, (name, begin) in enumerate(zip(engine.learning, begun, strict=True)):
+        for i, (name, save_start) in enumerate(zip(engine.learning, save_starts, strict=True)):
             model, suffix = engine.running[name], "" if i == 0 else f"_{name}"
             paths = [directory / MODELS / name]
             saves.append(model.save(str(paths[0])))
@@ -98,20 +98,20 @@ def write_engine_state(
             if exports and model.config.lora:
                 paths.append(directory / f"adapter{suffix}")
                 saves.append(model.save_adapter(str(paths[-1])))
-            if begin.result():
+            if save_start.result():
                 files.models.append(model)
                 files.paths += paths
         for save in saves:
             save.result()
     except Exception:
         with suppress(Exception):
-            files.finish()  # no one may write into a directory that is deleted
+            files.finish()  # nobody may write into a directory that is deleted
         raise
     return files
 
 
 def read_state(directory: Path, config: RunConfig) -> dict[str, Any]:
-    """Read what a checkpoint knows beside weights. Raises ValueError for one of another recipe or other data."""
+    """Read a checkpoint's state.json. Raises ValueError for one of another recipe or other data."""
     state = json.loads((directory / "state.json").read_text())
     if state["algorithm"] != config.algorithm:
         raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{config.algorithm}`")
@@ -132,10 +132,10 @@ def restore_engine(engine: Engine, directory: Path) -> None:
 
 
 def rewind_engine(engine: Engine, directory: Path, *, repeat: bool) -> None:
-    """Return to the weights and the step of a checkpoint of this run.
+    """Return to the weights and the step of a checkpoint of this run, and tell the hooks (``after_rewind``).
 
-    ``repeat``: with its samples and its position in the data. Otherwise continue with data not drawn yet; samples made
-    since then are discarded, also those being generated. Hooks learn of it by ``after_rewind``.
+    ``repeat``: also to its samples and its position in the data. Otherwise the run continues with data not drawn yet,
+    and all samples since the checkpoint are discarded, also those being generated.
     """
     state = json.loads((directory / "state.json").read_text())
     _load_training_state(engine, directory, state)
@@ -198,8 +198,8 @@ class Save(Hook):
     It is written while training goes on. The next one, a rollback and the end of the run wait for it. An unhealthy step
     (coalign.engine.hooks.guards) is not saved unless the run ends there. A checkpoint that cannot be written, for
     whatever reason, does not end the run: a warning names the last good one. Only the first checkpoint (a run that
-    cannot save should not continue) and the last one must succeed. Each one that is complete is also copied to
-    ``remote``; only the end of the run waits for that.
+    cannot save should not continue) and the last one must succeed. Complete checkpoints are also copied to ``remote``;
+    only the end of the run waits for the copies.
     """
 
     def __init__(
@@ -211,17 +211,17 @@ class Save(Hook):
         mode: Literal["max", "min"] = "max",
         remote: RemoteCheckpoints | None = None,
     ) -> None:
-        """``every``, ``minutes``: 0 for none by steps, by time."""
+        """``every``, ``minutes``: 0 switches saving by steps, by time off."""
         self.checkpoints = checkpoints
         self.every = every
         self.seconds = 60.0 * minutes
-        self.begun = time.monotonic()  # when the newest checkpoint was
+        self.saved_at = time.monotonic()  # start of the newest checkpoint
         self.metric = best
         self.mode: Literal["max", "min"] = mode
         self.best: tuple[float, int] | None = None  # value, step
         self._kept: int | None = None  # the best step that has a checkpoint
-        self._step = 0  # of the newest checkpoint begun
-        self._first = 0  # where this process began
+        self._step = 0  # step of the newest checkpoint
+        self._first = 0  # step at which this process began
         self.remote = remote
         checkpoints.on_complete = self._tidy
 
@@ -231,15 +231,15 @@ class Save(Hook):
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         last = engine.complete or engine.stop is not None
         if self.remote and (failures := self.remote.take_failures()):
-            engine.late = engine.late | {"checkpoint/remote_failed": Total(failures)}
+            engine.metrics_for_next_step |= {"checkpoint/remote_failed": Total(failures)}
         if engine.healthy and self.metric in stats:
             value = stats[self.metric].value
             if is_improvement(value, self.best and self.best[0], self.mode):
                 self.best = (value, engine.step)
         is_best = self.best is not None and self.best[1] == engine.step
         due = is_best or (self.every and engine.step % self.every == 0)
-        late = self.seconds and time.monotonic() - self.begun >= self.seconds
-        due = due or (late and engine.served == engine.step)  # between two syncs the engines have older weights
+        overdue = self.seconds and time.monotonic() - self.saved_at >= self.seconds
+        due = due or (overdue and engine.served == engine.step)  # between two syncs the generators have older weights
         if not (last or (due and engine.healthy)):
             self._complete(engine, wait=False)
             return
@@ -248,11 +248,11 @@ class Save(Hook):
         self._step = engine.step
         try:
             self.checkpoints.begin(engine.step, lambda directory: write_engine_state(engine, directory))
-        except WorkerLost:  # the engine starts it again
+        except WorkerLost:  # the engine restarts the process
             raise
-        except Exception as problem:  # writers of tensors report a full disk by errors of their own
+        except Exception as problem:  # libraries that write tensors report a full disk by their own error types
             self._report(engine, problem, fatal=last)
-        self.begun = time.monotonic()
+        self.saved_at = time.monotonic()
         if last:
             self._complete(engine, wait=True, fatal=True)
         engine.phase("hooks")
@@ -266,19 +266,19 @@ class Save(Hook):
         if engine.step not in self.checkpoints.steps():
             self._step = engine.step
             self.checkpoints.write(engine.step, partial(write_engine_state, engine))
-            self.begun = time.monotonic()
+            self.saved_at = time.monotonic()
         return self.checkpoints.path(engine.step)
 
     def end(self, engine: Engine) -> None:
         engine.phase("save")
         if engine.stop is not None and engine.healthy and engine.step > self._first:
-            self.save_now(engine)  # a signal may come when this step has had its turn
+            self.save_now(engine)  # a signal may have come after `after_step`
         self._complete(engine, wait=True)
         self._finish_copies()
         engine.phase("hooks")
 
     def save_after_error(self, engine: Engine, error: Exception) -> None:
-        """Write a checkpoint of the last step if the error came after it; say in ``error`` where the run continues.
+        """Write a checkpoint of the last step, if it has none; add a note to ``error`` that says where to continue.
 
         Samples of rollouts that have failed or not ended are not kept: the run generates them again.
         """
@@ -287,7 +287,7 @@ class Save(Hook):
             self.checkpoints.finish()
         except Exception as problem:
             error.add_note(f"step {self._step} could not be saved: {_first_line(problem)}")
-        snapshot = engine.whole
+        snapshot = engine.consistent_state
         steps = self.checkpoints.steps()
         new = engine.step > self._first and engine.step not in steps
         if snapshot is not None and engine.healthy and new:
@@ -304,10 +304,10 @@ class Save(Hook):
         if self.remote:
             self.remote.finish()
             with suppress(OSError):
-                self._prune()  # what the copies have held
+                self._prune()  # checkpoints that were held until they were copied
 
     def _complete(self, engine: Engine, *, wait: bool, fatal: bool = False) -> None:
-        """Take note of a checkpoint that has become complete or has failed; with ``wait``, once it has."""
+        """Handle the end of a checkpoint that is being written; with ``wait``, wait for it."""
         try:
             self.checkpoints.finish() if wait else self.checkpoints.poll()
         except WorkerLost:  # the engine starts it again
@@ -329,13 +329,13 @@ class Save(Hook):
             free,
             good[-1],
         )
-        engine.late = engine.late | {"checkpoint/failed": Total(1.0)}
+        engine.metrics_for_next_step |= {"checkpoint/failed": Total(1.0)}
 
     def _tidy(self, step: int) -> None:
         """Point `model` to the best or newest checkpoint, and delete old ones."""
         if self.best is not None and self.best[1] in self.checkpoints.steps():
-            self._kept = self.best[1]  # until then the best one before it stays
-        if self.remote:  # of a run that lost its folder the best one may be there only
+            self._kept = self.best[1]  # until then the previous best one stays
+        if self.remote:  # if the run folder was lost, the best checkpoint may exist there only
             self.remote.begin(step, self.best[1] if self._kept is None and self.best else self._kept)
         try:
             self.checkpoints.link_model(step if self._kept is None else self._kept)

@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: written whole or not at all, verified, found again, deleted when there are newer.
+"""The folder of a run's checkpoints: writes them atomically, verifies them, finds the newest, deletes old ones.
 
-A checkpoint is written beside its place by workers and by a thread, while training goes on. The thread hashes all
-files, flushes them, reads them back and renames the directory: it is complete or it does not exist.
+A checkpoint is written to a temporary directory by workers and by a thread, while training goes on. The thread hashes
+all files, flushes them, reads them back and renames the directory: a checkpoint is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coalign.threads import begin_in_thread
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 0.05  # seconds between two looks for reports
+_POLL_SECONDS = 0.05
 
 
 class UnfinishedFiles(Protocol):
@@ -45,7 +45,7 @@ class CheckpointWriting:
         self.cleanup = cleanup  # renames the directory, or deletes it after an error
         self.reported = threading.Event()  # all files are written
         self.cancelled = threading.Event()
-        self.done: Future[None]  # of the thread that completes it
+        self.done: Future[None]  # ends with the thread that completes the checkpoint
 
     @property
     def paths(self) -> list[Path]:
@@ -59,7 +59,7 @@ class _Cancelled(Exception):
 class Checkpoints:
     """The checkpoints of one run folder: the newest ``keep``, and the best by a metric if one is watched.
 
-    At most one is being written at a time. ``on_complete(step)`` hears of each one that is complete. Without ``hashes``
+    At most one is being written at a time. ``on_complete(step)`` is called for each complete one. Without ``hashes``
     only the sizes of files are noted and verified: for a directory in memory, whose bits do not rot.
     """
 
@@ -78,11 +78,11 @@ class Checkpoints:
         return self.directory / f"step_{step}"
 
     def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> None:
-        """Begin the checkpoint of ``step``, whose files ``write_files(directory)`` writes or has others write.
+        """Begin the checkpoint of ``step``; ``write_files(directory)`` writes its files, or has workers write them.
 
-        The one before must be finished. Raises what ``write_files`` raises; nothing is left behind then.
+        The previous one must be finished. Raises what ``write_files`` raises; nothing is left behind then.
         """
-        assert self._writing is None, "the checkpoint before is still being written"
+        assert self._writing is None, "the previous checkpoint is still being written"
         for left in self.directory.glob(".writing-*"):  # by a run that was killed
             delete_path(left)
         with ExitStack() as cleanup:
@@ -113,7 +113,7 @@ class Checkpoints:
         except Exception:
             writing.cancelled.set()
             writing.done.exception()  # waits
-            if writing.files:  # what goes on writing would make the directory again
+            if writing.files:  # workers that still write would create the directory again
                 with suppress(Exception):
                     writing.files.finish()
             delete_path(writing.aside)
@@ -121,19 +121,19 @@ class Checkpoints:
         self.on_complete(writing.step)
 
     def settle(self) -> None:
-        """Complete a checkpoint that is being written, or give it up if a process that was to write files is lost.
+        """Complete a checkpoint that is being written, or give it up if a process that writes its files is lost.
 
         Raises what `finish` raises.
         """
         if self._writing is not None and self._writing.files is not None:
             with suppress(Exception):
-                self._writing.files.finish()  # those that live
+                self._writing.files.finish()  # waits for the processes that live
             if not self._writing.reported.is_set() and not self._has_all_reports(self._writing):
                 self._writing.cancelled.set()
         self.finish()
 
     def abandon(self) -> None:
-        """Let nobody wait for a checkpoint that is being written; it will not be complete."""
+        """Cancel the checkpoint that is being written."""
         if self._writing is not None:
             self._writing.cancelled.set()
 
@@ -148,7 +148,7 @@ class Checkpoints:
         delete_path(self.directory)
 
     def _complete(self, writing: CheckpointWriting) -> None:
-        """Seal and verify a checkpoint once its files are written. The work of a thread."""
+        """Seal and verify a checkpoint once its files are written. Runs in a thread."""
         with writing.cleanup:
             self._wait_for_reports(writing)
             self._seal(writing)
@@ -162,7 +162,7 @@ class Checkpoints:
             for problem in filter(None, reports.values()):
                 raise OSError(problem)
             waiting = [path for path, report in reports.items() if report is None]
-            if writing.cancelled.wait(_PAUSE if waiting else 0):
+            if writing.cancelled.wait(_POLL_SECONDS if waiting else 0):
                 raise _Cancelled
         for path in writing.paths:
             self._delete_report(path)
@@ -230,7 +230,7 @@ class Checkpoints:
         return None
 
     def move_later_aside(self, step: int) -> None:
-        """Rename the checkpoints after ``step``: the run goes on from there, and will not continue from these."""
+        """Rename the checkpoints after ``step``, from which the run continues."""
         for later in list_steps(self.directory):
             if later > step:
                 path = self.path(later)
@@ -238,7 +238,7 @@ class Checkpoints:
 
 
 def _drop_from_memory(path: Path) -> None:
-    """Let the next reader of a flushed file get what is on the disk."""
+    """Drop a flushed file from the page cache, so that its next reader reads the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

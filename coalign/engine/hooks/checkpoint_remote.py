@@ -2,9 +2,9 @@
 
 A thread copies each checkpoint that is complete on the local disk, while training goes on. Its manifest is sent last:
 without it there is no checkpoint. A file that the newest copy has already (frozen weights, a tokenizer) is copied by
-the server and not sent again. So each copy is whole, and an old one is deleted without a look at the others.
+the server and not sent again. So every copy is complete, and an old one can be deleted without looking at the others.
 
-Each run needs a place of its own. Credentials are read from the environment by the packages behind fsspec.
+Each run needs its own URL. Credentials are read from the environment by the packages behind fsspec.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, find_step
 from coalign.threads import begin_in_thread
 
 log = logging.getLogger(__name__)
-_FORMER = "manifest.before.json"  # of a checkpoint from which the run does not go on
-_REPORT = 10.0  # seconds between two lines of progress at the end of a run
+_FORMER_MANIFEST = "manifest.before.json"  # the run was continued from an earlier checkpoint
+_PROGRESS_SECONDS = 10.0  # between two lines of progress at the end of a run
 
 
 class RemoteError(OSError):
-    """The place of the copies cannot be read."""
+    """The copies cannot be read."""
 
 
 def is_remote(path: str) -> bool:
@@ -53,8 +53,8 @@ def check_url(url: str, output: str) -> None:
     Raises ValueError; ImportError with the command that installs the protocol's package.
     """
     protocol = get_protocol(url)
-    place = (split_protocol(url)[1] or "").partition("/")[0]
-    if "@" in place or "?" in url or "::" in url:  # the message leaves out what may be a password
+    host = (split_protocol(url)[1] or "").partition("/")[0]
+    if "@" in host or "?" in url or "::" in url:  # the message leaves out what may be a password
         raise ValueError(
             "expected protocol://bucket/prefix, without `@`, `?` and `::`; credentials are read from the environment"
         )
@@ -83,28 +83,28 @@ def find_newest_anywhere(memory: Checkpoints, disk: Checkpoints, remote: RemoteC
     """
     if remote is None:
         return find_newest(memory, disk)
-    found, problem = None, None
+    newest, problem = None, None
     try:
-        found = find_newest(memory, disk)
+        newest = find_newest(memory, disk)
     except CorruptCheckpoint as error:
         problem = error
     try:
-        newer = remote.fetch_newer(-1 if found is None else find_step(found))
+        newer = remote.fetch_newer(-1 if newest is None else find_step(newest))
     except RemoteError as error:
-        if found is None:
+        if newest is None:
             raise RemoteError(
                 f"{problem or f'{disk.directory} has no checkpoint'}, and {error}. Once they can be read, the same "
                 "command continues; `runtime.resume=never` begins anew"
             ) from error
-        log.warning("%s; continuing from %s", error, found)
-        return found
+        log.warning("%s; continuing from %s", error, newest)
+        return newest
     except CorruptCheckpoint as error:
-        if found is None:
+        if newest is None:
             raise problem or error from error
-        return found
+        return newest
     if newer is None and problem is not None:
         raise problem
-    return newer or found
+    return newer or newest
 
 
 def fetch_checkpoint(url: str, disk: Checkpoints) -> Path:
@@ -128,24 +128,24 @@ class RemoteCheckpoints:
         self._worker: Future[None] | None = None
         self._job: tuple[int, int | None] | None = None  # step and best step, being copied
         self._queued: tuple[int, int | None] | None = None
-        self._failures = 0  # that `take_failures` has not returned yet
-        self._problem = ""  # of the newest job; empty: it succeeded
+        self._failures = 0  # since the last `take_failures`
+        self._problem = ""  # why the newest job failed; empty: it did not
         self._newest = -1  # step of the newest job
-        self._first: int | None = None  # where the run began, while copies of later steps still count
+        self._first: int | None = None  # step at which the run began, until later copies are set aside
         self._best: int | None = None  # the newest best step that has a copy
         self._size = self._sent = 0  # bytes of the checkpoint being copied
         self._file = Callback()  # counts the bytes of the file being sent
 
     @cached_property
     def _place(self) -> tuple[Any, str]:
-        """The filesystem, and the path in it. Not opened before it is used: it may be away."""
+        """The filesystem, and the path in it. Not opened before it is used: it may be unreachable."""
         files, root = url_to_fs(self.url)
         return files, root.rstrip("/")
 
     # ---- copying
 
     def begin_run(self, step: int) -> None:
-        """Take note that the run goes on from ``step`` (-1: begins anew): copies of later steps no longer count."""
+        """Set copies of later steps aside: the run goes on from ``step`` (-1: it begins anew)."""
         self._first = step
         with self._sink.survive(Exception):
             self._set_later_aside(step)
@@ -174,7 +174,7 @@ class RemoteCheckpoints:
         while (worker := self._worker) is not None and not worker.done():
             with suppress(TimeoutError):
                 worker.exception(0.1)
-            if time.monotonic() - reported >= _REPORT:
+            if time.monotonic() - reported >= _PROGRESS_SECONDS:
                 reported = time.monotonic()
                 done, size = (number / 2**20 for number in (self._sent + self._file.value, self._size))
                 log.info("waiting for copies at %s: step %d, %.1f of %.1f MiB", self.url, self._newest, done, size)
@@ -222,23 +222,23 @@ class RemoteCheckpoints:
         source, target = self.disk.path(step), self._path(step)
         manifest = (source / MANIFEST).read_bytes()
         entries = json.loads(manifest)["files"]
-        there = self._list()
-        if step in there:
-            if MANIFEST in there[step] and files.cat_file(f"{target}/{MANIFEST}") == manifest:
+        copies = self._list()
+        if step in copies:
+            if MANIFEST in copies[step] and files.cat_file(f"{target}/{MANIFEST}") == manifest:
                 return
-            self._delete(step, there[step])  # left by a run that was killed, or by this run before a rollback
-        begun, known = time.monotonic(), self._hashes_of_newest(there.keys() - {step}, there)
+            self._delete(step, copies[step])  # left by a run that was killed, or by this run before a rollback
+        started_at, stored_paths = time.monotonic(), self._hashes_of_newest(copies.keys() - {step}, copies)
         self._sent, self._size = 0, sum(entry["size"] for entry in entries.values())
         uploaded = 0
         for name, entry in entries.items():
-            if not self._copy_there(known.get((entry["sha256"], entry["size"])), f"{target}/{name}"):
+            if not self._copy_there(stored_paths.get((entry["sha256"], entry["size"])), f"{target}/{name}"):
                 self._send(source / name, f"{target}/{name}")
                 uploaded += entry["size"]
             self._sent += entry["size"]
         if (source / MANIFEST).read_bytes() != manifest:
             raise OSError(f"{source} was replaced while it was copied")
         _check_sizes(entries, self._list().get(step, {}), f"{self.url}/step_{step}")
-        if files.async_impl:  # object stores show nothing before it is whole
+        if files.async_impl:  # object stores show no incomplete file
             files.pipe_file(f"{target}/{MANIFEST}", manifest)
         else:
             files.pipe_file(f"{target}/.{MANIFEST}", manifest)
@@ -249,7 +249,7 @@ class RemoteCheckpoints:
             self.url,
             uploaded / 2**20,
             self._size / 2**20,
-            time.monotonic() - begun,
+            time.monotonic() - started_at,
         )
 
     def _send(self, source: Path, target: str) -> None:
@@ -259,7 +259,7 @@ class RemoteCheckpoints:
         self._file = Callback()
 
     def _copy_there(self, source: str | None, target: str) -> bool:
-        """Let the server copy a file; whether it did."""
+        """Have the server copy a file; return whether it did."""
         if source is None:
             return False
         self._make_parent(target)
@@ -274,9 +274,9 @@ class RemoteCheckpoints:
         if not files.async_impl:  # object stores, which are, have no directories
             files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _hashes_of_newest(self, steps: set[int], there: dict[int, dict[str, int]]) -> dict[tuple[str, int], str]:
+    def _hashes_of_newest(self, steps: set[int], copies: dict[int, dict[str, int]]) -> dict[tuple[str, int], str]:
         """Return the paths of the newest copy's files by hash and size."""
-        complete = [step for step in steps if MANIFEST in there[step]]
+        complete = [step for step in steps if MANIFEST in copies[step]]
         if not complete:
             return {}
         newest = max(complete)
@@ -284,14 +284,14 @@ class RemoteCheckpoints:
         return {(entry["sha256"], entry["size"]): f"{self._path(newest)}/{name}" for name, entry in entries.items()}
 
     def _prune(self, best: int | None) -> None:
-        """Delete all copies but the newest and the best, manifest first, and what failed copies have left."""
-        there = self._list()
-        complete = sorted(step for step in there if MANIFEST in there[step])
+        """Delete all copies but the newest and the best, manifest first, and the remains of failed copies."""
+        copies = self._list()
+        complete = sorted(step for step in copies if MANIFEST in copies[step])
         if best in complete:
             self._best = best
-        for step in there.keys() - {*complete[-self.disk.keep :], self._best}:
-            if _FORMER not in there[step]:
-                self._delete(step, there[step])
+        for step in copies.keys() - {*complete[-self.disk.keep :], self._best}:
+            if _FORMER_MANIFEST not in copies[step]:
+                self._delete(step, copies[step])
 
     def _delete(self, step: int, names: dict[str, int]) -> None:
         files, _ = self._place
@@ -308,9 +308,11 @@ class RemoteCheckpoints:
         for later, names in self._list().items():
             if later > step and MANIFEST in names:
                 path = self._path(later)
-                files.pipe_file(f"{path}/{_FORMER}", files.cat_file(f"{path}/{MANIFEST}"))
+                files.pipe_file(f"{path}/{_FORMER_MANIFEST}", files.cat_file(f"{path}/{MANIFEST}"))
                 files.rm(f"{path}/{MANIFEST}")
-                log.warning("%s/step_%d comes after step %d; its manifest is %s now", self.url, later, step, _FORMER)
+                log.warning(
+                    "%s/step_%d comes after step %d; its manifest is %s now", self.url, later, step, _FORMER_MANIFEST
+                )
         self._first = None
 
     # ---- reading
@@ -321,9 +323,10 @@ class RemoteCheckpoints:
         CorruptCheckpoint if there are some and all fail; RemoteError.
         """
         with _reading(self.url):
-            there = self._list()
+            copies = self._list()
         problems = []
-        for later in sorted((each for each in there if each > step and MANIFEST in there[each]), reverse=True):
+        complete = [copied for copied, names in copies.items() if MANIFEST in names]
+        for later in sorted((copied for copied in complete if copied > step), reverse=True):
             try:
                 return self.fetch(later)
             except CorruptCheckpoint as problem:
@@ -335,20 +338,20 @@ class RemoteCheckpoints:
 
     def fetch(self, step: int) -> Path:
         """Return the checkpoint of ``step`` in the local folder, downloaded and verified unless it is there already."""
-        where, local = f"{self.url}/step_{step}", self.disk.path(step)
+        copy_url, local = f"{self.url}/step_{step}", self.disk.path(step)
         with _reading(self.url):
-            there = self._list().get(step, {})
-            if MANIFEST not in there:
-                raise CorruptCheckpoint(f"{where} has no {MANIFEST}")
+            sizes = self._list().get(step, {})
+            if MANIFEST not in sizes:
+                raise CorruptCheckpoint(f"{copy_url} has no {MANIFEST}")
             manifest, entries = self._read_manifest(step)
-            _check_sizes(entries, there, where)
+            _check_sizes(entries, sizes, copy_url)
         if (local / MANIFEST).exists() and (local / MANIFEST).read_bytes() == manifest:
             try:
                 verify_checkpoint(local)
                 return local
             except CorruptCheckpoint as problem:
                 log.warning("%s; taking its copy", problem)
-        log.info("downloading %s (%.1f MiB)", where, sum(entry["size"] for entry in entries.values()) / 2**20)
+        log.info("downloading %s (%.1f MiB)", copy_url, sum(entry["size"] for entry in entries.values()) / 2**20)
         self.disk.directory.mkdir(parents=True, exist_ok=True)
         with write_atomically(local, flush=True) as aside:
             for name in entries:
@@ -359,7 +362,7 @@ class RemoteCheckpoints:
             try:
                 verify_checkpoint(aside)
             except CorruptCheckpoint as problem:
-                raise CorruptCheckpoint(str(problem).replace(str(aside), where)) from None
+                raise CorruptCheckpoint(str(problem).replace(str(aside), copy_url)) from None
             if os.path.lexists(local):
                 log.warning("%s is replaced by its copy; it is now %s", local, move_aside(local))
         self.disk.link_model(step)
@@ -369,18 +372,18 @@ class RemoteCheckpoints:
         return f"{self._place[1]}/step_{step}"
 
     def _list(self) -> dict[int, dict[str, int]]:
-        """Return the sizes of all files there, by step and name."""
+        """Return the sizes of all copied files, by step and name."""
         files, root = self._place
         files.invalidate_cache()
-        found: dict[int, dict[str, int]] = {}
+        copies: dict[int, dict[str, int]] = {}
         for path, info in files.find(root, detail=True).items():
             folder, _, name = path.removeprefix(f"{root}/").partition("/")
             if name and (step := find_step(Path(folder))) >= 0:
-                found.setdefault(step, {})[name] = info["size"]
-        return found
+                copies.setdefault(step, {})[name] = info["size"]
+        return copies
 
     def _read_manifest(self, step: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
-        """Return a copy's manifest, as bytes and as entries. Raises CorruptCheckpoint if it is none."""
+        """Return a copy's manifest, as bytes and as entries. Raises CorruptCheckpoint if it cannot be read."""
         content = self._place[0].cat_file(f"{self._path(step)}/{MANIFEST}")
         try:
             entries = {
@@ -388,8 +391,8 @@ class RemoteCheckpoints:
                 for name, entry in json.loads(content)["files"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            where = f"{self.url}/step_{step}"
-            raise CorruptCheckpoint(f"{where} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
+            copy_url = f"{self.url}/step_{step}"
+            raise CorruptCheckpoint(f"{copy_url} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
         for name in entries:
             if Path(name).is_absolute() or ".." in Path(name).parts:  # it would be written outside the folder
                 raise CorruptCheckpoint(f"{self.url}/step_{step}: {MANIFEST} names {name!r:.100}")
@@ -408,10 +411,10 @@ def _reading(url: str) -> Iterator[None]:
         raise RemoteError(f"the copies at {url} cannot be read ({text})") from problem
 
 
-def _check_sizes(entries: dict[str, dict[str, Any]], sizes: dict[str, int], where: str) -> None:
+def _check_sizes(entries: dict[str, dict[str, Any]], sizes: dict[str, int], checkpoint: str) -> None:
     """Compare the sizes of files with a manifest. Raises CorruptCheckpoint naming the first that differs."""
     for name, entry in entries.items():
         if name not in sizes:
-            raise CorruptCheckpoint(f"{where}: {name} is missing")
+            raise CorruptCheckpoint(f"{checkpoint}: {name} is missing")
         if sizes[name] != entry["size"]:
-            raise CorruptCheckpoint(f"{where}: {name} has {sizes[name]} bytes, {entry['size']!r:.30} were written")
+            raise CorruptCheckpoint(f"{checkpoint}: {name} has {sizes[name]} bytes, {entry['size']!r:.30} were written")

@@ -1,7 +1,7 @@
-"""Where the wall time of a run went: what trained, what the trainer waited for, and what was done for nothing.
+"""Measures where the wall time of a run went: training, waiting, and work that was discarded.
 
-The engine says at each moment what it waits for (``Engine.phase``), so every second has one cause and the causes add up
-to the wall time. A run that is resumed goes on counting; the time between two starts does not count.
+The engine announces what it waits for (``Engine.phase``), so every second has one cause and the causes add up to the
+wall time. A resumed run goes on counting; the time between two starts does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from coalign.cluster.future import BatchRef
     from coalign.engine.engine import Engine
 
-# What the loop waits for -> the cause that its seconds count for.
+# Phase of the loop -> the cause that its seconds are counted under.
 _CAUSES = {
     "train": "trained",
     "rollout": "rollout",
@@ -29,7 +29,7 @@ _CAUSES = {
     "restart": "restart",
     "scale": "restart",  # processes that come or go
 }
-_OF_A_STEP: tuple[str, ...] = ("rollout", "trained")
+_STEP_CAUSES: tuple[str, ...] = ("rollout", "trained")
 CAUSES = (*dict.fromkeys(_CAUSES.values()), "start", "redone")
 # Counts of tokens that were generated and never trained on -> why.
 _DROPPED = {
@@ -44,35 +44,35 @@ class Goodput(Hook):
     """Adds the shares of the run so far to every step's metrics.
 
     - `goodput/<cause>`: shares of the wall time, which add up to 1. ``redone`` is the time of steps that were refused,
-      rolled back, or trained after the checkpoint from which a run that had ended goes on.
+      rolled back, or trained after the checkpoint from which the run was resumed.
     - `time/run`: the wall time in seconds.
-    - `tokens_dropped/<cause>`: shares of the tokens that were generated for the steps that stand. Expired groups are
-      counted, their tokens are not: these are estimated from the step's mean response.
+    - `tokens_dropped/<cause>`: shares of the tokens generated for the accepted steps. The tokens of expired groups are
+      not counted but estimated from the step's mean response.
 
-    ``log`` is the run's metrics.jsonl: it knows how long a run that had ended went on after its checkpoint.
+    ``log`` is the run's metrics.jsonl, which says how long the run went on after the checkpoint it is resumed from.
     """
 
     def __init__(self, log: StepLog, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to count; ``clock`` returns seconds."""
+        """Start counting; ``clock`` returns seconds."""
         self._log = log
         self._clock = clock
         self._since = clock()
         self._cause = "start"
         self._seconds = dict.fromkeys(CAUSES, 0.0)
-        self._step = dict.fromkeys(_OF_A_STEP, 0.0)  # of the step under way, which may yet be refused
+        self._step = dict.fromkeys(_STEP_CAUSES, 0.0)  # the current step's seconds: it may yet be refused
         self._generated = 0.0
         self._dropped = dict.fromkeys(_DROPPED_CAUSES, 0.0)
 
     def phase(self, name: str) -> None:
-        """The engine enters a phase: `rollout` begins a step, and `sync` after `train` says that it was accepted."""
+        """The engine enters a phase: `rollout` begins a step, and `sync` after `train` means that it was accepted."""
         self._settle()
         if name == "rollout":
             self._discard_step()
         elif name == "sync":
-            for cause in _OF_A_STEP:
+            for cause in _STEP_CAUSES:
                 self._seconds[cause] += self._step[cause]
                 self._step[cause] = 0.0
-        self._cause = _CAUSES.get(name, "hooks")  # a hook may have phases of its own
+        self._cause = _CAUSES.get(name, "hooks")  # hooks may announce further phases
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         count = lambda name: stats[name].value if name in stats else 0.0  # noqa: E731
@@ -80,14 +80,14 @@ class Goodput(Hook):
         dropped["expired"] = (
             count("rollout/expired") * engine.config.runtime.samples_per_prompt * count("tokens/response")
         )
-        # `tokens/generated` counts complete groups before the filter, so neither those given up nor those cut.
+        # `tokens/generated` counts complete groups before the filter, so none that were given up or cut.
         self._generated += count("tokens/generated") + dropped["given_up"] + dropped["cut"]
         for cause in _DROPPED_CAUSES:
             self._dropped[cause] += dropped[cause]
         stats |= self.measure()
 
     def after_rewind(self, state: dict[str, Any], *, repeat: bool) -> None:
-        """Count everything since the checkpoint for nothing, the starts of processes excepted."""
+        """Count the time since the checkpoint as redone, except that of starting processes."""
         self._settle()
         self._discard_step()
         now = self._seconds
@@ -100,8 +100,8 @@ class Goodput(Hook):
     def measure(self) -> Stats:
         """Return the metrics of the run until now."""
         seconds = self._sum_seconds()
-        whole = sum(seconds.values()) or 1.0
-        stats: Stats = {f"goodput/{cause}": Stat(seconds[cause] / whole) for cause in CAUSES}
+        wall_time = sum(seconds.values()) or 1.0
+        stats: Stats = {f"goodput/{cause}": Stat(seconds[cause] / wall_time) for cause in CAUSES}
         stats["time/run"] = Total(sum(seconds.values()))
         if self._generated:
             stats |= {f"tokens_dropped/{why}": Stat(count / self._generated) for why, count in self._dropped.items()}
@@ -122,15 +122,15 @@ class Goodput(Hook):
     def _settle(self) -> None:
         """Add the time since the last call to its cause."""
         now = self._clock()
-        # Until a step is accepted its time may turn out to be for nothing.
-        (self._step if self._cause in _OF_A_STEP else self._seconds)[self._cause] += now - self._since
+        # A step's time counts as redone if it is not accepted.
+        (self._step if self._cause in _STEP_CAUSES else self._seconds)[self._cause] += now - self._since
         self._since = now
 
     def _discard_step(self) -> None:
         self._seconds["redone"] += sum(self._step.values())
-        self._step = dict.fromkeys(_OF_A_STEP, 0.0)
+        self._step = dict.fromkeys(_STEP_CAUSES, 0.0)
 
     def _sum_seconds(self) -> dict[str, float]:
-        """Return the seconds of each cause until now; those of a step that is not accepted are for nothing."""
+        """Return the seconds of each cause until now; those of a step that is not accepted yet count as redone."""
         self._settle()
         return self._seconds | {"redone": self._seconds["redone"] + sum(self._step.values())}

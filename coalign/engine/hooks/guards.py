@@ -41,7 +41,7 @@ METRICS = {
 
 
 class Guards(Hook):
-    """Refuses a step whose loss or gradient is not finite, and the ``patience``-th in a row beyond a threshold.
+    """Refuses a step whose loss or gradient is not finite, and the ``patience``-th step in a row beyond a threshold.
 
     The step's batch is written to ``failed/``. Then the run ends, or returns to its newest checkpoint and continues
     with later data. ``record(step, stats)`` receives the metrics of the step that ends the run.
@@ -59,7 +59,7 @@ class Guards(Hook):
         self.ended = False  # whether this ended the run
 
     def begin(self, engine: Engine) -> None:
-        """Write a checkpoint if there is none: rolling back the first steps needs one of what came before them."""
+        """Write a checkpoint if there is none: the first steps need one to roll back to."""
         if self.config.action == "rollback" and not self.checkpoints.steps():
             engine.phase("save")
             self.checkpoints.write(engine.step, partial(write_engine_state, engine))
@@ -154,17 +154,17 @@ class FlatRewards(Hook):
 
 
 def list_non_finite(stats: Stats) -> list[str]:
-    """Describe what is NaN or infinite among the losses and gradient norms of all trained models."""
-    found = []
+    """Describe the losses and gradient norms of all trained models that are NaN or infinite."""
+    problems = []
     for name, metric in stats.items():
         if name.endswith("loss/not_finite"):
-            found.append(
+            problems.append(
                 f"{int(metric.value)} updates with a gradient that is not finite ({name}); they were not applied"
             )
         counted = not isinstance(metric, Stat) or metric.count > 0
         if name.endswith(("loss/value", "loss/grad_norm")) and counted and not math.isfinite(metric.value):
-            found.append(f"{name} is {metric.value}")
-    return found
+            problems.append(f"{name} is {metric.value}")
+    return problems
 
 
 def list_exceeded(stats: Stats, config: GuardsConfig) -> list[str]:
@@ -174,21 +174,21 @@ def list_exceeded(stats: Stats, config: GuardsConfig) -> list[str]:
     """
     if "loss/value" in stats:
         check_reported(config, stats)
-    found = []
+    exceeded = []
     for key, name, limit in _thresholds(config):
         sign = 1.0 if key.startswith("max_") else -1.0
         if name in stats and not sign * stats[name].value <= sign * limit:
-            found.append(f"{name} is {stats[name].value:.4g} (runtime.guards.{key}: {limit:g})")
-    return found
+            exceeded.append(f"{name} is {stats[name].value:.4g} (runtime.guards.{key}: {limit:g})")
+    return exceeded
 
 
 def check_reported(config: GuardsConfig, reported: Collection[str]) -> None:
     """Raise ValueError for a threshold on a metric that the main model's loss does not report."""
     for key, name, limit in _thresholds(config):
         if name not in reported:
-            others = [f"{other} ({metric})" for other, metric in METRICS.items() if metric in reported]
-            there = f"there may be: {', '.join(others)}" if others else "it has none that guards could bound"
-            raise ValueError(f"runtime.guards.{key} is {limit:g}, and the loss reports no `{name}`; {there}")
+            usable = [f"{usable_key} ({metric})" for usable_key, metric in METRICS.items() if metric in reported]
+            hint = f"there may be: {', '.join(usable)}" if usable else "it has none that guards could bound"
+            raise ValueError(f"runtime.guards.{key} is {limit:g}, and the loss reports no `{name}`; {hint}")
 
 
 def _thresholds(config: GuardsConfig) -> Iterator[tuple[str, str, float]]:

@@ -1,4 +1,4 @@
-"""Keeps a run's journal: opens it, connects it with the rollout side, and notes steps, syncs and restarts."""
+"""Keeps a run's journal: opens it, passes it to the Environment, and notes steps, syncs and restarts."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 class JournalHook(Hook):
     """Writes the journal of a run with rollouts into ``path``; see coalign.engine.journal.
 
-    Beside it stand the finished rollouts since the newest checkpoint of ``disk`` (coalign.engine.finished_rollouts).
-    A checkpoint keeps the identity of its run, so a journal of another run is known, and moved aside.
+    The finished rollouts since the newest checkpoint on ``disk`` are kept beside it (coalign.engine.finished_rollouts).
+    A checkpoint keeps the identity of its run, so that a journal of another run is recognised, and moved aside.
     """
 
     def __init__(self, path: Path, disk: Checkpoints) -> None:
         self.path = path
         self.disk = disk
         self.finished: FinishedRollouts | None = None
-        self._saved = 0  # the newest step that is on the disk
+        self._saved = 0  # step of the newest checkpoint on the disk
         self.run = uuid4().hex[:16]
         self._engine: Engine | None = None
         self._journal: Journal | None = None
@@ -47,11 +47,11 @@ class JournalHook(Hook):
             return
         start = self._find_start()
         environment = engine.environment
-        self._journal = Journal(self.path, start or time.time(), environment.unfinished.list_carried() or ())
+        self._journal = Journal(self.path, start or time.time(), environment.unfinished.list_continued() or ())
         if start is None:
             self._journal.note("run", run=self.run, started=round(time.time(), 3))
         self._engine, environment.journal = engine, self._journal
-        if not environment.unfinished.active and self.finished is None:  # else a rollout is not whole alone
+        if not environment.unfinished.active and self.finished is None:  # unfinished groups span several rollouts
             self.finished = environment.unfinished.finished = self._open_finished(engine)
         if start is not None or engine.step:
             environment.note_resumed(engine.step)
@@ -94,12 +94,12 @@ class JournalHook(Hook):
         self.run = state["run"]
 
     def _open_finished(self, engine: Engine) -> FinishedRollouts:
-        stands_on = [hook.state_dict() for hook in engine.hooks if isinstance(hook, Provenance)]
-        settings = hashlib.sha256(json.dumps(stands_on, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        inputs = [hook.state_dict() for hook in engine.hooks if isinstance(hook, Provenance)]
+        settings = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:16]
         return FinishedRollouts(self.path.parent / FOLDER, engine.cluster.store, self.run, settings, engine.step)
 
     def _find_start(self) -> float | None:
-        """Return when this run's journal began, None if there is none. That of another run is moved aside."""
+        """Return when this run's journal began; None without one. The journal of another run is moved aside."""
         if not self.path.exists():
             return None
         first = next(read_lines(self.path), None) or {}

@@ -1,4 +1,4 @@
-"""What a run stands on, kept in each checkpoint: settings, source files of functions, contents of models and data.
+"""Records the inputs of a run in each checkpoint: settings, source files of functions, contents of models and data.
 
 When a run resumes, what has changed is listed in the log as old → new. Settings that results depend on, and models with
 other contents, are refused unless `runtime.allow_changed` names them; training data are compared by their loader
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 
 class Provenance(Hook):
-    """Keeps what the run stands on as it is now, and compares a checkpoint's with it."""
+    """Keeps the run's current inputs, and compares a checkpoint's inputs with them."""
 
     def __init__(self, config: RunConfig, held_out: Mapping[str, Any] | None = None) -> None:
-        """Reads the models' directories. ``held_out`` is the state of the evaluation data's loader."""
+        """Read the models' directories. ``held_out`` is the state of the evaluation data's loader."""
         self.allowed = config.runtime.allow_changed
         self.output = config.output
-        self.fixed: set[str] = set()  # settings that a run keeps when it goes on
+        self.fixed: set[str] = set()  # settings that may not change when a run is resumed
         self.defaults: set[str] = set()  # settings that have the schema's value
         self.settings: dict[str, Any] = {}
         self.models: dict[str, str] = {}
@@ -69,11 +69,11 @@ class Provenance(Hook):
         if state is None:
             log.warning("the checkpoint has no record of settings and models, so they are not compared")
             return
-        before, now = state["settings"], self.settings
+        earlier, now = state["settings"], self.settings
         changed = {
-            name: f"{name}: {_shorten(before, name)} → {_shorten(now, name)}"
-            for name in sorted({*before, *now} - (self.defaults - before.keys()))  # a newer version's settings
-            if name not in before or name not in now or before[name] != now[name]
+            name: f"{name}: {_shorten(earlier, name)} → {_shorten(now, name)}"
+            for name in sorted({*earlier, *now} - (self.defaults - earlier.keys()))  # a newer version's settings
+            if name not in earlier or name not in now or earlier[name] != now[name]
         }
         fixed = {*self.fixed, *state.get("fixed", ())}
         refused = [text for name, text in changed.items() if name in fixed]
@@ -98,7 +98,7 @@ class Provenance(Hook):
 
 
 def hash_model(directory: Path) -> str:
-    """Return a hash of a model directory: names and contents of its files, of large ones samples (`hash_samples`).
+    """Return a hash of a model directory: names and contents of its files; large ones are sampled (`hash_samples`).
 
     Hidden files, texts for readers (.md) and subfolders do not count.
     """

@@ -1,6 +1,6 @@
 """Writes a run's metrics and samples: metrics.jsonl, samples.jsonl, rollouts/, the trackers and the step line.
 
-``StructureRecord`` says for programs that load no torch (`coalign board`) what the run consists of: flow.json and
+``StructureRecord`` writes the structure of the run for programs that load no torch (`coalign board`): flow.json and
 placement.json.
 """
 
@@ -70,7 +70,7 @@ class MetricsRecorder(Hook):
             self.folder.rollouts.add(engine.step, [learned], engine.tokenizer)
 
     def record_evaluation(self, engine: Engine, batches: Sequence[BatchRef]) -> None:
-        """Write samples spread evenly over the evaluation set, so over its sources; the same prompts each time."""
+        """Write samples of the same prompts each time, spread evenly over the evaluation set and its sources."""
         if not self.samples or engine.source != "prompts":
             return
         every = max(1, math.ceil(sum(map(len, batches)) / self.samples))
@@ -122,13 +122,13 @@ def _to_json(value: Any) -> Any:
 
 
 def _to_cells(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a table shows of a sample: texts and numbers."""
+    """Return the cells of a sample's row in a table: texts and numbers."""
     cells = {key: value for key, value in row.items() if key not in ("phase", "versions", "messages")}
     return {k: json.dumps(v, ensure_ascii=False) if isinstance(v, dict | list) else v for k, v in cells.items()}
 
 
 def describe_placement(cluster: Cluster) -> dict[str, Any]:
-    """Return where each process is, as JSON has it.
+    """Return the node and devices of each process, as JSON.
 
     ``nodes`` are their names. ``models`` has for each model its ``processes`` by rank, each [number of the node, names
     of its devices there] (none: it computes on the CPU), and the models that wait while it computes (``in_turn_with``).

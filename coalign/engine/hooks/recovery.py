@@ -1,8 +1,8 @@
 """Checkpoints in this machine's memory, from which a run goes on after it has lost a process.
 
-They are written like those on disk, but often, without directories for other programs, and to /dev/shm: there they
+They are written like those on disk, but more often, without directories for other programs, and to /dev/shm: there they
 outlast every process of the run, the driver included. They do not outlast the machine. On a Ray cluster of several
-nodes each node's files are held by another node, too.
+nodes another node also holds each node's files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KEPT = 2  # one is complete while the next one is written
 
 
 def open_memory_folder(run: Path) -> Checkpoints:
-    """Return the checkpoints in memory of the run in this folder, none of a deleted one that had the same path.
+    """Return the checkpoints in memory of the run in this folder, and delete those of deleted runs.
 
     Raises PermissionError if they are another user's.
     """
@@ -60,8 +60,10 @@ def open_memory_folder(run: Path) -> Checkpoints:
 
 @contextmanager
 def find_memory(memory: Checkpoints, run: Path, config: RuntimeConfig) -> Iterator[Checkpoints]:
-    """Yield where the run's checkpoints in memory are, before it has a cluster: in this machine's ``memory``, or in
-    that of nodes. ValueError if their Ray cluster does not answer."""
+    """Yield the run's checkpoints in memory before it has a cluster: in this machine's ``memory``, or in that of nodes.
+
+    ValueError if the Ray cluster of the nodes does not answer.
+    """
     if has_keepers(run) and config.ray_address is not None and config.resume == "auto":
         with join_keepers(config.ray_address, run, config.call_timeout) as keepers:
             yield NodeCheckpoints(keepers, memory)
@@ -70,14 +72,14 @@ def find_memory(memory: Checkpoints, run: Path, config: RuntimeConfig) -> Iterat
 
 
 class NodeCheckpoints(Checkpoints):
-    """Checkpoints in the memory of several nodes, each with the files that were written there and those of another one.
+    """Checkpoints in the memory of several nodes. Each node has the files written there, and those of another node.
 
-    ``directory`` is that of this node, where the driver writes its small files. A path there stands for one on each
-    node (``Cluster.localize``).
+    ``directory`` is on this node, where the driver writes its small files. A path in it stands for one on each node
+    (``Cluster.localize``).
     """
 
     def __init__(self, keepers: Keepers, memory: Checkpoints) -> None:
-        """Go on with what is in this machine's ``memory``."""
+        """Move the checkpoints in this machine's ``memory`` to the nodes' folder."""
         super().__init__(keepers.folder, memory.keep, hashes=False)
         self.keepers = keepers
         if memory.directory.exists():
@@ -95,9 +97,9 @@ class NodeCheckpoints(Checkpoints):
         super().begin(step, write_files)
 
     def find_newest(self) -> Path | None:
-        """Return the newest checkpoint of which living nodes hold all files; those of the driver are here then.
+        """Return the newest checkpoint of which living nodes hold all files, after fetching the driver's files.
 
-        CorruptCheckpoint if there are some and none is whole. Raises OSError, KeeperLost.
+        CorruptCheckpoint if there are some and none is complete. Raises OSError, KeeperLost.
         """
         problems = []
         for step, spread in reversed(self.keepers.list_steps().items()):
@@ -135,10 +137,10 @@ class NodeCheckpoints(Checkpoints):
 
 
 class Recovery(Hook):
-    """Keeps checkpoints in memory, one every ``every`` steps, and takes the run back to the newest one.
+    """Writes a checkpoint in memory every ``every`` steps, and restores the newest one after a loss.
 
-    ``every`` 0: there are none, and the newest checkpoint on disk counts. One in memory that cannot be written is
-    logged, and the run goes on.
+    ``every`` 0: there are none, and the newest checkpoint on disk counts. A checkpoint in memory that cannot be written
+    is logged, and the run goes on.
     """
 
     def __init__(self, memory: Checkpoints, disk: Checkpoints, folder: RunFolder, every: int) -> None:
@@ -150,24 +152,24 @@ class Recovery(Hook):
         memory.on_complete = self._tidy
 
     def open(self, engine: Engine, checkpoint: Path | None) -> Path | None:
-        """Get ready once the cluster has started; return where the ``checkpoint`` that the run goes on from is now.
+        """Move checkpoints to the started cluster's nodes; return the new path of ``checkpoint``.
 
         Raises OSError, KeeperLost.
         """
-        before = self.memory.directory
+        directory = self.memory.directory
         self._spread_what_is_there(engine)
-        moved = checkpoint is not None and checkpoint.parent == before
+        moved = checkpoint is not None and checkpoint.parent == directory
         return self.memory.path(find_step(checkpoint)) if checkpoint is not None and moved else checkpoint
 
     def forget_others(self, checkpoint: Path | None) -> None:
-        """Delete what is in memory, unless the run goes on from there."""
+        """Delete the checkpoints in memory, unless the run goes on from one of them."""
         if checkpoint is None or checkpoint.parent != self.memory.directory:
             self.memory.clear()
 
     def begin(self, engine: Engine) -> None:
         """Write the first checkpoint. ValueError if processes of a trained model cannot use the same memory."""
         cluster = engine.cluster
-        nodes = {place.node for name in engine.learning for place in cluster.placements.get(name, ())}
+        nodes = {slot.node for name in engine.learning for slot in cluster.placements.get(name, ())}
         if self.every and choose_cluster(engine.config) == "torchrun" and nodes.difference({cluster.own_node}):
             raise ValueError(
                 f"runtime.save_in_memory_every is {self.every}: with processes that torchrun starts there are no "
@@ -181,7 +183,7 @@ class Recovery(Hook):
             self._write(engine)
 
     def before_training(self, engine: Engine) -> None:
-        """Wait until the last step's checkpoint is complete, so that at most the step that begins can be lost."""
+        """Wait until the last step's checkpoint is complete, so that at most the current step can be lost."""
         with self._survive():
             self.memory.finish()
 
@@ -195,9 +197,9 @@ class Recovery(Hook):
         return self.memory.path(engine.step)
 
     def restore(self, engine: Engine) -> bool:
-        for each in (self.memory, self.disk):
+        for checkpoints in (self.memory, self.disk):
             with suppress(Exception):  # the lost process may have been writing
-                each.settle()
+                checkpoints.settle()
         try:
             self._spread_what_is_there(engine)
             newest = find_newest(self.memory, self.disk)
@@ -213,7 +215,7 @@ class Recovery(Hook):
         return True
 
     def end(self, engine: Engine) -> None:
-        """Free the memory: what the run has made is on the disk."""
+        """Free the memory: the last checkpoint is on the disk."""
         self.before_training(engine)
         self.memory.clear()
 
@@ -225,7 +227,7 @@ class Recovery(Hook):
         engine.phase("hooks")
 
     def _spread(self, engine: Engine) -> None:
-        """Where the cluster has several nodes, let the memory of those that now train hold the checkpoints."""
+        """Keep checkpoints in the memory of the nodes that now train, if the cluster has several nodes."""
         keepers = engine.cluster.open_keepers(self.folder.path, engine.learning)
         if keepers is not None and self.memory.directory != keepers.folder:
             self.memory = NodeCheckpoints(keepers, self.memory)
@@ -236,7 +238,7 @@ class Recovery(Hook):
             self._spread(engine)
 
     def _tidy(self, step: int) -> None:
-        """Take note of a checkpoint that has become complete."""
+        """Delete old checkpoints after one has become complete."""
         with self._sink.survive():
             self.memory.prune(None)
 
@@ -249,7 +251,7 @@ class Recovery(Hook):
 
     @contextmanager
     def _survive(self) -> Iterator[None]:
-        """Log an error in place of raising it, unless a process is lost."""
+        """Log an error instead of raising it, unless a process is lost."""
         try:
             yield
         except WorkerLost:
@@ -260,18 +262,18 @@ class Recovery(Hook):
 
 
 def find_newest(memory: Checkpoints, disk: Checkpoints) -> Path | None:
-    """Return the newest checkpoint in memory or on disk that passes verification; of the same step that on disk.
+    """Return the newest checkpoint in memory or on disk that passes verification; of two at one step, that on disk.
 
     None without any. CorruptCheckpoint if there are some, and all fail.
     """
     on_disk = max(disk.steps(), default=-1)
     if max(memory.steps(), default=-1) > on_disk:
         try:
-            found = memory.find_newest()
+            in_memory = memory.find_newest()
         except CorruptCheckpoint:
             if on_disk < 0:
                 raise
         else:
-            if found is not None and find_step(found) > on_disk:
-                return found
+            if in_memory is not None and find_step(in_memory) > on_disk:
+                return in_memory
     return disk.find_newest()

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-MOST_BYTES = 1 << 30  # of all files of a run together
+MAX_TOTAL_BYTES = 1024**3
 _WORD_START = "\u2581"  # begins a word in SentencePiece's pieces; decoded alone, a token loses this space
-# Columns that have a value where a token is trained on -> their names in the file.
+# Columns whose values matter only where a token is trained on -> their names in the file.
 _TRAINED = {
     "old_logprobs": "trainer_logprob",
     "ref_logprobs": "reference_logprob",
@@ -39,16 +39,16 @@ _TRAINED = {
 
 
 class RolloutFiles:
-    """Keeps the logged samples of the newest ``keep`` steps of a run as files, at most MOST_BYTES of them.
+    """Keeps the logged samples of the newest ``keep`` steps of a run as files, in at most MAX_TOTAL_BYTES.
 
-    A thread writes, so no step waits for the disk; a disk that is full or away does not stop a run.
+    A thread writes, so no step waits for the disk; a disk that is full or unreachable does not stop a run.
     """
 
     def __init__(self, run: Path, keep: int) -> None:
         self.run = run
         self.keep = keep
-        self._pieces: dict[int, str] = {}  # of every token that was written
-        self._sizes: dict[int, int] | None = None  # of the files, in bytes by step; None: not looked at yet
+        self._pieces: dict[int, str] = {}  # token id -> text
+        self._sizes: dict[int, int] | None = None  # step -> bytes of its file; None: not read yet
         self._sink = Sink(str(run / FOLDER))
         self._writer = ThreadPoolExecutor(1, "coalign-rollouts")
 
@@ -56,11 +56,11 @@ class RolloutFiles:
         """Add the rows of some batches to the file of a step."""
         if not self.keep or not any(map(len, batches)):
             return
-        parts = [select_columns(batch, self._decode_pieces(batch, tokenizer)) for batch in batches]
-        self._writer.submit(self._write, step, parts).add_done_callback(_report_problem)
+        rollouts = [select_columns(batch, self._decode_pieces(batch, tokenizer)) for batch in batches]
+        self._writer.submit(self._write, step, rollouts).add_done_callback(_report_problem)
 
     def cut(self, step: int) -> None:
-        """Delete the files of later steps, which will be made again."""
+        """Delete the files of later steps, which will train again."""
         self._writer.submit(self._delete_later, step).add_done_callback(_report_problem)
 
     def close(self) -> None:
@@ -72,16 +72,17 @@ class RolloutFiles:
         self._pieces |= {token: decode_piece(tokenizer, token) for token in tokens if token not in self._pieces}
         return {token: self._pieces[token] for token in tokens}
 
-    def _write(self, step: int, parts: list[LoggedRollouts]) -> None:
+    def _write(self, step: int, rollouts: list[LoggedRollouts]) -> None:
         path = find_rollouts(self.run, step)
         with self._sink.survive():
             path.parent.mkdir(exist_ok=True)
             if path.exists():  # the evaluation after the same step
-                parts = [read_rollouts(path), *parts]
-            write_rollouts(path, step, reduce(LoggedRollouts.extend, parts))
+                rollouts = [read_rollouts(path), *rollouts]
+            write_rollouts(path, step, reduce(LoggedRollouts.extend, rollouts))
             if self._sizes is None:
                 self._sizes = {
-                    each: find_rollouts(self.run, each).stat().st_size for each in list_rollout_steps(self.run)
+                    kept_step: find_rollouts(self.run, kept_step).stat().st_size
+                    for kept_step in list_rollout_steps(self.run)
                 }
             self._sizes[step] = path.stat().st_size
             for old in list_excess(self._sizes, self.keep):
@@ -89,7 +90,7 @@ class RolloutFiles:
 
     def _delete_later(self, step: int) -> None:
         with self._sink.survive():
-            for later in [each for each in list_rollout_steps(self.run) if each > step]:
+            for later in [kept_step for kept_step in list_rollout_steps(self.run) if kept_step > step]:
                 self._delete(later)
 
     def _delete(self, step: int) -> None:
@@ -98,21 +99,21 @@ class RolloutFiles:
             self._sizes.pop(step, None)
 
 
-def list_excess(sizes: Mapping[int, int], keep: int, most_bytes: int = MOST_BYTES) -> list[int]:
-    """Return the oldest steps beyond the newest ``keep``, and beyond those whose files have ``most_bytes`` together.
+def list_excess(sizes: Mapping[int, int], keep: int, max_bytes: int = MAX_TOTAL_BYTES) -> list[int]:
+    """Return the oldest steps beyond the newest ``keep``, and beyond those whose files have ``max_bytes`` together.
 
     ``sizes`` are the bytes of the files by step.
     """
     steps, total = sorted(sizes), 0
     for kept, step in enumerate(reversed(steps)):
         total += sizes[step]
-        if kept == keep or (total > most_bytes and kept):  # the newest one stays, however large
+        if kept == keep or (total > max_bytes and kept):  # the newest one stays, however large
             return steps[: len(steps) - kept]
     return []
 
 
 def select_columns(batch: Batch, pieces: dict[int, str]) -> LoggedRollouts:
-    """Return what a file keeps of a batch (with ``prompt_length``)."""
+    """Return the columns of a batch (with ``prompt_length``) that the file keeps."""
     trained = batch["loss_mask"]
     versions = batch.get("versions")
     columns = {"loss_mask": trained.to(torch.uint8)}
@@ -139,9 +140,9 @@ def decode_piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     return f" {text}" if has_lost_space else text
 
 
-def _blank(values: Tensor, known: Tensor) -> Tensor:
-    """Return ``values`` as f32, with NaN where nothing is known."""
-    return torch.where(known, values.float(), torch.nan)
+def _blank(values: Tensor, has_value: Tensor) -> Tensor:
+    """Return ``values`` as f32, with NaN outside of the mask ``has_value``."""
+    return torch.where(has_value, values.float(), torch.nan)
 
 
 def _report_problem(written: Future[None]) -> None:

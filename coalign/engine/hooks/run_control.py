@@ -1,4 +1,4 @@
-"""Does what a run is asked for between two steps: save, stop, or compute with other numbers of processes.
+"""Serves requests to a run between two steps: save, stop, or change numbers of processes.
 
 ``RunControl`` serves requests of other processes, ``StopSignals`` the signals of the system.
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)
-ECHO = 0.5  # seconds in which the same signal is the same request
+ECHO_SECONDS = 0.5  # the same signal within this time is the same request
 
 
 class RunControl(Hook):
-    """Serves the requests of coalign.run_files.control after each step. What is refused changes nothing.
+    """Serves the requests of coalign.run_files.control after each step. A refused request changes nothing.
 
     Then the ``fleet`` adapts. ``stopped``: whether a request has ended the run.
     """
@@ -69,7 +69,7 @@ class RunControl(Hook):
             yield _try(request.do, self._save if request.do == "save" else self._stop, engine)
 
     def _save(self, engine: Engine) -> str:
-        """Raises ValueError for weights that a guard looks at, and what writing raises."""
+        """Raises ValueError after an unhealthy step, and what writing raises."""
         if not engine.healthy:
             raise ValueError(f"step {engine.step} is unhealthy (runtime.guards), and is not saved")
         engine.phase("save")
@@ -100,7 +100,7 @@ def _try(verb: str, work: Callable[[Engine], str], engine: Engine) -> ControlRes
         return ControlResult(verb, True, work(engine))
     except WorkerLost:  # the engine starts it again, and then the hook serves the request once more
         raise
-    except Exception as problem:  # writers of tensors report a full disk by errors of their own
+    except Exception as problem:  # libraries that write tensors report a full disk by their own error types
         text = str(problem) if isinstance(problem, ValueError) else describe_problem(problem)
         return ControlResult(verb, False, f"refused: {text}")
 
@@ -112,36 +112,36 @@ class Preempted(Exception):
 class StopSignals:
     """Lets Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end a run, as a context manager.
 
-    A run that trains ends after the step under way, with a checkpoint. A second signal, or one before training, ends it
-    at once, by a KeyboardInterrupt. The same signal within ECHO seconds is no second one: `timeout` and some schedulers
+    A run that trains ends after the current step, with a checkpoint. A second signal, or one before training, ends it
+    at once, by a KeyboardInterrupt. The same signal within ECHO_SECONDS is no second one: `timeout` and some schedulers
     send theirs to a process and then to its group. ``first`` is the first signal's number. ``notice``: seconds between
-    SIGTERM and the end of the machine (None: no limit); a step that is still waiting for samples is then given up, by
+    SIGTERM and the end of the machine (None: no limit); a step that still waits for samples is then abandoned, by
     Preempted.
     """
 
     def __init__(self, notice: float | None) -> None:
         self.notice = notice
-        self.waits = False  # for samples or an evaluation, of which nothing is lost
+        self.waits = False  # whether the engine waits for samples or an evaluation: no training is lost
         self.first: int | None = None
-        self.engine: Engine | None = None  # that trains
-        self._came = 0.0  # the first signal
-        self._before: dict[int, Any] = {}
+        self.engine: Engine | None = None  # set while it trains
+        self._received_at = 0.0  # time of the first signal
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
+        # Python delivers signals to the main thread only; a run in another thread is stopped by its caller.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
-                    self._before[number] = signal.signal(number, self._handle)
+                    self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def install(self) -> None:
-        """Handle signals again: Ray, when it starts, puts handlers of its own in the place of ours."""
-        for number in self._before:
+        """Install the handlers again: Ray replaces them when it starts."""
+        for number in self._previous_handlers:
             signal.signal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def phase(self, name: str) -> None:
@@ -150,12 +150,12 @@ class StopSignals:
 
     def _handle(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        if number == self.first and now - self._came < ECHO:
+        if number == self.first and now - self._received_at < ECHO_SECONDS:
             return
         if self.first is not None or self.engine is None:
             self.first = self.first or number
             raise KeyboardInterrupt
-        self.first, self._came = number, now
+        self.first, self._received_at = number, now
         self.engine.stop = signal.Signals(number).name
         if self.notice is not None and number == signal.SIGTERM:
             log.warning("SIGTERM: saving at once, within %g s (runtime.preemption_notice)", self.notice)

@@ -1,7 +1,7 @@
 """The files of a run: config.yaml, metrics.jsonl, samples.jsonl, rollouts/, checkpoints/, …. Their names are stable.
 
-A disk that is full or away does not stop a run: what cannot be written waits in memory and is written with the next
-record. Only one run at a time may write to a folder.
+A disk that is full or unreachable does not stop a run: records that cannot be written wait in memory and are written
+with the next one. Only one run at a time may write to a folder.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class StepLog:
         self._file.append((json.dumps(replace_non_finite(record), ensure_ascii=False) + "\n").encode())
 
     def cut(self, step: int) -> None:
-        """Move the lines of later steps, which will be made again, and lines that cannot be read to `NAME.cut`."""
+        """Move the lines of later steps, which will train again, and lines that cannot be read to `NAME.cut`."""
         if not self.path.exists():
             return
         broken = 0
         # Bytes, because a crash may cut a character, and because text may hold separators that JSON does not escape.
         with write_atomically(self.path) as replacement, open(self.path, "rb") as lines, open(replacement, "wb") as out:
             for line in lines:
-                found = parse_record(line)
-                broken += found is None
-                if found is not None and found["step"] <= step:
+                record = parse_record(line)
+                broken += record is None
+                if record is not None and record["step"] <= step:
                     out.write(line.rstrip(b"\n") + b"\n")
                 else:
                     with open(self.cut_path, "ab") as cut:
@@ -63,8 +63,8 @@ class StepLog:
         for path in (self.path, self.cut_path):
             if path.exists():
                 with open(path, "rb") as lines:
-                    found = [(parse_record(line) or {}).get(name) for line in lines]
-                    values += [value for value in found if isinstance(value, int | float)]
+                    recorded = [(parse_record(line) or {}).get(name) for line in lines]
+                    values += [value for value in recorded if isinstance(value, int | float)]
         return max(values)
 
 
@@ -73,11 +73,12 @@ class RunFolder:
 
     def __init__(self, path: str | Path, keep_rollouts: int = 0) -> None:
         self.path = Path(path)
-        before = read_owner(self.path)
+        previous = read_owner(self.path)
         self._lock = lock_folder(self.path)
         owner = read_owner(self.path)
-        self.epoch = owner.epoch if owner else 1  # how many have held the lock
-        self.waits = before is None or not before.is_here  # the one before may be going, whatever the lock says
+        self.epoch = owner.epoch if owner else 1  # number of owners of the lock so far
+        # The lock does not tell whether a previous owner on another machine still runs.
+        self.waits = previous is None or not previous.is_here
         refuse_request(self.path, "the run ended before it came to this")
         self.metrics = StepLog(self.path / "metrics.jsonl")
         self.samples = StepLog(self.path / "samples.jsonl")
@@ -93,14 +94,14 @@ class RunFolder:
 
     def move_records_aside(self) -> None:
         """Rename the checkpoints and records of an earlier run, for a run that does not resume from them."""
-        others = (self.path / FOLDER, self.path / "trackers.json", self.path / "tensorboard")
+        more_records = (self.path / FOLDER, self.path / "trackers.json", self.path / "tensorboard")
         records = [path for log in (self.metrics, self.samples) for path in (log.path, log.cut_path)]
-        for path in (self.checkpoints, *records, self.journal, *others):
+        for path in (self.checkpoints, *records, self.journal, *more_records):
             if path.exists():
                 log.warning("%s is of an earlier run; it is now %s", path, move_aside(path))
 
     def begin(self, config_text: str, step: int) -> None:
-        """Write config.yaml, and move what an earlier run recorded after ``step`` aside.
+        """Write config.yaml, and move the records of an earlier run after ``step`` aside.
 
         A config.yaml with another text becomes config.1.yaml, config.2.yaml, …: the oldest has the lowest number.
         """
@@ -112,13 +113,13 @@ class RunFolder:
         self.cut(step)
 
     def cut(self, step: int) -> None:
-        """Move what was logged after ``step`` aside, and delete its rollouts."""
+        """Move the records after ``step`` aside, and delete their rollouts."""
         self.metrics.cut(step)
         self.samples.cut(step)
         self.rollouts.cut(step)
 
     def close(self) -> None:
-        """Wait for what is being written, refuse what is still asked for, and give up the lock."""
+        """Wait until everything is written, refuse pending requests, and release the lock."""
         self.rollouts.close()
         with suppress(OSError):
             refuse_request(self.path, "the run has ended")

@@ -1,7 +1,6 @@
-"""What every worker did in a step, when, and what waited: idle shares as metrics, and a trace for Perfetto.
+"""Records when every worker computed in a step: idle shares as metrics, and a trace for Perfetto.
 
-Every call reports when each worker computed, so the timeline measures nothing of its own. ``StepProfiler`` has the
-processes trace what they do inside of the calls of some steps.
+The times come from the reports of calls. ``StepProfiler`` has the processes trace the inside of calls in some steps.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
 
 LOOP = "loop"  # the row of the engine's phases
-_SHORTEST_WAIT = 1e-3  # seconds; a shorter wait is not drawn
+_MIN_WAIT_SECONDS = 1e-3  # shorter waits are not drawn
 
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:
-    """A call as it is drawn: ``made`` and each span's start are seconds since the epoch, ``memory`` is in bytes."""
+    """A call in the trace: ``made`` and each span's start are seconds since the epoch, ``memory`` is in bytes."""
 
     call: Call
     made: float
@@ -50,7 +49,7 @@ class Timeline(Hook):
     """Adds `idle/<model>` to every step's metrics and writes ``folder/step_N.json`` every ``every`` steps (0: never).
 
     `idle/<model>` is the share of the step in which the model's workers did not compute. A call that lasts into the
-    next step counts in both, each time with its part.
+    next step counts in both, with its time in each.
     """
 
     def __init__(self, folder: Path, every: int) -> None:
@@ -58,10 +57,10 @@ class Timeline(Hook):
         self.every = every
         self._sink = Sink(str(folder))
         self._ended: deque[CallEvent] = deque()
-        self._phases: list[tuple[float, str]] = []  # since the last trace, and when each began
+        self._phases: list[tuple[float, str]] = []  # (start, phase) since the last trace
 
     def note(self, future: Future, outcome: Outcome) -> None:
-        """Take note of a call that has ended. Any thread may call this."""
+        """Record a call that has ended. Any thread may call this."""
         self._ended.append(CallEvent(future.call, future.made, tuple(future.spans), outcome.memory))
 
     def phase(self, name: str) -> None:
@@ -69,18 +68,18 @@ class Timeline(Hook):
         self._phases.append((time.time(), name))
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
-        ended = time.time()
-        begun = next(when for when, name in reversed(self._phases) if name == "rollout")
+        ended_at = time.time()
+        started_at = next(entered_at for entered_at, name in reversed(self._phases) if name == "rollout")
         events = [self._ended.popleft() for _ in range(len(self._ended))]
-        events += list_running_calls(engine.cluster.list_pending_calls(), ended)
+        events += list_running_calls(engine.cluster.list_pending_calls(), ended_at)
         processes = {name: model.processes for name, model in engine.cluster.models.items()}
-        shares = compute_idle_shares(events, processes, begun, ended)
+        shares = compute_idle_shares(events, processes, started_at, ended_at)
         stats |= {f"idle/{name}": Stat(share) for name, share in shares.items()}
-        phases, self._phases = self._phases, [(ended, self._phases[-1][1])]
+        phases, self._phases = self._phases, [(ended_at, self._phases[-1][1])]
         if self.every and engine.step % self.every == 0:
-            since = phases[0][0]  # what hooks did after the last step, and attempts that were lost, are shown, too
+            since = phases[0][0]  # includes the hooks after the last step, and attempts that were lost
             shown = [event for event in events if event.stop > since]
-            trace = build_trace([*build_phase_events(phases, ended), *shown], since, ended)
+            trace = build_trace([*build_phase_events(phases, ended_at), *shown], since, ended_at)
             with self._sink.survive():
                 self.folder.mkdir(exist_ok=True)
                 (self.folder / f"step_{engine.step}.json").write_text(json.dumps(trace))
@@ -89,8 +88,8 @@ class Timeline(Hook):
 class StepProfiler(Hook):
     """Starts traces before a step and ends them after it; see coalign.cluster.worker.
 
-    With staleness, a trace shows what a model computes during the step, also for other steps. Models that share one
-    process are in one trace.
+    With staleness, a trace shows everything that a model computes during the step, also for other steps. Models that
+    share one process are in one trace.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, engine: Engine) -> None:
@@ -126,37 +125,37 @@ def build_phase_events(entered: Sequence[tuple[float, str]], ended: float) -> li
 
 
 def list_running_calls(futures: Sequence[Future], now: float) -> list[CallEvent]:
-    """Return what has been computed until now of calls that have not ended."""
+    """Return calls that have not ended as events, with the time computed until now."""
     events = []
     for future in futures:
-        running = [each for each in future.running if not each.meta.done()]
-        busy = [Span(each.where, "", each.since, now - each.since) for each in running]
+        running = [task for task in future.running if not task.meta.done()]
+        busy = [Span(task.where, "", task.since, now - task.since) for task in running]
         events.append(CallEvent(future.call, future.made, (*future.spans, *busy)))
     return events
 
 
 def compute_idle_shares(
-    events: Sequence[CallEvent], processes: Mapping[str, int], begun: float, ended: float
+    events: Sequence[CallEvent], processes: Mapping[str, int], started_at: float, ended_at: float
 ) -> dict[str, float]:
-    """Return the share of begun..ended in which the processes of each model did not compute."""
+    """Return the share of ``started_at`` to ``ended_at`` in which the processes of each model did not compute."""
     busy = dict.fromkeys(processes, 0.0)
     for event in events:
         for span in event.spans:
             model = span.where.partition(",")[0]
             if model in busy and span.verb != MOVE:
-                busy[model] += max(0.0, min(ended, span.start + span.seconds) - max(begun, span.start))
-    whole = max(ended - begun, 1e-9)
-    return {name: max(0.0, 1.0 - seconds / (whole * processes[name])) for name, seconds in busy.items()}
+                busy[model] += max(0.0, min(ended_at, span.start + span.seconds) - max(started_at, span.start))
+    duration = max(ended_at - started_at, 1e-9)
+    return {name: max(0.0, 1.0 - seconds / (duration * processes[name])) for name, seconds in busy.items()}
 
 
-def build_trace(events: Sequence[CallEvent], begun: float, ended: float) -> dict[str, Any]:
-    """Return a trace in Chrome's trace event format (Perfetto, chrome://tracing), with times cut to begun..ended.
+def build_trace(events: Sequence[CallEvent], started_at: float, ended_at: float) -> dict[str, Any]:
+    """Return a trace from ``started_at`` to ``ended_at`` in Chrome's trace event format (Perfetto, chrome://tracing).
 
     Each model is a process of the trace, each of its replicas or ranks a thread. Asynchronous slices show how long
     calls waited for their inputs, their turn or their device.
     """
     rows, out = _TraceRows(), []
-    to_micros = lambda when: round((min(max(when, begun), ended) - begun) * 1e6)  # noqa: E731
+    to_micros = lambda when: round((min(max(when, started_at), ended_at) - started_at) * 1e6)  # noqa: E731
     for event in events:
         method = event.call.method
         arguments = {"label": str(event.call), "MiB": round(event.memory / 2**20)}
@@ -167,15 +166,15 @@ def build_trace(events: Sequence[CallEvent], begun: float, ended: float) -> dict
             out.append({"ph": "X", "name": name, "ts": start, "dur": stop - start, "args": arguments})
             out[-1] |= rows.find(span.where)
             starts.setdefault(span.where, start)
-        for where, start in (starts or {event.call.model or method: to_micros(ended)}).items():
-            if start - to_micros(event.made) > _SHORTEST_WAIT * 1e6:
-                waiting = {"cat": "waiting", "name": f"{method} waits", "id": len(out), **rows.find(where)}
+        for process, start in (starts or {event.call.model or method: to_micros(ended_at)}).items():
+            if start - to_micros(event.made) > _MIN_WAIT_SECONDS * 1e6:
+                waiting = {"cat": "waiting", "name": f"{method} waits", "id": len(out), **rows.find(process)}
                 out += [{"ph": "b", "ts": to_micros(event.made), **waiting}, {"ph": "e", "ts": start, **waiting}]
     return {"traceEvents": rows.names + out, "displayTimeUnit": "ms"}
 
 
 class _TraceRows:
-    """Numbers models (`pid`) and their processes (`tid`) in the order in which they come up."""
+    """Numbers models (`pid`) and their processes (`tid`) in order of their first call."""
 
     def __init__(self) -> None:
         self.names: list[dict[str, Any]] = []
@@ -183,16 +182,16 @@ class _TraceRows:
         self._models: dict[str, int] = {}
         self._threads: Counter[str] = Counter()
 
-    def find(self, where: str) -> dict[str, int]:
-        if where not in self._rows:
-            model, _, process = where.partition(", ")
+    def find(self, process: str) -> dict[str, int]:
+        if process not in self._rows:
+            model, _, rank = process.partition(", ")
             if model not in self._models:
                 self._models[model] = len(self._models) + 1
                 self._name("process_name", model, {"pid": self._models[model], "tid": 0})
             self._threads[model] += 1
-            self._rows[where] = {"pid": self._models[model], "tid": self._threads[model]}
-            self._name("thread_name", process or model, self._rows[where])
-        return self._rows[where]
+            self._rows[process] = {"pid": self._models[model], "tid": self._threads[model]}
+            self._name("thread_name", rank or model, self._rows[process])
+        return self._rows[process]
 
-    def _name(self, kind: str, name: str, row: dict[str, int]) -> None:
-        self.names.append({"ph": "M", "name": kind, "args": {"name": name}, **row})
+    def _name(self, label: str, name: str, row: dict[str, int]) -> None:
+        self.names.append({"ph": "M", "name": label, "args": {"name": name}, **row})

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 5.0  # seconds between two looks
+_MAX_POLL_SECONDS = 5.0
 
 
 class Watchdog:
     """A thread that reports a call which keeps a process busy for ``seconds``, and a run without a busy process.
 
-    A call is reported again each time that it has taken twice as long. Reports go to the log and, with the stacks, to
+    A call is reported again whenever its time has doubled. Reports go to the log and, with the stacks, to
     ``folder/<time>/``. With ``seconds`` None, only a signal makes one.
     """
 
@@ -40,7 +40,7 @@ class Watchdog:
         self.seconds = math.inf if seconds is None else seconds
         self._phase, self._since = "start", time.monotonic()
         self._busy = time.monotonic()  # when a process was last seen computing
-        self._limits: dict[Future, float] = {}  # of the calls reported: seconds until the next report
+        self._limits: dict[Future, float] = {}  # reported call -> its age in seconds at the next report
         self._idle_limit = self.seconds
         self._asked = threading.Event()
         self._closed = False
@@ -63,7 +63,7 @@ class Watchdog:
         self._asked.set()
 
     def look(self, now: float) -> str | None:
-        """Return why the run is stalled by ``now`` (of the monotonic clock), if this has not been reported yet."""
+        """Return why the run is stalled at ``now`` (monotonic clock); None if it is not, or if it was reported."""
         calls = self.cluster.list_pending_calls()
         ages = {call: now - min(since) for call in calls if (since := _find_start_times(call))}
         self._limits = {call: limit for call, limit in self._limits.items() if call in ages}
@@ -72,11 +72,11 @@ class Watchdog:
         elif now - max(self._busy, self._since) > self._idle_limit:
             self._idle_limit *= 2
             return f"no process has been busy for {now - max(self._busy, self._since):.0f} s"
-        late = {call: age for call, age in ages.items() if age > self._limits.get(call, self.seconds)}
-        if not late:
+        overdue = {call: age for call, age in ages.items() if age > self._limits.get(call, self.seconds)}
+        if not overdue:
             return None
-        self._limits |= {call: 2 * age for call, age in late.items()}
-        return f"{', '.join(str(call.call) for call in late)} without an answer for {max(late.values()):.0f} s"
+        self._limits |= {call: 2 * age for call, age in overdue.items()}
+        return f"{', '.join(str(call.call) for call in overdue)} without an answer for {max(overdue.values()):.0f} s"
 
     def report(self, reason: str) -> Path:
         """Write the calls under way and all stacks; return the folder they are in."""
@@ -89,8 +89,8 @@ class Watchdog:
         ]
         log.warning("%s", "\n  ".join(lines))
         (folder / "report.txt").write_text("\n".join(lines) + "\n")
-        for where, text in self.cluster.stacks().items():
-            (folder / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', where)}.txt").write_text(text)
+        for process, text in self.cluster.stacks().items():
+            (folder / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', process)}.txt").write_text(text)
         return folder
 
     def _calls(self) -> Iterator[str]:
@@ -98,12 +98,12 @@ class Watchdog:
         for call in self.cluster.list_pending_calls():
             if not _find_start_times(call):
                 yield f"{call.call}: waits since {_describe_time(call.begun)} (for its inputs, its turn or its devices)"
-            for each in call.running:
-                if not each.meta.done():
-                    yield f"{call.call}: at {each.where} since {_describe_time(each.begun)}"
+            for task in call.running:
+                if not task.meta.done():
+                    yield f"{call.call}: at {task.where} since {_describe_time(task.begun)}"
 
     def _watch(self) -> None:
-        pause = min(_LONGEST_PAUSE, self.seconds / 4) if math.isfinite(self.seconds) else None
+        pause = min(_MAX_POLL_SECONDS, self.seconds / 4) if math.isfinite(self.seconds) else None
         while not self._closed:
             asked = self._asked.wait(pause)
             self._asked.clear()
@@ -119,17 +119,17 @@ class Watchdog:
 def run_watchdog(cluster: Cluster, folder: Path, seconds: float | None) -> Iterator[Watchdog]:
     """Run a watchdog during the block; SIGUSR1 makes it report."""
     watchdog = Watchdog(cluster, folder, seconds)
-    before = signal.signal(signal.SIGUSR1, watchdog.report_now)
+    previous_handler = signal.signal(signal.SIGUSR1, watchdog.report_now)
     watchdog.start()
     try:
         yield watchdog
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR1, previous_handler)
         watchdog.close()
 
 
 def _find_start_times(call: Future) -> list[float]:
-    return [each.begun for each in call.running if not each.meta.done()]
+    return [task.begun for task in call.running if not task.meta.done()]
 
 
 def _describe_time(when: float) -> str:

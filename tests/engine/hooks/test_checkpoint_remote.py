@@ -402,7 +402,7 @@ def test_a_run_whose_copies_all_fail_ends_well_and_copies_the_last_one_when_star
 
 
 def test_training_does_not_wait_for_copies(tmp_path, memory_url, monkeypatch):
-    monkeypatch.setattr(checkpoint_remote, "_REPORT", 0.05)
+    monkeypatch.setattr(checkpoint_remote, "_PROGRESS_SECONDS", 0.05)
     gate, send, log = threading.Event(), RemoteCheckpoints._send, checkpoint_remote.log.info
 
     def wait(self, source, target):

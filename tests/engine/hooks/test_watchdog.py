@@ -62,7 +62,7 @@ def test_a_run_in_which_nobody_computes_is_reported(tmp_path):
 
 
 def test_a_clock_that_is_set_is_no_stall(tmp_path, monkeypatch):
-    monkeypatch.setattr("coalign.engine.hooks.watchdog._LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("coalign.engine.hooks.watchdog._MAX_POLL_SECONDS", 0.01)
     watchdog = Watchdog(Calls(call("policy.generate", time.monotonic())), tmp_path, 60.0)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     looks, looked = [], threading.Event()
