@@ -62,7 +62,7 @@ class Timeline(Hook):
 
     def note(self, future: Future, outcome: Outcome) -> None:
         """Take note of a call that has ended. Any thread may call this."""
-        self._ended.append(CallEvent(future.call, future.made, tuple(future.spans), outcome.memory))
+        self._ended.append(CallEvent(future.call, future.created_at, tuple(future.spans), outcome.memory))
 
     def phase(self, name: str) -> None:
         """The engine enters a phase; `rollout` is the first one of a step."""
@@ -130,8 +130,8 @@ def list_running_calls(futures: Sequence[Future], now: float) -> list[CallEvent]
     events = []
     for future in futures:
         running = [each for each in future.running if not each.meta.done()]
-        busy = [Span(each.where, "", each.since, now - each.since) for each in running]
-        events.append(CallEvent(future.call, future.made, (*future.spans, *busy)))
+        busy = [Span(each.worker, "", each.submitted_at, now - each.submitted_at) for each in running]
+        events.append(CallEvent(future.call, future.created_at, (*future.spans, *busy)))
     return events
 
 
@@ -142,7 +142,7 @@ def compute_idle_shares(
     busy = dict.fromkeys(processes, 0.0)
     for event in events:
         for span in event.spans:
-            model = span.where.partition(",")[0]
+            model = span.worker.partition(",")[0]
             if model in busy and span.verb != MOVE:
                 busy[model] += max(0.0, min(ended, span.start + span.seconds) - max(begun, span.start))
     whole = max(ended - begun, 1e-9)
@@ -165,8 +165,8 @@ def build_trace(events: Sequence[CallEvent], begun: float, ended: float) -> dict
             start, stop = to_micros(span.start), to_micros(span.start + span.seconds)
             name = MOVE if span.verb == MOVE else method
             out.append({"ph": "X", "name": name, "ts": start, "dur": stop - start, "args": arguments})
-            out[-1] |= rows.find(span.where)
-            starts.setdefault(span.where, start)
+            out[-1] |= rows.find(span.worker)
+            starts.setdefault(span.worker, start)
         for where, start in (starts or {event.call.model or method: to_micros(ended)}).items():
             if start - to_micros(event.made) > _SHORTEST_WAIT * 1e6:
                 waiting = {"cat": "waiting", "name": f"{method} waits", "id": len(out), **rows.find(where)}

@@ -97,10 +97,11 @@ class Watchdog:
         """Yield a line for each process that is busy, and for each call that waits."""
         for call in self.cluster.list_pending_calls():
             if not _find_start_times(call):
-                yield f"{call.call}: waits since {_describe_time(call.begun)} (for its inputs, its turn or its devices)"
+                start = _describe_time(call.monotonic_start)
+                yield f"{call.call}: waits since {start} (for its inputs, its turn or its devices)"
             for each in call.running:
                 if not each.meta.done():
-                    yield f"{call.call}: at {each.where} since {_describe_time(each.begun)}"
+                    yield f"{call.call}: at {each.worker} since {_describe_time(each.monotonic_start)}"
 
     def _watch(self) -> None:
         pause = min(_LONGEST_PAUSE, self.seconds / 4) if math.isfinite(self.seconds) else None
@@ -129,7 +130,7 @@ def run_watchdog(cluster: Cluster, folder: Path, seconds: float | None) -> Itera
 
 
 def _find_start_times(call: Future) -> list[float]:
-    return [each.begun for each in call.running if not each.meta.done()]
+    return [each.monotonic_start for each in call.running if not each.meta.done()]
 
 
 def _describe_time(when: float) -> str:
