@@ -126,7 +126,7 @@ def _examine(
 
         return examine_stages(load_pipeline(config, overrides or []), display)
     loaded = load_config(config, overrides, planned=True)
-    facts["places"] = loaded.places
+    facts["places"] = loaded.locations
     from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
 
     examine(loaded, display, simulated, facts)

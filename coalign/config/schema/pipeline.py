@@ -72,7 +72,7 @@ class GenerateConfig(JudgeConfig):
     sampling: SamplingConfig = SamplingConfig()
     seed: NonNegativeInt = 0
     module: Literal["native", "transformers"] = "native"
-    """The engine; `transformers` for architectures that `native` refuses."""
+    """The generator; `transformers` for architectures that `native` refuses."""
     native: ResultNeutral[NativeConfig] = NativeConfig()
     transformers: ResultNeutral[TransformersConfig] = TransformersConfig()
 
@@ -139,17 +139,17 @@ class StageConfig(Section):
 
     @property
     def kind(self) -> str:
-        return next(kind for kind in STAGES if getattr(self, kind) is not None)
+        return next(name for name in STAGES if getattr(self, name) is not None)
 
     @property
     def called(self) -> str:
         return self.name or self.kind
 
     def check(self) -> None:
-        given = [kind for kind in STAGES if getattr(self, kind) is not None]
+        given = [name for name in STAGES if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(f"`{kind}`" for kind in given) or "nothing to do"
-            raise ValueError(f"has {found}; a stage is one of {' | '.join(STAGES)}")
+            tasks = " and ".join(f"`{name}`" for name in given) or "nothing to do"
+            raise ValueError(f"has {tasks}; a stage is one of {' | '.join(STAGES)}")
 
 
 class PipelineConfig(Section):
