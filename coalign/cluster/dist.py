@@ -452,7 +452,7 @@ class DistModel(Generic[Role]):
                     for task in started[-1]:
                         sharded.keep(record, number, task)
                 tasks = [task for shard_tasks in started for task in shard_tasks]
-                # A rank that computes together with others, or an incomplete group, gives rows that nobody can use yet.
+                # The rows of one rank of several, or of an incomplete group, are useless alone.
                 complete = self.spmd or self.config.spread_samples
                 future.set_partial_results([] if complete else [watch_task(task) for task in tasks])
                 metas = self._wait(future, method, tasks)
