@@ -1,4 +1,4 @@
-"""Devices beside the CPU: what torch.accelerator leaves open, and in one place what only CUDA has.
+"""Devices beside the CPU: what torch.accelerator leaves open, and all that only CUDA has.
 
 Everything else calls torch.accelerator, which serves CUDA, ROCm (`cuda` to torch), XPU, NPU, HPU and others.
 """

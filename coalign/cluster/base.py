@@ -241,7 +241,7 @@ class Cluster(ABC):
 
     @contextmanager
     def defer_errors(self) -> Iterator[BaseException | None]:
-        """Let the error of a call end the others only after this block, so that a training step completes.
+        """Let the error of a call end other calls only after this block, so that a training step completes.
 
         Calls that need the result of the failed one still fail at once. Yields the error that came before, if any.
         """

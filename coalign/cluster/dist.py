@@ -1,7 +1,7 @@
 """Models spread over processes: a DistActor is one replica with its ranks, a DistModel all replicas of a model.
 
 A call returns a Future at once. Calls of one model run in the order in which they were made; calls of different models
-run at the same time as far as their inputs and their devices allow. Nothing here depends on the kind of cluster.
+run at the same time as far as their inputs and their devices allow. Nothing here depends on the type of cluster.
 
 A batch is split over the replicas, and its rows are put together again (coalign.cluster.shards).
 """

@@ -145,7 +145,7 @@ class BatchRef:
 
     @staticmethod
     def of(meta: Meta, payload: Any, store: Store) -> BatchRef:
-        """Refer to a whole stored batch, from its description."""
+        """Refer to a complete stored batch, by its description."""
         assert meta.lengths is not None, "the description of a batch has its lengths"
         rows, lengths = torch.arange(len(meta.lengths)), meta.lengths
         which = torch.zeros_like(rows)

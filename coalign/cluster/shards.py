@@ -200,7 +200,7 @@ def shard_rows(batch: BatchRef, count: int, by: By, *, keep_groups: bool = True)
 
 
 def shard_updates(batch: BatchRef, count: int, updates: int, *, keep_groups: bool = True) -> Shards:
-    """Split the batch of a training step into ``count`` shards, each update on its own and by cost.
+    """Split the batch of a training step into ``count`` shards, each update separately and by cost.
 
     An update is a run of the batch as Batch.split cuts it (and as a module on one rank does), so its rows do not depend
     on ``count``.

@@ -83,14 +83,14 @@ def group_devices(names: Sequence[str], buses: Mapping[str, str], pci: Path = PC
     ``buses`` gives the PCI address of a device (`0000:3b:00.0`), by any of its names.
     """
 
-    def place(name: str) -> tuple[int, str]:
+    def locate(name: str) -> tuple[int, str]:
         bus = pci / buses.get(name, "unknown")
         if not bus.exists():
             return 1 << 30, ""
         return int((bus / "numa_node").read_text()), str(bus.resolve())
 
-    ordered = sorted(names, key=place)
-    return [list(near) for _, near in groupby(ordered, key=lambda name: place(name)[0])]
+    ordered = sorted(names, key=locate)
+    return [list(near) for _, near in groupby(ordered, key=lambda name: locate(name)[0])]
 
 
 def read_nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict[str, str]:

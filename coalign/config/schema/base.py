@@ -113,7 +113,7 @@ class LossConfig(Function):
     home = "coalign.algorithms.losses"
 
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """What the sum over the whole optimizer step is divided by. `token_mean`: tokens. `sequence_mean_token_mean`: token
+    """Divisor of the sum over all rows of an optimizer step. `token_mean`: tokens. `sequence_mean_token_mean`: token
     means are averaged over sequences. `sequence_mean_token_sum`: token sums are. `constant`: sequences x
     `constant_length` (Dr.GRPO)."""
     constant_length: PositiveInt | None = None

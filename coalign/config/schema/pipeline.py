@@ -129,9 +129,9 @@ class StageConfig(Section):
     """One stage: one of `generate`, `score`, `select` and `train`, with its settings."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")] | None = None
-    """Name of its folder, and in `${stages.NAME.output}`; None: the kind."""
+    """Name of its folder, and in `${stages.NAME.output}`; None: `generate`, `score`, `select` or `train`."""
     generate: dict[str, Any] | None = None
-    """See GenerateConfig; likewise below."""
+    """Settings of this stage: see GenerateConfig. Likewise `score` (ScoreConfig) and `select` (SelectConfig)."""
     score: dict[str, Any] | None = None
     select: dict[str, Any] | None = None
     train: dict[str, Any] | None = None

@@ -21,7 +21,7 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     min_p: Probability = 0.0
     repetition_penalty: PositiveFloat = 1.0
-    """For generation; a policy that is trained must have 1, because no trainer computes penalised log-probs."""
+    """Penalty of repeated tokens; a policy that is trained must have 1, as no trainer computes penalised log-probs."""
     stop: list[str] = []
     """Strings that end a response; they stay part of it."""
 

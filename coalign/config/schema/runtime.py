@@ -87,7 +87,7 @@ class TrackerConfig(Section):
     name: Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
     """Needs the extra of that name: `pip install 'coalign[mlflow]'`."""
     project: str = "coalign"
-    """Not for `tensorboard`, whose files are in the run folder. For `mlflow` the experiment."""
+    """Project of the run, for `mlflow` the experiment; not for `tensorboard`, whose files are in the run folder."""
     run: str | None = None
     """Name of the run; None: that of the run folder."""
     url: str | None = None
@@ -129,7 +129,7 @@ class RuntimeConfig(Section):
     """`auto`: the processes of torchrun, if it started this one; Ray if an address is given or a model needs several
     processes; otherwise this process."""
     ray_address: ResultNeutral[str | None] = None
-    """None: start Ray locally if needed."""
+    """Address of a Ray cluster; None: start Ray locally if needed."""
     accelerator: Continuable[str] = "GPU"
     """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`. Any other name simulates devices on a
     machine without any: models take turns on them and compute on the CPU."""
@@ -161,7 +161,7 @@ class RuntimeConfig(Section):
     the checkpoints and metrics of an earlier run aside; or a checkpoint, as a directory or as a URL (it is downloaded
     first), such as `s3://bucket/run/step_100`."""
     allow_changed: ResultNeutral[OneOrMore[Literal["settings", "models", "data"]]] = []
-    """What may differ from what the checkpoint was made with; refused otherwise. `settings`: those that results depend
+    """Changes since the checkpoint was made that are allowed; others are refused. `settings`: those that results depend
     on; without it a run goes on with other devices, evaluation and length (`steps`, `epochs`, `tokens`) only. `models`:
     contents of `load`, `lora.load` and `tokenizer`. `data`: of the training data."""
     save_every: ResultNeutral[NonNegativeInt] = 0
@@ -175,8 +175,8 @@ class RuntimeConfig(Section):
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
     save_copies_to: ResultNeutral[Annotated[str, OutputPath()] | None] = None
-    """Where a copy of each checkpoint goes while training goes on: `s3://bucket/my_run`, `gs://…`, any URL of fsspec. A
-    place for this run alone. Its package (`pip install s3fs`) reads credentials from the environment. None: nowhere."""
+    """URL to which each checkpoint is copied while training goes on: `s3://bucket/my_run`, `gs://…`, any of fsspec. No
+    other run may use it. Its package (`pip install s3fs`) reads credentials from the environment. None: no copy."""
     best: Continuable[str | None] = None
     """Metric whose best checkpoint is kept, e.g. `eval/mean`."""
     best_mode: Continuable[Literal["max", "min"]] = "max"
@@ -202,7 +202,7 @@ class RuntimeConfig(Section):
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
     trackers: ResultNeutral[Annotated[OneOrMore[TrackerConfig], Field(examples=[["tensorboard"]])]] = []
-    """Where metrics and samples go besides the run folder: names, or {name, project, …}."""
+    """Trackers that get metrics and samples besides the run folder: names, or {name, project, …}."""
     preemption_notice: ResultNeutral[PositiveFloat | None] = None
     """Seconds between SIGTERM and the end of a machine that can be taken away (a spot node). A step that waits for its
     samples is then given up, and the last one saved; one that trains ends first. None: every step ends first."""
