@@ -256,7 +256,7 @@ def draw(picture: Path) -> None:
         notes = measure(**options, loader=loader, cluster="local")
         warm, step = notes.synced[staleness + 2], sum(each[0] for each in notes.times) / len(notes.times)
         for row, (model, color) in enumerate((("policy", "#4477aa"), ("trainer", "#cc6677"))):
-            own = [span for span in notes.spans if span.where.startswith(model) and span.verb != "run"]
+            own = [span for span in notes.spans if span.worker.startswith(model) and span.verb != "run"]
             bars = [(span.start - warm, span.seconds) for span in own if span.seconds > TICK]
             axes.broken_barh(bars, (row - 0.35, 0.7), color=color, edgecolor="white", linewidth=0.6)
         for when in notes.synced:

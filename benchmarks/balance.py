@@ -53,7 +53,7 @@ def measure(lengths: list[int], ranks: int, by: str, room: int) -> tuple[float, 
     group = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
     batch = Batch(torch.tensor(lengths)).with_(tokens=torch.zeros(sum(lengths), dtype=torch.int32), group=group)
     store = LocalStore()
-    parts = shard_rows(BatchRef.of(Meta.of(batch), store.put(batch), store), ranks, by).parts
+    parts = shard_rows(BatchRef.of(Meta.of(batch), store.put(batch), store), ranks, by).batches
     tokens = [float(part.tokens_total) for part in parts]
     attention = [float(part.lengths.double().square().sum()) for part in parts]
     shares = [part.fetch() for part in parts]

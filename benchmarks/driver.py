@@ -57,8 +57,8 @@ class StandIn:
     seconds = 0.0
     counting = threading.Lock()
 
-    def __init__(self, where: str, store: Any) -> None:
-        self.where, self.store = where, store
+    def __init__(self, name: str, store: Any) -> None:
+        self.name, self.store = name, store
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         begun, clock = time.thread_time(), time.time()
@@ -69,7 +69,7 @@ class StandIn:
         cell.value = batch
         with self.counting:
             StandIn.seconds += time.thread_time() - begun
-        return WorkerTask(self.where, answer, cell)
+        return WorkerTask(self.name, answer, cell)
 
     def setup(self, *_: Any) -> tuple[None, Stats]:
         return None, {}

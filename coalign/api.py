@@ -28,7 +28,7 @@ Function = Callable[..., Any] | str | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves behind.
+    """The results of a run.
 
     ``metrics`` has a dictionary for each line of metrics.jsonl, in order: `step`, and numbers by their names.
     ``folder`` is the run folder, ``model`` the Hugging Face directory of the newest model, or of the best one

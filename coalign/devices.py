@@ -1,4 +1,4 @@
-"""Devices beside the CPU: what torch.accelerator leaves open, and in one place what only CUDA has.
+"""Devices beside the CPU: what torch.accelerator leaves open, and all that only CUDA has.
 
 Everything else calls torch.accelerator, which serves CUDA, ROCm (`cuda` to torch), XPU, NPU, HPU and others.
 """
@@ -34,29 +34,29 @@ def is_accelerator(device: Device) -> bool:
     return torch.device(device).type not in ("cpu", "meta")
 
 
-def count_devices(kind: str) -> int:
-    """Count the devices of a kind (`cuda`, `npu`, …) that torch can use on this machine."""
-    count = getattr(getattr(torch, kind, None), "device_count", None)
-    return count() if count is not None and kind != "cpu" else 0
+def count_devices(device_type: str) -> int:
+    """Count the devices of a type (`cuda`, `npu`, …) that torch can use on this machine."""
+    count = getattr(getattr(torch, device_type, None), "device_count", None)
+    return count() if count is not None and device_type != "cpu" else 0
 
 
-def measure_memory(kind: str) -> int:
-    """Measure the bytes of memory of a device of this kind (the smallest one here); of `cpu` what the host, or the
-    container of this process, has."""
-    if kind != "cpu":
-        return min(torch.accelerator.get_memory_info(index)[1] for index in range(count_devices(kind)))
+def measure_memory(device_type: str) -> int:
+    """Measure the bytes of memory of the smallest device of a type here; for `cpu` those of the host or container."""
+    if device_type != "cpu":
+        return min(torch.accelerator.get_memory_info(index)[1] for index in range(count_devices(device_type)))
     return min([psutil.virtual_memory().total, *list_memory_limits()])
 
 
 def use_device(device: Device) -> AbstractContextManager[object]:
-    """Return a context in which ``device`` is the current one of this thread. Libraries wait for the current device
-    alone, whichever has their tensors."""
+    """Return a context in which ``device`` is this thread's current one: the only one for which libraries wait."""
     return torch.accelerator.device_index(torch.device(device).index) if is_accelerator(device) else nullcontext()
 
 
 def move_tensors(tensors: Mapping[Key, Tensor], device: Device) -> dict[Key, Tensor]:
-    """Return tensors of the host's memory on ``device``. Those of one dtype travel in one copy, and share its memory
-    there: a copy that the host waits for takes longer to begin than a few thousand numbers take to travel."""
+    """Copy tensors from the host to ``device``; those of one dtype travel in one copy, and share its memory there.
+
+    A copy that the host waits for takes longer to begin than a few thousand numbers take to travel.
+    """
     by_dtype: dict[torch.dtype, list[Key]] = {}
     for name, tensor in tensors.items():
         if tensor.device == torch.device(device):
@@ -64,20 +64,20 @@ def move_tensors(tensors: Mapping[Key, Tensor], device: Device) -> dict[Key, Ten
         by_dtype.setdefault(tensor.dtype, []).append(name)
     moved = dict(tensors)
     for names in by_dtype.values():
-        whole = torch.cat([tensors[name].flatten() for name in names]).to(device)
-        parts = whole.split([tensors[name].numel() for name in names])
-        moved |= {name: part.view(tensors[name].shape) for name, part in zip(names, parts, strict=True)}
+        joined = torch.cat([tensors[name].flatten() for name in names]).to(device)
+        pieces = joined.split([tensors[name].numel() for name in names])
+        moved |= {name: piece.view(tensors[name].shape) for name, piece in zip(names, pieces, strict=True)}
     return moved
 
 
 @contextmanager
 def keep_generator(device: Device) -> Iterator[None]:
-    """Leave the random generator of ``device``, and no other, as it is now. Other threads that keep it wait."""
+    """Restore the random generator of ``device`` after the block. Other threads that keep it wait."""
     device = torch.device(device)
     with _generators_lock:
         lock = _generators[device]
     with lock, use_device(device):
-        module = torch.get_device_module(device) if is_accelerator(device) else torch  # of the current device
+        module = torch.get_device_module(device) if is_accelerator(device) else torch  # both mean the current device
         state = module.get_rng_state()
         try:
             yield
@@ -93,7 +93,7 @@ def seed_generator(device: Device, seed: int) -> Iterator[None]:
     """
     with keep_generator(device):
         if is_accelerator(device):
-            torch.get_device_module(device).manual_seed(seed)  # of the current device
+            torch.get_device_module(device).manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
         yield
@@ -103,10 +103,10 @@ class DeviceGraph(Protocol):
     """Kernels that a device runs again, in the same order, on the same memory."""
 
     def replay(self) -> None:
-        """Launch them."""
+        """Launch the kernels."""
 
     def pool(self) -> Any:
-        """Return the id of the memory that they have for themselves."""
+        """Return the id of the graph's own memory pool."""
         ...
 
 
@@ -140,7 +140,7 @@ def capture_graph(compute: Callable[[], Value], device: torch.device, pool: Any 
         try:
             result = compute()
         except BaseException:
-            with suppress(RuntimeError):  # that the graph is incomplete
+            with suppress(RuntimeError):  # the graph is incomplete
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -172,8 +172,7 @@ def find_nccl_version() -> str:
 
 
 def start_cuda_capture(name: str) -> bool:
-    """Begin what `nsys profile --capture-range=cudaProfilerApi` records, with a range of this name; False without
-    CUDA."""
+    """Start the capture of `nsys profile --capture-range=cudaProfilerApi` with a range; False without CUDA."""
     if not torch.cuda.is_available():
         return False
     torch.cuda.profiler.start()
@@ -182,7 +181,7 @@ def start_cuda_capture(name: str) -> bool:
 
 
 def stop_cuda_capture() -> None:
-    """End what `start_cuda_capture` began."""
+    """End the capture and its range."""
     torch.cuda.nvtx.range_pop()
     torch.cuda.profiler.stop()
 
@@ -203,7 +202,7 @@ def write_cuda_snapshot(file: Path) -> bool:
 def make_nccl_group(
     store: TCPStore, rank: int, size: int, timeout: timedelta, device: torch.device
 ) -> dist.ProcessGroupNCCL:
-    """Make a group of CUDA devices that torch.distributed does not know of."""
+    """Make a group of CUDA devices outside of torch.distributed's registry."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     torch.cuda.set_device(device)

@@ -19,7 +19,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MAX_JSON_BYTES = 256 * 2**20  # the largest file that is parsed in one go
+MAX_JSON_BYTES = 256 * 2**20
 _FILE_TYPES = {stat.S_IFDIR: "directory", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
 
 
@@ -30,7 +30,7 @@ class NotRegularFile(OSError):
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a regular file to read its bytes. Raises NotRegularFile for anything else, and OSError.
 
-    Folders of strangers may hold FIFOs and links to devices: `open` would wait there, or read for ever.
+    Folders that are not trusted may hold FIFOs and links to devices: `open` would wait there, or read for ever.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -44,12 +44,12 @@ def open_regular(path: str | Path) -> BufferedReader:
         raise
 
 
-def read_bounded(path: str | Path, most: int) -> bytes:
-    """Return the bytes of a regular file. Raises ValueError for one of more than ``most`` bytes, and OSError."""
+def read_bounded(path: str | Path, max_bytes: int) -> bytes:
+    """Return the bytes of a regular file. Raises ValueError for one of more than ``max_bytes`` bytes, and OSError."""
     with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path} has more than {most:,} bytes, the most that is read of such a file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"{path} has more than {max_bytes:,} bytes, the most that is read of such a file")
     return content
 
 
@@ -69,9 +69,9 @@ def write_atomically(path: Path, *, flush: bool = False) -> Iterator[Path]:
     try:
         yield aside
         if flush:
-            for each in (aside, *aside.rglob("*")):
-                if not each.is_symlink():
-                    flush_path(each)
+            for written in (aside, *aside.rglob("*")):
+                if not written.is_symlink():
+                    flush_path(written)
         os.replace(aside, path)
     except BaseException:
         delete_path(aside)
@@ -87,7 +87,7 @@ def write_text_atomically(path: Path, text: str, *, flush: bool = False) -> None
 
 
 def report_written(path: Path, problem: str = "") -> None:
-    """Tell other processes, by a file beside ``path``, that it is complete, or what ``problem`` its writer met."""
+    """Report to other processes, by a file beside ``path``, that it is complete, or the ``problem`` of its writer."""
     write_text_atomically(_report_path(path), problem)
 
 
@@ -134,7 +134,7 @@ def hash_file(path: Path, digest: Any = "sha256") -> str:
 def hash_samples(path: Path, blocks: int = 64, size: int = 1 << 17) -> str:
     """Return a hash of a file's length and of evenly spaced blocks of ``size`` bytes, the first and the last included.
 
-    A file of up to eight times as many bytes is read whole (by default 64 MiB, and 8 MiB of a longer one).
+    A file of up to eight times as many bytes is read completely (by default 64 MiB, and 8 MiB of a longer one).
     """
     length = path.stat().st_size
     if length <= 8 * blocks * size:
@@ -153,44 +153,44 @@ def list_files(path: Path) -> list[Path]:
 
 
 class WatchedFiles:
-    """Notices that files change after it was made: their sizes and times.
+    """Notices files whose size or time changes after it was made.
 
     A mapped file that is cut while it is read ends the process by SIGBUS, and rows that are rewritten in place would be
     learnt from unnoticed.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._found = {path: _stat(path) for path in paths}
+        self._states = {path: _stat(path) for path in paths}
 
     @property
     def written(self) -> float:
         """The time at which the newest file was written."""
-        return max((time for _, time in self._found.values()), default=0.0)
+        return max((time for _, time in self._states.values()), default=0.0)
 
     def list_written_since(self, time: float) -> list[str]:
-        return [path.name for path, (_, written) in self._found.items() if written > time]
+        return [path.name for path, (_, written) in self._states.items() if written > time]
 
     def check(self) -> None:
         """ValueError if a file has changed."""
-        for path, before in self._found.items():
-            if (now := _stat(path)) != before:
+        for path, former in self._states.items():
+            if (now := _stat(path)) != former:
                 raise ValueError(
-                    f"{path} was changed while it is read: {before[0]:,} bytes before, {max(now[0], 0):,} now"
-                    f"{'' if now[0] != before[0] else ', written anew'}. Restore it; the same command then continues"
+                    f"{path} was changed while it is read: {former[0]:,} bytes before, {max(now[0], 0):,} now"
+                    f"{'' if now[0] != former[0] else ', written anew'}. Restore it; the same command then continues"
                 )
 
 
 def _stat(path: Path) -> tuple[int, float]:
     """Size in bytes and time of the last change; (-1, 0.0) for a file that is gone."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return -1, 0.0
-    return found.st_size, found.st_mtime
+    return status.st_size, status.st_mtime
 
 
 def find_cache() -> Path:
-    """Return the directory of what Coalign can make again: COALIGN_CACHE, or one in the user's cache directory."""
+    """Return the directory of files that can be made again: COALIGN_CACHE, or one in the user's cache directory."""
     base = os.environ.get("COALIGN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "coalign")
     return Path(base).expanduser()
 
@@ -224,7 +224,7 @@ class Sink:
 
 
 class RecordFile:
-    """A file to which whole records are appended. A record that cannot be written waits in memory for the next one.
+    """A file to which complete records are appended. A record that cannot be written waits in memory for the next one.
 
     Example:
         file = RecordFile(Path("metrics.jsonl"))
@@ -301,10 +301,10 @@ def _is_same(path: Path, source: Path) -> bool:
     return False
 
 
-def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a file of ``most`` bytes that holds a JSON object. Raises ValueError, naming the file, for any other."""
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object from a file of up to ``max_bytes``. Raises ValueError, naming the file, for any other."""
     try:
-        content = json.loads(read_bounded(path, most))
+        content = json.loads(read_bounded(path, max_bytes))
     except (ValueError, RecursionError) as error:
         refuse_foreign(path)
         raise ValueError(f"{path} is not valid JSON: {describe_problem(error)}") from error
@@ -314,7 +314,7 @@ def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise ValueError for a file that is empty, a pointer of Git LFS or a web page: what stands for another file."""
+    """Raise ValueError for a file that is empty, a pointer of Git LFS or a web page, in place of the file itself."""
     with open_regular(path) as file:
         start = file.read(512)
     if not start:
@@ -328,7 +328,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def describe_problem(error: BaseException) -> str:
-    """Return an error's class and the beginning of its text: that of a decoder may hold a whole file."""
+    """Return an error's class and the beginning of its text, since a decoder's may hold a complete file."""
     return f"{type(error).__name__}: {error}"[:300]
 
 
@@ -344,8 +344,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def _find_model(folder: Path) -> str:
-    """Say where the model of a directory of another kind is, as the end of a sentence; empty if that is not known."""
-    for inner in ("model", "hf"):  # of a run folder, of a checkpoint
+    """Say where the model of another type of directory is, as the end of a sentence; empty if that is not known."""
+    for inner in ("model", "hf"):  # a run folder has the first, a checkpoint the second
         if (folder / inner / "config.json").is_file():
             return f"; the model is in '{folder / inner}'"
     if any(folder.glob("checkpoints/step_*")):
@@ -375,10 +375,10 @@ def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[P
     index = folder / f"{single}.index.json"
     if not index.is_file():
         return [folder / single] if (folder / single).is_file() else []
-    found = read_json_object(index).get("weight_map")
-    if not isinstance(found, dict):
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no `weight_map` of the tensors' files")
-    names = sorted({require_inner_name(name, index) for name in found.values()})
+    names = sorted({require_inner_name(name, index) for name in weight_map.values()})
     if missing := [name for name in names if not os.path.isfile(folder / name)]:  # or too long
         raise ValueError(f"{index} names files that do not exist: {missing}")
     return [folder / name for name in names]

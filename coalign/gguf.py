@@ -37,7 +37,7 @@ def convert_gguf(file: Path, output: Path, *, weights: bool = True) -> None:
         log.info("converting %s to %s", file, output)
         try:
             _convert(file, output, weights=weights)
-        except Exception as error:  # the reader of a damaged file raises whatever it stumbles over
+        except Exception as error:  # the reader of a damaged file may raise anything
             raise ValueError(
                 f"{file} cannot be converted: {error}. transformers reads the architectures and quantisations that "
                 "huggingface.co/docs/transformers/gguf lists; the repository of the model that the file was made from "

@@ -1,4 +1,4 @@
-"""HTTP servers that strangers may reach: uvicorn's, with limits for what a client makes them wait for and hold."""
+"""HTTP servers for untrusted clients: uvicorn's, with limits on waiting times and memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ except ModuleNotFoundError as missing:
         f"an HTTP server needs {missing.name}, which is not installed: pip install 'coalign[serve]'"
     ) from None
 
-HEAD_BYTES = 16 * 2**10  # of a request's line and headers; more is answered by 400
+MAX_HEAD_BYTES = 16 * 2**10  # request line and headers; more is answered by 400
 
 
 class BoundedConnection(H11Protocol):
     """A connection that is cut when the client keeps it waiting for ``timeout`` seconds.
 
-    It waits for a request to arrive whole, and for its answer to be taken; not while the application computes. Above
-    ``limit`` open connections, a new one is cut at once.
+    The clock runs until a request is complete and while its answer is taken, not while the application computes.
+    Above ``limit`` open connections, a new one is cut at once.
     """
 
     def __init__(self, *arguments: Any, timeout: float, limit: int, **keywords: Any) -> None:
@@ -52,7 +52,7 @@ class BoundedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             super().data_received(data)
-        except h11.LocalProtocolError:  # nonsense after an answer that was begun
+        except h11.LocalProtocolError:  # invalid data after the start of an answer
             self.transport.abort()
         self._watch()
 
@@ -173,7 +173,7 @@ async def wait_for_disconnect(request: Request) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body. Raises HttpRefusal for one of more than ``limit`` bytes, ClientDisconnect for half of one."""
+    """Return the body. Raises HttpRefusal for more than ``limit`` bytes, ClientDisconnect if the client leaves."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -195,13 +195,13 @@ def open_listener(host: str, port: int, refusal: str | None) -> tuple[socket.soc
             listener.bind((host, port))
         except OSError as problem:
             raise OSError(problem.errno, f"port {port} of {host}: {problem.strerror}") from None
-        found, bound = listener.getsockname()[:2]
-        if refusal is not None and not ipaddress.ip_address(found).is_loopback:
+        address, bound_port = listener.getsockname()[:2]
+        if refusal is not None and not ipaddress.ip_address(address).is_loopback:
             raise ValueError(refusal)
     except BaseException:
         listener.close()
         raise
-    return listener, f"http://{f'[{found}]' if ':' in host else found}:{bound}"
+    return listener, f"http://{f'[{address}]' if ':' in host else address}:{bound_port}"
 
 
 def build_server(application: Starlette, *, timeout: float, connections: int, grace: float | None = None) -> Server:
@@ -210,11 +210,11 @@ def build_server(application: Starlette, *, timeout: float, connections: int, gr
         application,
         http=cast(Any, partial(BoundedConnection, timeout=timeout, limit=connections)),
         ws="none",
-        h11_max_incomplete_event_size=HEAD_BYTES,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         proxy_headers=False,
-        log_level="error",  # uvicorn warns of every request that is none
+        log_level="error",  # uvicorn warns of every invalid request
         access_log=False,
-        timeout_graceful_shutdown=cast(Any, grace),  # it waits for fractions of a second, too
+        timeout_graceful_shutdown=cast(Any, grace),  # fractions of a second are allowed, too
     )
     config.load()
     return Server(config)
@@ -231,8 +231,8 @@ async def serve_within(application: Starlette, *, timeout: float, connections: i
         yield listener.sockets[0].getsockname()[1]
     finally:
         listener.close()
-        for each in list(state.connections):
-            each.transport.abort()
+        for client in list(state.connections):
+            client.transport.abort()
         for task in (tasks := list(state.tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Names of models, and where their files lie: directories, repositories of the Hugging Face hub, GGUF files.
+"""Names of models, and the locations of their files: directories, repositories of the Hugging Face hub, GGUF files.
 
 A name of the hub is `org/name` or `org/name@revision`. `pin` replaces the revision by its commit, `fetch` downloads to
 huggingface_hub's cache (HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count), `find_directory` needs no network.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
-import huggingface_hub  # its own parts are imported when they are used
+import huggingface_hub  # imports its submodules when they are used
 from huggingface_hub import constants
 
 from coalign.files import find_cache, list_weight_files, read_json_object, require_inner_name, write_text_atomically
@@ -37,17 +37,17 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 INDEX = "model.safetensors.index.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-RepositoryKind = Literal["model", "dataset"]
+RepositoryType = Literal["model", "dataset"]
 
 
 class HubError(ValueError):
-    """A model or dataset cannot be had: there is none of the name, no access, no connection, no space."""
+    """A model or dataset is not available: unknown name, no access, no connection, or no space."""
 
 
 def is_hub_name(name: str) -> bool:
     """Whether ``name`` can be one of the hub. A path that exists is none, nor is `RUN/model`, which a run makes."""
-    found = HUB_NAME.fullmatch(name)
-    return found is not None and not found["id"].endswith("/model") and not os.path.exists(name)
+    match = HUB_NAME.fullmatch(name)
+    return match is not None and not match["id"].endswith("/model") and not os.path.exists(name)
 
 
 def is_gguf(name: str) -> bool:
@@ -55,17 +55,17 @@ def is_gguf(name: str) -> bool:
     return name.endswith(".gguf") and Path(name).is_file()
 
 
-def pin(name: str, kind: RepositoryKind = "model") -> str:
-    """Return a hub's name as `org/name@commit`, and others as they are. Offline the cache tells. Raises HubError."""
+def pin(name: str, repo_type: RepositoryType = "model") -> str:
+    """Return a hub's name as `org/name@commit`, and others as they are. Offline the cache is asked. Raises HubError."""
     if not is_hub_name(name):
         return name
     repository, revision = split_name(name)
     if COMMIT.fullmatch(revision):
         return name
-    reference = _cache_of(repository, kind) / "refs" / revision
+    reference = _cache_of(repository, repo_type) / "refs" / revision
     try:
-        with explain(name, kind):
-            commit = huggingface_hub.HfApi().repo_info(repository, repo_type=kind, revision=revision).sha
+        with explain(name, repo_type):
+            commit = huggingface_hub.HfApi().repo_info(repository, repo_type=repo_type, revision=revision).sha
     except HubError:
         if not (commit := _read_commit(reference)):
             raise
@@ -91,7 +91,7 @@ def find_directory(name: str) -> Path:
 
 
 def fetch(name: str, *, weights: bool = True, code: bool = False, pickles: bool = False) -> Path:
-    """Download what is missing of a model, verify it, and return its directory. A GGUF file is converted to one.
+    """Download the missing files of a model, verify them, and return its directory. A GGUF file is converted to one.
 
     Without ``weights`` only the configuration and the tokenizer are fetched. ``code``: Python files, too. ``pickles``:
     weights in pickles, where there are no others. Several processes may fetch the same at once. Raises HubError.
@@ -109,8 +109,8 @@ def fetch(name: str, *, weights: bool = True, code: bool = False, pickles: bool 
         return Path(name)
     repository, commit = split_name(pin(name))
     directory = _cache_of(repository) / "snapshots" / commit
-    kinds = [kind for kind, wanted in (("weights", weights), ("code", code), ("pickles", pickles)) if wanted]
-    record = find_cache() / "complete" / f"{repository.replace('/', '--')}@{'+'.join([commit, *kinds])}.json"
+    contents = [content for content, wanted in (("weights", weights), ("code", code), ("pickles", pickles)) if wanted]
+    record = find_cache() / "complete" / f"{repository.replace('/', '--')}@{'+'.join([commit, *contents])}.json"
     if _is_complete(record, directory):
         return directory
     try:
@@ -147,13 +147,13 @@ def fetch_model(model: ModelConfig, *, weights: bool = True) -> None:
 
 def split_name(name: str) -> tuple[str, str]:
     """Return the repository and the revision of a name of the hub."""
-    found = HUB_NAME.fullmatch(name)
-    assert found is not None
-    return found["id"], found["revision"] or constants.DEFAULT_REVISION
+    match = HUB_NAME.fullmatch(name)
+    assert match is not None
+    return match["id"], match["revision"] or constants.DEFAULT_REVISION
 
 
-def _cache_of(repository: str, kind: RepositoryKind = "model") -> Path:
-    return Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}"
+def _cache_of(repository: str, repo_type: RepositoryType = "model") -> Path:
+    return Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repository.replace('/', '--')}"
 
 
 def _read_commit(reference: Path) -> str:
@@ -179,7 +179,7 @@ def _list_files(repository: str, commit: str) -> dict[str, int]:
 
 
 def _choose_weights(name: str, directory: Path, files: Mapping[str, int], pickles: bool) -> list[str]:
-    """Return the files that transformers would load. HubError if these are pickles that nobody asked for."""
+    """Return the files that transformers would load. HubError for pickles without ``pickles``."""
     if INDEX in files:
         mapped = read_json_object(directory / INDEX).get("weight_map")
         if not isinstance(mapped, dict):
@@ -188,21 +188,21 @@ def _choose_weights(name: str, directory: Path, files: Mapping[str, int], pickle
         if lost := sorted(shards - files.keys()):
             raise HubError(f"{name}: {INDEX} names files that the repository does not have: {', '.join(lost)}")
         return sorted(shards)
-    if found := [file for file in ("model.safetensors", "adapter_model.safetensors") if file in files]:
-        return found
-    found = [file for file in files if file.startswith("pytorch_model") and file.endswith((".bin", ".json"))]
-    if not found:
+    if weights := [file for file in ("model.safetensors", "adapter_model.safetensors") if file in files]:
+        return weights
+    weights = [file for file in files if file.startswith("pytorch_model") and file.endswith((".bin", ".json"))]
+    if not weights:
         raise HubError(
             f"{name} has no weights that can be trained (model.safetensors); of its files: "
             f"{', '.join(sorted(files)[:8])}. A GGUF file is loaded by its path, once downloaded"
         )
     if not pickles:
         raise HubError(
-            f"{name} has its weights in pickles only ({', '.join(sorted(found)[:3])}). Take a revision with "
+            f"{name} has its weights in pickles only ({', '.join(sorted(weights)[:3])}). Take a revision with "
             f"safetensors (`{name}@refs/pr/N` if somebody has proposed one), or set `pickled_weights: true`: they are "
             "then read as tensors alone"
         )
-    return found
+    return weights
 
 
 def fetch_dataset(name: str, files: list[str]) -> Path:
@@ -218,12 +218,12 @@ def fetch_dataset(name: str, files: list[str]) -> Path:
         return directory
     try:
         with explain(name, "dataset"):
-            found = huggingface_hub.HfApi().get_paths_info(repository, files, revision=commit, repo_type="dataset")
+            infos = huggingface_hub.HfApi().get_paths_info(repository, files, revision=commit, repo_type="dataset")
     except HubError:
         if not all((directory / file).is_file() for file in files):
             raise
         return directory  # fetched by another tool
-    _download(name, commit, files, {file.path: getattr(file, "size", 0) for file in found}, "dataset")
+    _download(name, commit, files, {file.path: getattr(file, "size", 0) for file in infos}, "dataset")
     _verify(name, directory, record, files)
     return directory
 
@@ -258,26 +258,26 @@ class HubFile:
 
 
 def _download(
-    name: str, commit: str, files: list[str], sizes: Mapping[str, int], kind: RepositoryKind = "model"
+    name: str, commit: str, files: list[str], sizes: Mapping[str, int], repo_type: RepositoryType = "model"
 ) -> None:
     repository, _ = split_name(name)
     cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
-    snapshot = _cache_of(repository, kind) / "snapshots" / commit
+    snapshot = _cache_of(repository, repo_type) / "snapshots" / commit
     missing, free = sum(sizes[file] for file in files if not (snapshot / file).exists()), shutil.disk_usage(cache).free
     if missing > free:
         raise HubError(
             f"{name}: {missing / 2**30:.1f} GiB are to be downloaded, and {cache} has {free / 2**30:.1f} GiB of space; "
             "HF_HOME names another place"
         )
-    with explain(name, kind):
+    with explain(name, repo_type):
         huggingface_hub.snapshot_download(
-            repository, repo_type=kind, revision=commit, allow_patterns=list(map(glob.escape, files))
+            repository, repo_type=repo_type, revision=commit, allow_patterns=list(map(glob.escape, files))
         )
 
 
 def _verify(name: str, directory: Path, record: Path, files: list[str]) -> None:
-    """Compare contents with the hashes by which the cache calls them, and note which files are complete.
+    """Compare contents with their hashes, which name them in the cache, and note which files are complete.
 
     A file that differs is deleted, so that it is downloaded again. HubError names it.
     """
@@ -301,8 +301,8 @@ def _verify(name: str, directory: Path, record: Path, files: list[str]) -> None:
 
 
 @contextmanager
-def explain(name: str, kind: RepositoryKind = "model") -> Iterator[None]:
-    """Raise HubError, with what to do, for what the hub's client raises."""
+def explain(name: str, repo_type: RepositoryType = "model") -> Iterator[None]:
+    """Turn errors of the hub's client into HubError, with the remedy."""
     from huggingface_hub.errors import (  # slow to import, and directories do without
         GatedRepoError,
         HfHubHTTPError,
@@ -316,8 +316,8 @@ def explain(name: str, kind: RepositoryKind = "model") -> Iterator[None]:
 
     repository, revision = split_name(name)
     hub = constants.ENDPOINT
-    page = "" if kind == "model" else "datasets/"
-    here = "directory" if kind == "model" else "file or directory"
+    page = "" if repo_type == "model" else "datasets/"
+    here = "directory" if repo_type == "model" else "file or directory"
     try:
         yield
     except GatedRepoError as error:
@@ -329,7 +329,7 @@ def explain(name: str, kind: RepositoryKind = "model") -> Iterator[None]:
         raise HubError(f"{name}: the repository {repository} has no revision '{revision}'") from error
     except RepositoryNotFoundError as error:
         raise HubError(
-            f"there is no {here} '{name}' here ({Path.cwd()}) and no {kind} of this name on {hub}; a "
+            f"there is no {here} '{name}' here ({Path.cwd()}) and no {repo_type} of this name on {hub}; a "
             "private one needs a token (HF_TOKEN, or `hf auth login`)"
         ) from error
     except OfflineModeIsEnabled as error:

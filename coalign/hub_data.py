@@ -1,7 +1,7 @@
-"""Names of data, and where their files lie: files and directories, datasets of the Hugging Face hub, URLs of files.
+"""Names of data, and the locations of their files: files, directories, datasets of the Hugging Face hub, URLs.
 
     openai/gsm8k:main:train           repository, configuration, split; `openai/gsm8k@REVISION:main:train`
-    org/name:train, org/name          of a dataset with one configuration (or a default one); with one split
+    org/name:train, org/name          a dataset with one configuration (or a default one); with one split
     https://host/rows.jsonl.gz        a file; `…#sha256=DIGEST` is refused if its content is another one
 
 `pin_data` puts commits and digests in, `fetch_data` downloads and returns the files. `datasets` says which files are
@@ -38,7 +38,7 @@ CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 FILE = re.compile(rf"\.({'|'.join(e[1:] for e in (*FORMATS, *CODECS, '.idx', '.bin'))})$", re.IGNORECASE)
 URL = re.compile(r"https?://[^/]+/.*")
 DIGEST = re.compile(r"#sha256=([0-9a-f]{64})$")
-RESERVE = 1 << 30  # bytes of the disk that a file of a URL leaves free
+MIN_FREE_BYTES = 1 << 30  # a download leaves so much of the disk free
 
 
 def is_url(name: str) -> bool:
@@ -46,24 +46,24 @@ def is_url(name: str) -> bool:
 
 
 def is_dataset(name: str) -> bool:
-    """Whether ``name`` can be a dataset of the hub. What exists is none, nor what ends as files of data do."""
-    repository, *parts = name.split(":")
+    """Whether ``name`` can be a dataset of the hub: no existing path, and no name with the ending of a data file."""
+    repository, *selection = name.split(":")
     return (
-        len(parts) <= 2
+        len(selection) <= 2
         and is_hub_name(repository)
         and not FILE.search(repository)
-        and all(part and "/" not in part for part in parts)
+        and all(text and "/" not in text for text in selection)
     )
 
 
 def describe_source(name: str) -> str:
-    """Return a short name for messages: of a path and a URL the file's, of a dataset all but organisation and commit.
+    """Return a short name for messages: a path's or URL's file name, a dataset's name without organisation and commit.
 
     Example: `openai/gsm8k@12ab…:main:train` is `gsm8k:main:train`.
     """
     if is_dataset(name):
-        repository, *parts = name.split(":")
-        return ":".join([split_name(repository)[0].rpartition("/")[2], *parts])
+        repository, *selection = name.split(":")
+        return ":".join([split_name(repository)[0].rpartition("/")[2], *selection])
     return Path(urllib.parse.urlsplit(name).path if is_url(name) else name).name
 
 
@@ -76,8 +76,8 @@ def pin_data(name: str) -> str:
         return name if DIGEST.search(name) else f"{name}#sha256={_fetch_url(name)[1]}"
     if not is_dataset(name):
         return name
-    repository, *parts = name.split(":")
-    return ":".join([pin(repository, "dataset"), *parts])
+    repository, *selection = name.split(":")
+    return ":".join([pin(repository, "dataset"), *selection])
 
 
 def fetch_data(name: str, *, rows: bool = True) -> list[Path] | list[HubFile]:
@@ -88,8 +88,8 @@ def fetch_data(name: str, *, rows: bool = True) -> list[Path] | list[HubFile]:
     """
     if is_url(name):
         return [_fetch_url(name)[0]]
-    repository, *parts = name.split(":")
-    files = _find_split(repository, parts)
+    repository, *selection = name.split(":")
+    files = _find_split(repository, selection)
     if not rows:
         return [HubFile(repository, file) for file in files]
     directory = fetch_dataset(repository, files)
@@ -97,7 +97,7 @@ def fetch_data(name: str, *, rows: bool = True) -> list[Path] | list[HubFile]:
 
 
 def load_features(schema: pyarrow.Schema) -> datasets.Features:
-    """Read what `datasets` notes of its columns in a table; it decodes objects that are written as texts, no media.
+    """Read the column types that `datasets` stores in a table; it decodes objects that are written as texts, no media.
 
     Its classes for images, sounds, videos and documents open whatever file, URL or format a table names.
     """
@@ -120,21 +120,21 @@ def _leave_media_encoded(feature: Any) -> None:
         feature.decode = False
 
 
-def _find_split(repository: str, parts: list[str]) -> list[str]:
-    config = parts[0] if len(parts) == 2 else None
-    name = ":".join([split_name(repository)[0], *parts[:-1]])
+def _find_split(repository: str, selection: list[str]) -> list[str]:
+    config = selection[0] if len(selection) == 2 else None
+    name = ":".join([split_name(repository)[0], *selection[:-1]])
     splits = _list_splits(repository, config)
-    if not parts and len(splits) > 1:
+    if not selection and len(splits) > 1:
         raise HubError(f"{name} has the splits {', '.join(splits)}: name one of them, `{name}:{next(iter(splits))}`")
-    split = parts[-1] if parts else next(iter(splits))
+    split = selection[-1] if selection else next(iter(splits))
     if split not in splits:
         raise HubError(
             f"{name} has no split '{split}'; it has {', '.join(splits)} (a name is REPOSITORY:CONFIGURATION:SPLIT, "
             "and max_samples takes a part of a split)"
         )
-    if others := sorted({Path(file).suffix or file for file in splits[split] if not FILE.search(file)}):
+    if endings := sorted({Path(file).suffix or file for file in splits[split] if not FILE.search(file)}):
         raise HubError(
-            f"{name}:{split} is of files that end in {', '.join(others)}; rows are read of {', '.join(FORMATS)}"
+            f"{name}:{split} is of files that end in {', '.join(endings)}; rows are read of {', '.join(FORMATS)}"
         )
     return splits[split]
 
@@ -181,18 +181,18 @@ def _ask_splits(repository: str, config: str | None) -> dict[str, list[str]]:
         raise HubError(f"{name} has no configuration '{config}'; it has {', '.join(names)}")
     start = f"hf://datasets/{repository}/"
     files = builder.config.data_files or {}
-    return {str(split): [str(file).removeprefix(start) for file in found] for split, found in files.items()}
+    return {str(split): [str(file).removeprefix(start) for file in paths] for split, paths in files.items()}
 
 
 def _fetch_url(name: str) -> tuple[Path, str]:
     """Return the file of a URL and the SHA-256 of its content; it is downloaded to the cache once. Raises HubError."""
     url, _, wanted = name.partition("#sha256=")
     folder = find_cache() / "urls" / hashlib.sha256(url.encode()).hexdigest()[:32]
-    for found in folder.glob(f"{wanted or '*'}/*"):
-        if _hash_once(found, found.stat().st_size, found.stat().st_mtime_ns) == found.parent.name:
-            return found, found.parent.name
+    for cached in folder.glob(f"{wanted or '*'}/*"):
+        if _hash_once(cached, cached.stat().st_size, cached.stat().st_mtime_ns) == cached.parent.name:
+            return cached, cached.parent.name
         log.warning("%s: what the cache has of it is damaged; downloading again", url)
-        found.unlink()
+        cached.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     with write_atomically(folder / f"download-{os.getpid()}", flush=True) as aside:
         digest = _download_url(url, aside)
@@ -211,12 +211,12 @@ def _hash_once(file: Path, size: int, written: int) -> str:
 
 
 def _download_url(url: str, path: Path) -> str:
-    """Write what a URL answers to ``path``; return its SHA-256. HubError for no answer, half of one, or no space."""
+    """Write a URL's answer to ``path``; return its SHA-256. HubError for no answer, an incomplete one, or no space."""
     digest, size = hashlib.sha256(), 0
     try:
         with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
             expected = int(answer.headers.get("Content-Length") or -1)
-            space = shutil.disk_usage(path.parent).free - RESERVE
+            space = shutil.disk_usage(path.parent).free - MIN_FREE_BYTES
             while block := answer.read(1 << 20):
                 size += len(block)
                 if max(size, expected) > space:

@@ -1,4 +1,4 @@
-"""Ends a process whose interpreter a function holds for too long: no thread of it could, and it would hang silently.
+"""Kills a process in which a function holds the interpreter for too long: its own threads cannot, and it would hang.
 
 A regular expression that backtracks holds the interpreter's lock for hours. So a process of its own, this file as a
 script, waits for signs of life. Without one it says so, has the stacks written (faulthandler needs no lock), and kills.
@@ -22,7 +22,7 @@ _PAUSE = 1.0  # seconds between two signs of life
 
 
 class InterpreterWatch:
-    """Has this process killed if its Python threads stand still for longer than ``find_limit`` said last, in seconds.
+    """Kills this process if its Python threads stand still for longer than the last ``find_limit()``, in seconds.
 
     ``what`` names the suspect in the message. Time in which the process is stopped (SIGSTOP) does not count.
     """

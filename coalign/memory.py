@@ -1,6 +1,6 @@
 """Accounting of the device memory that models keep between calls, and its offload to the host and back.
 
-What moves is a storage, not a tensor. Every tensor that views a storage (an engine that shares the trainer's weights,
+A storage moves, not a tensor. Every tensor that views a storage (a generator that shares the trainer's weights,
 tied weights, the flat shards of FSDP) sees it leave and come back, and nothing is stored twice. Without a device, the
 arena simulates one: the same code moves the same storages within host memory, under a limit that stands for the size
 of a device.
@@ -23,7 +23,7 @@ from coalign.devices import is_accelerator, use_device
 
 CGROUP = Path("/sys/fs/cgroup")
 PARTS = ("weights", "gradients", "optimizer", "kv")
-Key = tuple[str, str]  # (model, part)
+Key = tuple[str, str]  # (model, component)
 
 
 class OutOfDeviceMemory(MemoryError):
@@ -45,10 +45,10 @@ class ManagedStorage:
 class Arena:
     """The memory that the models of one process keep on one ``device``.
 
-    A part of a model is either on the device or offloaded. A storage that several parts use stays on the device as
-    long as one of them does, and counts to the first of those. ``limit``: bytes of all parts together (None: no limit
-    but the device's own). ``peak``: the most bytes in use since ``begin``. Activations are not counted, nor tensors on
-    other devices.
+    A component of a model is either on the device or offloaded. A storage that several components use stays on the
+    device as long as one of them does, and counts to the first of those. ``limit``: bytes of all components together
+    (None: no limit but the device's own). ``peak``: the most bytes in use since ``begin``. Activations are not
+    counted, nor tensors on other devices.
     """
 
     def __init__(self, device: str, limit: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Arena:
         self.used = self.peak = 0
         # By the address of the storage's record, which does not change when its bytes are freed.
         self._storages: dict[int, ManagedStorage] = {}
-        self._parts: dict[Key, list[ManagedStorage]] = {}
+        self._components: dict[Key, list[ManagedStorage]] = {}
         self._offloaded: set[Key] = set()
         self._reserved: dict[Key, int] = {}
         self._books = threading.RLock()  # never held while bytes move
@@ -71,122 +71,121 @@ class Arena:
             self.peak = self.used
             return self.used
 
-    def settle(self, model: str, part: str, tensors: Iterable[Tensor]) -> None:
-        """Set the tensors of a part: new ones are counted, those that are no longer listed are forgotten.
+    def settle(self, model: str, component: str, tensors: Iterable[Tensor]) -> None:
+        """Set the tensors of a component: new ones are counted, those that are no longer listed are forgotten.
 
         Raises OutOfDeviceMemory if the total exceeds the limit.
         """
-        tensors, key = [t for t in tensors if t.device.type == self.device.type], (model, part)
+        tensors, key = [t for t in tensors if t.device.type == self.device.type], (model, component)
         make_resizable(tensors)
-        found = {storage._cdata: storage for storage in map(get_storage, tensors)}
+        storages = {storage._cdata: storage for storage in map(get_storage, tensors)}
         with self._books:
-            for address in [a for a, managed in self._storages.items() if key in managed.users and a not in found]:
+            for address in [a for a, managed in self._storages.items() if key in managed.users and a not in storages]:
                 self._drop(key, address)
-            for address, storage in found.items():
+            for address, storage in storages.items():
                 if address not in self._storages:
                     self._storages[address] = ManagedStorage(storage, storage.nbytes())
                     self._count(storage.nbytes())
                 if key not in self._storages[address].users:
                     self._storages[address].users[key] = None
                     self._storages[address].saved = False  # the new user may write to it
-            self._parts[key] = [self._storages[address] for address in found]
-            self._check(0, f"with the {part} of '{model}'")
+            self._components[key] = [self._storages[address] for address in storages]
+            self._check(0, f"with the {component} of '{model}'")
 
-    def reserve(self, model: str, part: str, size: int) -> None:
-        """Count ``size`` bytes of a part whose tensors ``settle`` does not list; 0 ends the reservation.
+    def reserve(self, model: str, component: str, size: int) -> None:
+        """Count ``size`` bytes of a component whose tensors ``settle`` does not list; 0 ends the reservation.
 
         Raises OutOfDeviceMemory if they exceed the limit; nothing has changed then.
         """
         with self._books:
-            more = size - self._reserved.get((model, part), 0)
-            self._check(more, f"for the {part} of '{model}'")
+            more = size - self._reserved.get((model, component), 0)
+            self._check(more, f"for the {component} of '{model}'")
             self._count(more)
-            self._reserved[model, part] = size
+            self._reserved[model, component] = size
 
     def list_resident(self, model: str) -> dict[str, int]:
-        """Return the bytes of each part of a model on the device; 0 where other parts count all of its storages."""
+        """Return the bytes of each component of a model on the device; 0 where others count all of its storages."""
         sizes = {}
         with self._books:
-            for key in ((model, part) for part in PARTS):
-                if self._reserved.get(key) or (self._parts.get(key) and key not in self._offloaded):
-                    own = (each.size for each in self._parts.get(key, ()) if self._owner(each) == key)
-                    sizes[key[1]] = sum(own) + self._reserved.get(key, 0)
+            for key in ((model, component) for component in PARTS):
+                if self._reserved.get(key) or (self._components.get(key) and key not in self._offloaded):
+                    counted = [s.size for s in self._components.get(key, ()) if self._owner(s) == key]
+                    sizes[key[1]] = sum(counted) + self._reserved.get(key, 0)
         return sizes
 
     def list_offloaded(self, model: str) -> dict[str, int]:
-        """Return the offloaded parts of a model, each with the bytes that ``reload`` would bring to the device."""
+        """Return the offloaded components of a model, each with the bytes that ``reload`` would bring to the device."""
         with self._books:
             keys = [key for key in self._offloaded if key[0] == model]
-            return {key[1]: sum(each.size for each in self._parts[key] if not each.resident) for key in keys}
+            return {key[1]: sum(s.size for s in self._components[key] if not s.resident) for key in keys}
 
     def models(self) -> list[str]:
         """Return the names of all models that have or had memory here."""
         with self._books:
-            return list(dict.fromkeys(model for model, _ in (*self._parts, *self._reserved)))
+            return list(dict.fromkeys(model for model, _ in (*self._components, *self._reserved)))
 
-    def require(self, model: str, parts: Iterable[str], what: str) -> None:
-        """Raise RuntimeError unless these parts are on the device: a kernel on freed memory would kill the process."""
-        if missing := [part for part in parts if (model, part) in self._offloaded]:
+    def require(self, model: str, components: Iterable[str], what: str) -> None:
+        """Raise RuntimeError unless these are on the device: a kernel on freed memory would kill the process."""
+        if missing := [component for component in components if (model, component) in self._offloaded]:
             raise RuntimeError(f"{what} needs {' and '.join(missing)} of '{model}' on the device; they are on the host")
 
     def table(self) -> str:
-        """List the bytes of each part on the device, the largest first."""
-        rows = [
-            (size, f"{model}: {part}") for model in self.models() for part, size in self.list_resident(model).items()
-        ]
+        """List the bytes of each component on the device, the largest first."""
+        sizes = {model: self.list_resident(model) for model in self.models()}
+        rows = [(size, f"{model}: {name}") for model, by_name in sizes.items() for name, size in by_name.items()]
         return "\n".join(f"{_mib(size):>14}  {name}" for size, name in sorted(rows, reverse=True))
 
     # ---- offload and reload ----------------------------------------------------------------------------------------
 
-    def offload(self, model: str, parts: Sequence[str], *, constant: Sequence[str] = ()) -> int:
-        """Offload parts to the host. Returns the bytes freed. ``constant`` parts are copied the first time only.
+    def offload(self, model: str, components: Sequence[str], *, constant: Sequence[str] = ()) -> int:
+        """Offload components to the host. Returns the bytes freed. ``constant`` ones are copied the first time only.
 
         After an error all of them are still on the device.
         """
         with self._moving:
             keys = [
-                (model, part)
-                for part in parts
-                if self._parts.get((model, part)) and (model, part) not in self._offloaded
+                (model, component)
+                for component in components
+                if self._components.get((model, component)) and (model, component) not in self._offloaded
             ]
             going = [
-                each
-                for each in self._storages_of(keys)
-                if each.resident and each.users.keys() <= {*keys, *self._offloaded}
+                managed
+                for managed in self._storages_of(keys)
+                if managed.resident and managed.users.keys() <= {*keys, *self._offloaded}
             ]
-            self._save([each for each in going if not each.saved])
-            unchanging = {(model, part) for part in constant}
+            self._save([managed for managed in going if not managed.saved])
+            unchanging = {(model, component) for component in constant}
             with self._books:
-                for each in going:
-                    each.storage.resize_(0)
-                    each.resident, each.saved = False, each.users.keys() <= unchanging
-                    self._count(-each.size)
+                for managed in going:
+                    managed.storage.resize_(0)
+                    managed.resident, managed.saved = False, managed.users.keys() <= unchanging
+                    self._count(-managed.size)
                 self._offloaded.update(keys)
             if is_accelerator(self.device):  # other processes can have it
                 with use_device(self.device):
                     torch.accelerator.empty_cache()
-            return sum(each.size for each in going)
+            return sum(managed.size for managed in going)
 
-    def reload(self, model: str, parts: Sequence[str]) -> int:
-        """Bring offloaded parts back to the device. Returns the bytes copied.
+    def reload(self, model: str, components: Sequence[str]) -> int:
+        """Bring offloaded components back to the device. Returns the bytes copied.
 
-        Raises OutOfDeviceMemory before anything has moved. After any other error the parts still count as offloaded,
-        and another call copies the rest.
+        Raises OutOfDeviceMemory before anything has moved. After any other error they still count as offloaded, and
+        another call copies the rest.
         """
         with self._moving:
-            keys = [(model, part) for part in parts if (model, part) in self._offloaded]
-            coming = [each for each in self._storages_of(keys) if not each.resident]
-            size = sum(each.size for each in coming)
+            keys = [(model, component) for component in components if (model, component) in self._offloaded]
+            coming = [managed for managed in self._storages_of(keys) if not managed.resident]
+            size = sum(managed.size for managed in coming)
             with self._books:
-                self._check(size, f"for the {' and '.join(part for _, part in keys)} of '{model}'")
+                self._check(size, f"for the {' and '.join(component for _, component in keys)} of '{model}'")
             with copy_stream(self.device, after_compute=False):
-                for each in coming:
-                    assert each.host is not None, "an offloaded storage has a copy on the host"
-                    each.storage.resize_(each.size)
-                    view_bytes(each.storage).copy_(each.host, non_blocking=True)
+                for managed in coming:
+                    assert managed.host is not None, "an offloaded storage has a copy on the host"
+                    managed.storage.resize_(managed.size)
+                    view_bytes(managed.storage).copy_(managed.host, non_blocking=True)
                     with self._books:
-                        each.resident = True
-                        self._count(each.size)
+                        managed.resident = True
+                        self._count(managed.size)
             self._offloaded.difference_update(keys)
             return size
 
@@ -194,20 +193,20 @@ class Arena:
 
     def _save(self, storages: list[ManagedStorage]) -> None:
         """Copy storages to their host buffers, which are allocated the first time and then kept."""
-        new = [each for each in storages if each.host is None]
-        buffers = allocate_host([each.size for each in new], pinned=is_accelerator(self.device))
-        for each, buffer in zip(new, buffers, strict=True):
-            each.host = buffer
+        new = [managed for managed in storages if managed.host is None]
+        buffers = allocate_host([managed.size for managed in new], pinned=is_accelerator(self.device))
+        for managed, buffer in zip(new, buffers, strict=True):
+            managed.host = buffer
         with copy_stream(self.device, after_compute=True):
-            for each in storages:
-                assert each.host is not None
-                each.host.copy_(view_bytes(each.storage), non_blocking=True)
+            for managed in storages:
+                assert managed.host is not None
+                managed.host.copy_(view_bytes(managed.storage), non_blocking=True)
 
     def _storages_of(self, keys: Iterable[Key]) -> list[ManagedStorage]:
-        return list({id(each): each for key in keys for each in self._parts[key]}.values())
+        return list({id(s): s for key in keys for s in self._components[key]}.values())
 
     def _owner(self, storage: ManagedStorage) -> Key | None:
-        """The part that the bytes of a storage count to."""
+        """The component that the bytes of a storage count to."""
         return next((key for key in storage.users if key not in self._offloaded), None)
 
     def _drop(self, key: Key, address: int) -> None:
@@ -255,11 +254,11 @@ def allocate_host(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
 def measure_free_memory() -> int:
     """Return the bytes that this process may still take: the host's, or what its container leaves."""
     free, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
-    if not limit.is_file() or (most := limit.read_text().strip()) == "max":
+    if not limit.is_file() or (limit_text := limit.read_text().strip()) == "max":
         return free
     used = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     files = int(used["active_file"]) + int(used["inactive_file"])  # the page cache, which gives way
-    return min(free, int(most) - int((CGROUP / "memory.current").read_text()) + files)
+    return min(free, int(limit_text) - int((CGROUP / "memory.current").read_text()) + files)
 
 
 def release_free_heap() -> None:
@@ -268,7 +267,7 @@ def release_free_heap() -> None:
     Micro-batches of other lengths leave holes of other sizes. glibc keeps them, and after a hundred steps on a CPU they
     are more than a step needs. Pages that come back must be cleared again, so this waits until memory is short.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None and psutil.Process().memory_info().rss > measure_free_memory():
         trim(0)
 
@@ -304,10 +303,10 @@ def move_module(module: nn.Module, device: torch.device | str) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     nn.Module.to(module, device)  # transformers wraps it without a usable signature
-    for first, *others in names.values():
-        for name in others:
-            path, _, own = name.rpartition(".")
-            module.get_submodule(path)._parameters[own] = module.get_parameter(first)
+    for first, *copies in names.values():
+        for name in copies:
+            path, _, attribute = name.rpartition(".")
+            module.get_submodule(path)._parameters[attribute] = module.get_parameter(first)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a worker knows of its model and of the run.
+    """A worker's knowledge of its model and of the run.
 
     ``rank`` counts within the model's process group; ``replica`` counts these groups (or single processes).
     """
@@ -61,18 +61,18 @@ class Context:
     threads: int | None = None
     seed: int = 0
     steps: int = 1  # training steps of the run: the length of a learning-rate schedule
-    tokens: int | None = None  # tokens to train on before the run ends: the length of one that counts tokens
+    tokens: int | None = None  # tokens to train on before the run ends: the same for a schedule in tokens
     samples_per_prompt: int = 1
     sample_tokens: int | None = None  # longest prompt and response together that every model accepts
     loss: Objective | None = None  # what the model trains with
     rewards: tuple[RewardConfig, ...] = ()  # reward functions, for the reward module
-    adapter_rank: int | None = None  # of adapters that are synced separately, not merged into the weights
+    adapter_rank: int | None = None  # rank of LoRA adapters that are synced separately, not merged into the weights
     routing_replay: bool = False  # a policy records the experts that it chooses; its trainer chooses them again
     records_logprobs: bool = False  # the trainer returns its log-probs of what it learns from, for `rollouts/`
-    whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
+    keep_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
     tokens_only: bool = False  # ids without a token have no probability: in all that samples, and in what it trains
     recompute_kv: bool = True  # new weights replace the keys and values of a policy's unfinished responses
-    environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
+    environment: EnvironmentFunction | None = None  # the policy's; None: one response to a prompt
     tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text
     trust_tokenizer: bool = False  # whether code that comes with it may run
     chat_template: str = "auto"  # `data.chat_template` (of a file its text), for environments and what is saved

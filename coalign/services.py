@@ -1,4 +1,4 @@
-"""What Coalign does when a service that it needs (a reward, a tool) fails: it waits, and asks again."""
+"""Retries calls of services (a reward, a tool) that fail, with growing pauses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class ServiceError(RuntimeError):
-    """A service does not answer, or not with what it should: the call is repeated after at least ``seconds``."""
+    """A service does not answer, or answers wrongly: the call is repeated after at least ``seconds``."""
 
     def __init__(self, message: str, seconds: float = 0.0) -> None:
         super().__init__(message)

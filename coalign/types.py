@@ -1,4 +1,4 @@
-"""Records that all parts of Coalign exchange: columns of a batch, samples, metrics, inputs and outputs of losses.
+"""Records that all packages of Coalign exchange: columns of a batch, samples, metrics, inputs and outputs of losses.
 
 ``T`` is the number of tokens, ``N`` the number of sequences. A per-token value is stored *at* its token:
 ``logprobs[t]`` is the log-probability of ``tokens[t]`` given the tokens before it, and ``values[t]`` is the value of
@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# Dtypes of Coalign's own columns. A batch may have others; their kind follows from their leading dimension (see
+# Dtypes of Coalign's own columns. A batch may have others; their leading dimension says whether they are per token (see
 # Batch.with_). Sequence columns may also be Python lists of length N: `rows`, the data set's row of each as a dict, and
 # in runs that read images `images`, a tuple of ImageSpan for each.
 TOKEN_COLUMNS: Mapping[str, torch.dtype] = {
@@ -117,9 +117,9 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a policy chose: tokens i32[R], logprobs f32[R], versions i32[R].
+    """A policy's response: tokens i32[R], logprobs f32[R], versions i32[R].
 
-    ``experts`` i16[P + R, L, k]: those that computed the prompt and the response, if the engine records them; -1 for
+    ``experts`` i16[P + R, L, k]: those that computed the prompt and the response, if the generator records them; -1 for
     the last token, which was not fed. OK after an end token or stop string, TRUNCATED at the limit or the end of the
     context, PARTIAL if cut before.
     """
@@ -278,7 +278,7 @@ Stats = dict[str, Metric]
 
 
 def merge_stats(many: Iterable[Mapping[str, Metric]]) -> Stats:
-    """Merge dictionaries of metrics by name. A name always has the same kind of metric."""
+    """Merge dictionaries of metrics by name. A name always has the same type of metric."""
     merged: Stats = {}
     for stats in many:
         for name, metric in stats.items():
@@ -310,7 +310,7 @@ class LossInput:
     segment: Tensor  # i64: sequence number of each token, 0..N-1, never decreasing
     sequences: int  # N; a sequence without trained tokens has no entry in segment
     logprobs: Tensor | None = None  # with gradient; None for a model without a language-model head
-    entropy: Tensor | None = None  # of the full next-token distribution; only if the loss requests it
+    entropy: Tensor | None = None  # entropy of the full next-token distribution; only if the loss requests it
     old: Tensor | None = None
     rollout: Tensor | None = None
     ref: Tensor | None = None

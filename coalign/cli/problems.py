@@ -90,8 +90,8 @@ def list_problems(error: Exception, places: KeyLocations | None = None) -> list[
     return [
         {
             "key": format_key(problem.key) or None,
-            "file": problem.place.source if problem.place else None,
-            "line": problem.place.line if problem.place else None,
+            "file": problem.location.source if problem.location else None,
+            "line": problem.location.line if problem.location else None,
             "message": problem.message,
         }
         for problem in located

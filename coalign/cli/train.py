@@ -121,7 +121,7 @@ def _examine(
     from coalign.api import load_config
 
     loaded = load_config(config, overrides, planned=True)
-    facts["places"] = loaded.places
+    facts["places"] = loaded.locations
     from coalign.launch.check import check as examine  # slow to import: a wrong file is named before
 
     examine(loaded, display, simulated, facts)

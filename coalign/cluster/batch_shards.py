@@ -1,7 +1,7 @@
 """Splits the rows of a batch into shards for workers, and puts what they answer back into the order of the batch.
 
 The driver knows the lengths and groups of a batch, not its contents. That is enough to split the rows into shards that
-take equally long, and to put the results back into order. Rows can also be taken before the whole call has ended: where
+take equally long, and to put the results back into order. Rows can also be taken before the call has ended: where
 independent replicas answer one by one, the next model computes on the rows that are there (``stream_rows``). Which rows
 are computed together depends on the numbers of replicas alone, never on which replica was first, so results are
 reproducible.
@@ -27,20 +27,20 @@ from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store, Worke
 from coalign.data.batch import Batch, estimate_costs, pack_rows, partition, split_ranges
 from coalign.types import merge_stats
 
-MAX_BUNDLES = 8  # of rows that are streamed from one call
+MAX_BUNDLES = 8  # bundles of rows that are streamed from one call
 MAX_STREAM_CALLS = 256  # each bundle is a call on every replica that takes rows; there are two bundles at least
 By = Literal["work", "cost", "order"]  # how a batch is split
 
 
 class ShardRecord(Protocol):
-    """Keeps what the shards of calls gave, so that a run which is resumed need not call for it again."""
+    """Keeps the results of finished shards, so that a resumed run reuses them instead of computing them again."""
 
     def find(self, rows: BatchRef) -> tuple[Meta, Any] | None:
-        """Return the description of what these rows gave, and the reference to it; None if it is not known."""
+        """Return the Meta of the result for these rows, and the reference to it; None if none is kept."""
         ...
 
     def keep(self, rows: BatchRef, task: WorkerTask) -> None:
-        """Keep what a task returns for these rows, once it does."""
+        """Keep the result of a task for these rows, once it has ended."""
         ...
 
 
@@ -57,21 +57,20 @@ class LeafRows(WorkerRows):
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """For each row of a batch, the ``update`` that uses it and its ``number`` among the leaves of that update: i32[N]
-    both."""
+    """The ``update`` that uses each row of a batch, and the ``number`` of its leaf in that update (i32[N] both)."""
 
     update: Tensor
     number: Tensor
 
-    def split(self, parts: int) -> tuple[Tensor, ...]:
+    def split(self, ranks: int) -> tuple[Tensor, ...]:
         """The rows i64 of each rank, in the order of the batch."""
-        return tuple((self.number % parts == part).nonzero().flatten() for part in range(parts))
+        return tuple((self.number % ranks == rank).nonzero().flatten() for rank in range(ranks))
 
     def label(self, shards: Sequence[WorkerRows], rows: Sequence[Tensor]) -> list[WorkerRows]:
         """The shards of a batch, with the ``rows`` of each, as workers get them."""
         return [
-            LeafRows(s.payloads, s.which, s.rows, self.update[own].numpy(), self.number[own].numpy())
-            for s, own in zip(shards, rows, strict=True)
+            LeafRows(s.payloads, s.which, s.rows, self.update[shard_rows].numpy(), self.number[shard_rows].numpy())
+            for s, shard_rows in zip(shards, rows, strict=True)
         ]
 
 
@@ -89,13 +88,13 @@ class Shards:
     leaves: Leaves | None = None
 
     @property
-    def parts(self) -> list[BatchRef]:
+    def batches(self) -> list[BatchRef]:
         return [self.batch.select(rows) for rows in self.rows]
 
     @property
     def worker_rows(self) -> list[WorkerRows]:
         """The shards as workers get them."""
-        shards = [part.worker_rows for part in self.parts]
+        shards = [batch.worker_rows for batch in self.batches]
         if self.leaves is not None:
             return self.leaves.label(shards, self.rows)
         if self.updates is None:
@@ -115,12 +114,12 @@ class Shards:
         groups = [meta.group for meta in metas if meta.group is not None]
         sizes = [len(meta.lengths) for meta in metas if meta.lengths is not None]
         if sizes == [len(rows) for rows in filled]:
-            place = torch.cat(filled)
+            positions = torch.cat(filled)
         elif self.batch.group is not None and len(groups) == len(metas):
-            place = _first_rows(self.batch.group, torch.cat(groups))
+            positions = _first_rows(self.batch.group, torch.cat(groups))
         else:
             return None
-        order = torch.argsort(place, stable=True)
+        order = torch.argsort(positions, stable=True)
         return None if torch.equal(order, torch.arange(len(order))) else order
 
 
@@ -135,20 +134,20 @@ class ShardedCall:
     shards: Shards | None = None
     numbers: Sequence[int] = ()
 
-    def find_known(self, record: ShardRecord | None) -> dict[int, WorkerTask]:
-        """Return the tasks, already done, of the calls whose result is known, by their position."""
-        found: dict[int, WorkerTask] = {}
+    def find_recorded(self, record: ShardRecord | None) -> dict[int, WorkerTask]:
+        """Return finished tasks for the calls whose result ``record`` has, by their position."""
+        tasks: dict[int, WorkerTask] = {}
         if record is None or self.shards is None:
-            return found
+            return tasks
         for position in range(len(self.calls)):
-            if (known := record.find(self._select_rows(position))) is not None:
-                task = WorkerTask(self.calls[position][0].where, concurrent.futures.Future(), known[1])
-                task.meta.set_result(replace(known[0], verb="call", start=task.since))
-                found[position] = task
-        return found
+            if (answer := record.find(self._select_rows(position))) is not None:
+                task = WorkerTask(self.calls[position][0].name, concurrent.futures.Future(), answer[1])
+                task.meta.set_result(replace(answer[0], verb="call", start=task.submitted_at))
+                tasks[position] = task
+        return tasks
 
     def keep(self, record: ShardRecord | None, position: int, task: WorkerTask) -> None:
-        """Let the record keep what a task of the call at this position returns."""
+        """Let the record keep the result of a task of the call at this position."""
         if record is not None and self.shards is not None:
             record.keep(self._select_rows(position), task)
 
@@ -176,51 +175,51 @@ def concat_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(result, stats, max(outcome.memory for outcome in outcomes))
 
 
-def shard_rows(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True) -> Shards:
-    """Split a batch into ``parts`` shards; ``whole_groups``: no group (equal neighbours in column `group`) is split.
+def shard_rows(batch: BatchRef, count: int, by: By, *, keep_groups: bool = True) -> Shards:
+    """Split a batch into ``count`` shards; ``keep_groups``: no group (equal neighbours in column `group`) is split.
 
     By ``work``: balances the expected cost of generation, the longest first in each shard, so that none is left for the
     end; without an estimate each shard gets neighbours, equally many. By ``cost``: balances the cost of a forward pass;
     a shard keeps the order of the batch, so on one rank nothing is moved. By ``order``: neighbours of equal tokens, for
     methods that may return other rows than they got.
     """
-    keep = batch.group if whole_groups else None
+    keep = batch.group if keep_groups else None
     if by == "order" or batch.group is None or (by == "work" and batch.work is None):
-        ranges = split_ranges(batch.lengths, parts, keep=keep, by="sequences" if by == "work" else "tokens")
+        ranges = split_ranges(batch.lengths, count, keep=keep, by="sequences" if by == "work" else "tokens")
         return Shards(batch, tuple(torch.arange(start, stop) for start, stop in ranges))
     unit = torch.arange(len(batch)) if keep is None else torch.unique_consecutive(keep, return_inverse=True)[1]
     costs = batch.work.double() if by == "work" and batch.work is not None else estimate_costs(batch.lengths)
     sums = torch.zeros(int(unit[-1]) + 1 if len(unit) else 0, dtype=torch.float64).index_add_(0, unit, costs)
-    part, turn = torch.empty(len(sums), dtype=torch.int64), torch.arange(len(sums))
-    for number, members in enumerate(partition(sums.tolist(), parts)):
-        part[members] = number
+    shard_of, turn = torch.empty(len(sums), dtype=torch.int64), torch.arange(len(sums))
+    for number, members in enumerate(partition(sums.tolist(), count)):
+        shard_of[members] = number
     if by == "work":
         turn[torch.argsort(sums, descending=True, stable=True)] = turn.clone()
-    rows = torch.argsort(part[unit] * len(sums) + turn[unit], stable=True)
-    return Shards(batch, rows.split(torch.bincount(part[unit], minlength=parts).tolist()))
+    rows = torch.argsort(shard_of[unit] * len(sums) + turn[unit], stable=True)
+    return Shards(batch, rows.split(torch.bincount(shard_of[unit], minlength=count).tolist()))
 
 
-def shard_updates(batch: BatchRef, parts: int, updates: int, *, whole_groups: bool = True) -> Shards:
-    """Split the batch of a training step into ``parts`` shards, each update on its own and by cost.
+def shard_updates(batch: BatchRef, count: int, updates: int, *, keep_groups: bool = True) -> Shards:
+    """Split the batch of a training step into ``count`` shards, each update separately and by cost.
 
     An update is a run of the batch as Batch.split cuts it (and as a module on one rank does), so its rows do not depend
-    on ``parts``.
+    on ``count``.
     """
     ranges = split_ranges(batch.lengths, updates, keep=batch.group)
     split = [
-        shard_rows(batch.slice(start, stop), parts, "cost", whole_groups=whole_groups).rows for start, stop in ranges
+        shard_rows(batch.slice(start, stop), count, "cost", keep_groups=keep_groups).rows for start, stop in ranges
     ]
-    runs = [[start + rows for rows in each] for (start, _), each in zip(ranges, split, strict=True)]
+    runs = [[start + rows for rows in update_rows] for (start, _), update_rows in zip(ranges, split, strict=True)]
     number = torch.arange(updates, dtype=torch.int32).repeat_interleave(torch.tensor([b - a for a, b in ranges]))
-    return Shards(batch, tuple(torch.cat(own) for own in zip(*runs, strict=True)), number)
+    return Shards(batch, tuple(torch.cat(shard) for shard in zip(*runs, strict=True)), number)
 
 
 def shard_leaves(
-    batch: BatchRef, parts: int, updates: int, max_tokens: int | None, *, whole_groups: bool = False
+    batch: BatchRef, count: int, updates: int, max_tokens: int | None, *, keep_groups: bool = False
 ) -> Shards:
-    """Deal the leaves of each update of a batch to ``parts`` shards in turn, so that a leaf never depends on them."""
-    leaves = cut_leaves(batch, updates, max_tokens, whole=whole_groups)
-    return Shards(batch, leaves.split(parts), leaves=leaves)
+    """Deal the leaves of each update of a batch to ``count`` shards in turn, so that a leaf never depends on them."""
+    leaves = cut_leaves(batch, updates, max_tokens, keep_groups=keep_groups)
+    return Shards(batch, leaves.split(count), leaves=leaves)
 
 
 def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:
@@ -230,20 +229,22 @@ def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:
     return first[torch.searchsorted(groups, wanted)]
 
 
-def cut_leaves(batch: BatchRef, updates: int, max_tokens: int | None, *, whole: bool) -> Leaves:
-    """Cut ``batch`` into updates (as Batch.split does) and these into leaves (as Batch.micro does). Raises what that
-    raises; ``whole``: no group is cut."""
+def cut_leaves(batch: BatchRef, updates: int, max_tokens: int | None, *, keep_groups: bool) -> Leaves:
+    """Cut ``batch`` into updates (as Batch.split does) and these into leaves (as Batch.micro does, which may raise).
+
+    ``keep_groups``: no group is cut.
+    """
     update, number = (torch.zeros(len(batch), dtype=torch.int32) for _ in range(2))
     for i, (start, stop) in enumerate(split_ranges(batch.lengths, updates, keep=batch.group)):
-        keep = None if batch.group is None else batch.group[start:stop]
+        groups = None if batch.group is None else batch.group[start:stop]
         update[start:stop] = i
-        for leaf, rows in enumerate(pack_rows(batch.lengths[start:stop], max_tokens, keep=keep, intact=whole)):
+        for leaf, rows in enumerate(pack_rows(batch.lengths[start:stop], max_tokens, keep=groups, intact=keep_groups)):
             number[start + torch.tensor(rows)] = leaf
     return Leaves(update, number)
 
 
 def is_streamed(call: Future) -> bool:
-    """Whether the rows of this call's result come in parts. Waits until its tasks have started."""
+    """Whether the rows of this call's result come in chunks. Waits until its tasks have started."""
     return len(call.partial_results.result()) > 1
 
 
@@ -252,17 +253,18 @@ def stream_rows(call: Future, store: Store, takers: int) -> Iterator[dict[int, B
 
     Each item has all bundles that are there, by position. Raises what the call raises.
     """
-    parts = call.partial_results.result()
-    count = min(len(parts), MAX_BUNDLES, max(2, MAX_STREAM_CALLS // takers))
-    cuts = pairwise(len(parts) * i // count for i in range(count + 1))
-    missing = {position: parts[start:stop] for position, (start, stop) in enumerate(cuts)}
+    results = call.partial_results.result()
+    count = min(len(results), MAX_BUNDLES, max(2, MAX_STREAM_CALLS // takers))
+    cuts = pairwise(len(results) * i // count for i in range(count + 1))
+    missing = {position: results[start:stop] for position, (start, stop) in enumerate(cuts)}
     while missing:
-        there = {position: futures for position, futures in missing.items() if all(each.done() for each in futures)}
+        there = {position: futures for position, futures in missing.items() if all(future.done() for future in futures)}
         if not there:
             waiting = [future for future in chain(*missing.values()) if not future.done()]
             concurrent.futures.wait([cast(Any, call.ended), *waiting], return_when=concurrent.futures.FIRST_COMPLETED)
         done = {position: [future.result() for future in futures] for position, futures in there.items()}
-        if call.done() or any(_has_failed(task) for task in chain(*done.values())):
+        metas = [task.meta for task in chain(*done.values())]
+        if call.done() or any(meta.exception() or meta.result().failure for meta in metas):
             call.result()  # raises, if anything went wrong
         if done:
             yield {
@@ -270,7 +272,3 @@ def stream_rows(call: Future, store: Store, takers: int) -> Iterator[dict[int, B
                 for position, tasks in done.items()
             }
             missing = {position: futures for position, futures in missing.items() if position not in done}
-
-
-def _has_failed(task: WorkerTask) -> bool:
-    return task.meta.exception() is not None or task.meta.result().failure is not None

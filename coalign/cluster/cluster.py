@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from coalign.cluster.survivors.keepers import Keepers
 
 log = logging.getLogger(__name__)
-PING_SECONDS = 60.0  # a living worker is done with what it had to do by then
+PING_SECONDS = 60.0  # a living worker has finished its earlier calls by then
 POLL_SECONDS = 0.01
 CLOSE_SECONDS = 5.0  # how long modules may take to release what they hold
 
@@ -63,7 +63,7 @@ class Cluster(ABC):
     """Runs the models of one run in processes on devices. A context manager: at its end every worker ends.
 
     The first error of any call ends all other calls with the same error. Only ``save``, ``save_hf`` and weight updates
-    may fail alone. The workers go on until ``shutdown``, so that what is whole can be saved.
+    may fail alone. The workers go on until ``shutdown``, so that the last consistent state can be saved.
 
     ``on_call``, if set, is called with each new Future, on the thread that makes the call; ``on_end`` with each Future
     and its outcome, just before others see it.
@@ -72,7 +72,7 @@ class Cluster(ABC):
     store: Store
 
     def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
-        """``models`` are those that will run (None: all of the configuration)."""
+        """``models`` are the models that will run (None: all of the configuration)."""
         models = config.models if models is None else models
         self.deadlines = CallDeadlines(config.runtime.call_timeout)
         self.models: dict[str, DistModel] = {}
@@ -80,9 +80,9 @@ class Cluster(ABC):
         self.on_end: Callable[[Future, Outcome], None] | None = None
         self.error: BaseException | None = None  # the first one
         self.in_order = True  # see any_order
-        self._restarts = self._reported = 0  # of lost processes
+        self._restarts = self._reported_restarts = 0
         self._max_restarts = config.runtime.restarts
-        self._refuses_calls = False  # because of it
+        self._refuses_calls = False
         self._defers_errors = False
         self._pending: set[Future] = set()
         self._lock = threading.Lock()
@@ -92,8 +92,8 @@ class Cluster(ABC):
         capacity = None if memory is None else int(memory * 2**30)
         self.residency = Residency(self.slots, models, capacity, self.deadlines)
         self.nodes: list[Node] = []
-        self.own_node = 0  # of them, where the driver is
-        self.placements: dict[str, list[ProcessPlacement]] = {}  # of each model's processes, by rank
+        self.driver_node = 0  # index in `nodes`
+        self.placements: dict[str, list[ProcessPlacement]] = {}  # by model, then rank
         self.keepers: Keepers | None = None  # see open_keepers
 
     # ---- for flows ------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Cluster(ABC):
         return self.launch(Call(None, "join"), work)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
-        """Call a pure function that makes a new batch (other rows, other tokens) of whole batches, in a CPU worker.
+        """Call a pure function that makes a new batch (other rows, other tokens) of complete batches, in a CPU worker.
 
         The function returns the batch, or the batch and metrics. The result is a BatchRef.
         """
@@ -174,7 +174,7 @@ class Cluster(ABC):
         self._kill()
         for queue in self._queues:
             queue.close()
-        deadline = time.monotonic() + CLOSE_SECONDS  # of all together: several may hang
+        deadline = time.monotonic() + CLOSE_SECONDS  # one deadline for all queues: several may hang
         for queue in self._queues:
             queue.join(max(0.0, deadline - time.monotonic()))
 
@@ -197,7 +197,7 @@ class Cluster(ABC):
     ) -> Future:
         """Run ``work(future)`` in the thread of ``queue`` (None: in a new thread); returns its Future.
 
-        An error of a ``fatal`` call ends the run. In `any_order` the call takes its turn only when ``after`` is there.
+        An error of a ``fatal`` call ends the run. In `any_order` the call is queued only when ``after`` has ended.
         A call that loses a process is made again after ``recover(lost)``, unless that raises.
         """
         future = Future(call)
@@ -229,7 +229,7 @@ class Cluster(ABC):
 
     @contextmanager
     def any_order(self) -> Iterator[None]:
-        """Let scorers and policies take the calls made in this block as their inputs come, not in the order made.
+        """Let scorers and policies run the calls made in this block as their inputs arrive, not in the order made.
 
         For flows that wait for samples while other flows, or a training step, need the same models.
         """
@@ -241,7 +241,7 @@ class Cluster(ABC):
 
     @contextmanager
     def defer_errors(self) -> Iterator[BaseException | None]:
-        """Let the error of a call end the others only after this block, so that a training step ends whole.
+        """Let the error of a call end other calls only after this block, so that a training step completes.
 
         Calls that need the result of the failed one still fail at once. Yields the error that came before, if any.
         """
@@ -254,14 +254,14 @@ class Cluster(ABC):
                 self._cancel(self.error)
 
     def count_restart(self, lost: WorkerLost) -> None:
-        """Count a lost process that is to be started again. Raises ``lost`` if there were too many, or all ends."""
+        """Count a lost process that is to be started again. Raises ``lost`` after too many, or if the run ends."""
         with self._lock:
             if self.error or self._restarts >= self._max_restarts:
                 raise lost
             self._restarts += 1
         log.warning(
             "%s is lost (%s); it is started again, %d of %d times (runtime.restarts)",
-            lost.where,
+            lost.worker,
             lost.failure.message.partition("\n")[0],
             self._restarts,
             self._max_restarts,
@@ -270,15 +270,15 @@ class Cluster(ABC):
     def take_restarts(self) -> int:
         """Return how many processes have been started again since the last time."""
         with self._lock:
-            new, self._reported = self._restarts - self._reported, self._restarts
+            new, self._reported_restarts = self._restarts - self._reported_restarts, self._restarts
         return new
 
     def accept_calls(self) -> None:
-        """Accept calls again after an error. What workers still do for earlier calls comes first."""
+        """Accept calls again after an error. Workers finish their earlier calls first."""
         self._refuses_calls = False
 
     def end_calls(self, error: BaseException) -> None:
-        """End all calls with this error, or with the first one of the run, and wait until nobody works for them."""
+        """End all calls with this error, or with the first one of the run, and wait until no thread works on them."""
         self._cancel(error)
         for model in self.models.values():
             model.stop_slices()
@@ -289,7 +289,7 @@ class Cluster(ABC):
     def replace_lost(self, lost: WorkerLost) -> set[str]:
         """Start lost processes again after ``end_calls``; return the models that have new ones. Calls are accepted.
 
-        Lost are those that ``lost`` names, those on nodes that are lost, and those that answer nothing within
+        Lost processes are those that ``lost`` names, those on lost nodes, and those that do not answer within
         PING_SECONDS. Raises ``lost`` if `runtime.restarts` does not allow for them.
         """
         stranded = self._find_stranded()
@@ -297,10 +297,10 @@ class Cluster(ABC):
         self.error, self._refuses_calls = None, False
         if lost.workers:
             self.count_restart(lost)
-        for where in sorted(silent.difference(lost.workers)):
-            why = "its node is lost" if where in stranded else f"no answer within {PING_SECONDS:g} s"
+        for worker in sorted(silent.difference(lost.workers)):
+            why = "its node is lost" if worker in stranded else f"no answer within {PING_SECONDS:g} s"
             failure = WorkerFailure("worker lost", why, "")
-            self.count_restart(WorkerLost(lost.call, [where], failure))
+            self.count_restart(WorkerLost(lost.call, [worker], failure))
         gone = silent.union(lost.workers)
         return {name for name, model in self.models.items() if model.restart(gone)}
 
@@ -313,17 +313,17 @@ class Cluster(ABC):
         compute together find too few devices.
         """
         model, slot = self.models[name], self.slots[name]
-        if len(slot.places) > 1 or slot.name in self.residency.slots:
+        if len(slot.positions) > 1 or slot.name in self.residency.slots:
             raise ValueError(f"models.{name} shares its devices with other models, or leaves them: it cannot be scaled")
         if processes < 1:
             raise ValueError(f"models.{name} needs a process at least, and {processes} were asked for")
-        before = slot.footprints[name]
-        _, needs = self._count_anew(name, processes)
-        added = self._add_processes(model, needs, processes - before.processes)
-        processes = min(processes, before.processes + len(added))
-        if processes == before.processes and not model.spmd:
+        current = slot.footprints[name]
+        _, needs = self._resize_config(name, processes)
+        added = self._add_processes(model, needs, processes - current.processes)
+        processes = min(processes, current.processes + len(added))
+        if processes == current.processes and not model.spmd:
             return processes
-        config, needs = self._count_anew(name, processes)
+        config, needs = self._resize_config(name, processes)
         try:
             leaving = model.resize(config, added)
         except Exception:
@@ -336,40 +336,40 @@ class Cluster(ABC):
         return processes
 
     def open_keepers(self, run: Path, models: Sequence[str]) -> Keepers | None:
-        """Return what keeps the checkpoints of the run in a folder in the memory of its nodes, with those of now.
+        """Return the keepers of the run's checkpoints in the memory of its current nodes.
 
-        The nodes are the driver's and those with processes of ``models``. None where this machine's memory is enough,
-        as all processes are there. Raises KeeperLost.
+        The nodes are the driver's and those with processes of ``models``. None if all processes are on this machine,
+        whose own memory is enough. Raises KeeperLost.
         """
         return None
 
     def localize(self, directory: str) -> str | NodePath:
-        """Return a directory as workers take it: one in memory stands for one on each node."""
+        """Translate a directory for workers: one in this node's memory stands for one on each node."""
         return directory if self.keepers is None else self.keepers.localize(directory)
 
     def fetch_files(self, directory: str, name: str) -> None:
-        """Let the nodes of a model's processes get what they lack of a directory in memory.
+        """Copy missing files of a directory in memory to the nodes of a model's processes.
 
         Raises OSError if there is no room for it, KeeperLost if it is lost.
         """
         if self.keepers is not None:
-            self.keepers.fetch(directory, {place.node for place in self.placements[name]})
+            self.keepers.fetch(directory, {placement.node for placement in self.placements[name]})
 
     def has_place(self, name: str) -> bool:
-        """Return whether a replica that a model lacks can be started: its devices are there, or were not asked for."""
+        """Return whether a missing replica can be started: its devices are free, or none were requested yet."""
         return False
 
     def drop(self, rank: WorkerHandle, name: str, processes: int) -> ModelConfig:
-        """Do without a lost replica that has no place; return the model's configuration with ``processes``."""
-        config, needs = self._count_anew(name, processes)
+        """Remove a lost replica for which no device is free; return the model's configuration with ``processes``."""
+        config, needs = self._resize_config(name, processes)
         self.end_worker(rank)
         self._note_size(name, needs)
         return config
 
-    def _count_anew(self, name: str, processes: int) -> tuple[ModelConfig, Footprint]:
-        """The configuration of a model with another number of processes, and what it needs. ValueError."""
-        model, before = self.models[name], self.slots[name].footprints[name]
-        numbers = {"num_process": processes, "num_gpu": processes * before.devices}
+    def _resize_config(self, name: str, processes: int) -> tuple[ModelConfig, Footprint]:
+        """The configuration of a model with another number of processes, and its footprint. ValueError."""
+        model, current = self.models[name], self.slots[name].footprints[name]
+        numbers = {"num_process": processes, "num_gpu": processes * current.devices}
         config = type(model.config).model_validate(model.config.model_dump() | numbers)
         return config, find_footprint(name, config)
 
@@ -383,7 +383,7 @@ class Cluster(ABC):
     def list_pending_calls(self) -> list[Future]:
         """The calls that have not ended, oldest first."""
         with self._lock:
-            return sorted(self._pending, key=lambda future: future.made)
+            return sorted(self._pending, key=lambda future: future.created_at)
 
     def stacks(self) -> dict[str, str]:
         """The Python stacks of every process of the run, by process name (`driver`, `policy, replica 0`)."""
@@ -403,14 +403,14 @@ class Cluster(ABC):
     def hold_devices(
         self, name: str, future: Future, method: str, needs: Mapping[str, Sequence[str]]
     ) -> Iterator[None]:
-        """Reserve a model's devices for one call, and move the parts that the call ``needs`` there, by model.
+        """Reserve a model's devices for one call, and move the components that the call ``needs`` there, by model.
 
         The devices of other models in ``needs`` are reserved, too.
         """
-        slots = {self.slots[each].name: self.slots[each] for each in (name, *needs)}
+        slots = {self.slots[model].name: self.slots[model] for model in (name, *needs)}
         with ExitStack() as stack:
             for _, slot in sorted(slots.items()):
-                stack.enter_context(self._hold(slot, *({name, *needs} & slot.places.keys())))
+                stack.enter_context(self._hold(slot, *({name, *needs} & slot.positions.keys())))
             self.residency.prepare(future, name, method, needs)
             try:
                 yield
@@ -421,7 +421,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
-        """Start the workers of a model at its places."""
+        """Start the workers of a model at its positions in the slot."""
 
     @abstractmethod
     def _function_worker(self) -> WorkerHandle:
@@ -433,21 +433,21 @@ class Cluster(ABC):
 
     @abstractmethod
     def _add_processes(self, model: DistModel[Any], needs: Footprint, count: int) -> list[WorkerHandle]:
-        """Start ``count`` more processes of a model (below 1: none), which will have all that it ``needs``.
+        """Start ``count`` more processes of a model (below 1: none), which will have the footprint ``needs``.
 
-        They are fewer if they are replicas and there are too few devices.
+        Replicas may be fewer, where devices are missing.
         """
 
     @abstractmethod
     def _replace_function_worker(self, worker: WorkerHandle, lost: WorkerLost) -> None:
-        """Start the worker of pure functions again, unless another thread has. Raises ``lost`` if that cannot be."""
+        """Start the worker of pure functions again, unless another thread has. Raises ``lost`` if it cannot."""
 
     @abstractmethod
     def _kill(self) -> None:
         """End all workers, whatever they are doing."""
 
     def _hold(self, slot: Slot, *models: str) -> AbstractContextManager[None]:
-        """Reserve the places of models of a slot for one call."""
+        """Reserve the positions of models in a slot for one call."""
         return slot.hold(*models)
 
     def _add_slot(self, name: str, needs: Footprint) -> None:
@@ -497,7 +497,7 @@ class Cluster(ABC):
         fatal: bool,
         recover: Callable[[WorkerLost], None] | None,
     ) -> None:
-        """Do the work of a call, and end its Future."""
+        """Run the work of a call, and settle its Future."""
         losses = 0
         while not future.done():
             try:
@@ -526,7 +526,7 @@ class Cluster(ABC):
         """Return the names of the workers, beside ``lost`` ones, that have ended or do not answer in time."""
         pings = [task for model in self.models.values() for task in model.ping(lost)]
         concurrent.futures.wait([task.meta for task in pings], PING_SECONDS)
-        return {task.where for task in pings if not task.meta.done() or task.meta.exception() is not None}
+        return {task.worker for task in pings if not task.meta.done() or task.meta.exception() is not None}
 
     def _cancel(self, error: BaseException) -> None:
         """End every call with the first error of the run: this one, unless there was one before."""
@@ -546,14 +546,14 @@ def start_cluster(
     """Start the cluster that a configuration asks for, with devices for ``models`` (None: all of the configuration).
 
     Use it as a context manager. With a ``claim`` its processes on Ray outlive a driver that is killed, and those that
-    the driver before has left are taken over. ValueError if the models do not fit on the cluster.
+    the previous driver left are taken over. ValueError if the models do not fit on the cluster.
     """
-    kind = choose_cluster(config)
-    if kind == "local":
-        from coalign.cluster.local import LocalCluster  # a subclass of what is above, as the others
+    cluster_type = choose_cluster(config)
+    if cluster_type == "local":
+        from coalign.cluster.local import LocalCluster  # a subclass of Cluster, as the others
 
         return LocalCluster(config, models)
-    if kind == "torchrun":
+    if cluster_type == "torchrun":
         from coalign.cluster.torchrun import TorchrunCluster
 
         return TorchrunCluster(config, models)

@@ -1,7 +1,7 @@
 """Models spread over processes: a DistActor is one replica with its ranks, a DistModel all replicas of a model.
 
 A call returns a Future at once. Calls of one model run in the order in which they were made; calls of different models
-run at the same time as far as their inputs and their devices allow. Nothing here depends on the kind of cluster.
+run at the same time as far as their inputs and their devices allow. Nothing here depends on the type of cluster.
 
 A batch is split over the replicas, and its rows are put together again (coalign.cluster.batch_shards).
 """
@@ -42,7 +42,7 @@ from coalign.cluster.future import (
     WorkerLost,
     WorkerTask,
     merge_answers,
-    merge_parts,
+    merge_chunks,
     wait,
     watch_task,
 )
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
 
 log = logging.getLogger(__name__)
-Role = TypeVar("Role", covariant=True)  # of coalign.roles: what a model can be asked for
+Role = TypeVar("Role", covariant=True)  # a protocol of coalign.roles: what a model can be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,16 @@ class DistActor:
     def contexts(self, context: Context) -> list[Context]:
         """The context of each rank."""
         size = len(self.ranks)
-        own = replace(context, world_size=size, device=self.device, rendezvous=self.rendezvous)
-        return [replace(own, rank=rank) for rank in range(size)]
+        replica_context = replace(context, world_size=size, device=self.device, rendezvous=self.rendezvous)
+        return [replace(replica_context, rank=rank) for rank in range(size)]
 
 
 class DistModel(Generic[Role]):
     """All replicas of one model, in the ``Role`` that it has in the run.
 
-    A batch is split over the replicas so that all take equally long; the result has the order
-    of the batch. The ranks of an SPMD model are all called, even with an empty shard, since they meet in collectives;
-    ranks that compute rows together get the same shard. Any other attribute is a method of the module:
+    A batch is split over the replicas so that all take equally long; the result has the order of the batch.
+    The ranks of an SPMD model are all called, even with an empty shard, since they meet in collectives; ranks that
+    compute rows together get the same shard. Any other attribute is a method of the module:
     ``model.my_method(batch, key=1)``.
     """
 
@@ -98,20 +98,22 @@ class DistModel(Generic[Role]):
         module = find_module_class(config)
         self._ranks = [rank for actor in actors for rank in actor.ranks]
         self._exclusive = module.exclusive
-        self._parts = module.needs
+        self._needs = module.needs
         self._exact = config.reduction == "exact"  # rows are computed in leaves
         self.spmd = spmd  # the processes compute together
         self._count_shards()
-        self._whole_groups = self._compares_groups = True
+        self._keep_groups = self._compares_groups = True
         self._queue = cluster.call_queue(name)
-        self.slices: SliceScheduler | None = None  # of a policy that generates while its trainer trains
-        self.takes_weights = False  # of another model, so a process that is started again has none
+        self.slices: SliceScheduler | None = None  # set where a policy generates while its trainer trains
+        self.takes_weights = False  # another model's: a process that is started again has none
 
     def generate(
         self: DistModel[Rollout], prompts: BatchRef | Future, *, record: ShardRecord | None = None, **keywords: Any
     ) -> Future:
-        """Generate responses to prompts: a BatchRef. What each process returns goes into ``record``, or comes from
-        there."""
+        """Generate responses to prompts: a BatchRef.
+
+        Finished shards are saved in ``record``; a repeated call reuses them instead of generating again.
+        """
         call = Call(self.name, "generate")
         if self.slices is not None:
             work = partial(self._generate_in_slices, self.slices, prompts, record, keywords)
@@ -122,9 +124,9 @@ class DistModel(Generic[Role]):
 
     def generate_continuously(self) -> None:
         """Generate in slices from now on (coalign.cluster.slices)."""
-        ahead = 1 if self.store.in_process else 2  # nothing travels within a process
+        max_in_flight = 1 if self.store.in_process else 2  # hide the transfer of an answer behind the next slice
         call = Call(self.name, "generate")
-        self.slices = SliceScheduler(call, self._ranks, self.cluster.deadlines, ahead, self._replace)
+        self.slices = SliceScheduler(call, self._ranks, self.cluster.deadlines, max_in_flight, self._replace)
 
     def forward_step(self: DistModel[Scorer], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Compute columns for the rows of ``batch``: a BatchRef of these columns alone."""
@@ -150,14 +152,14 @@ class DistModel(Generic[Role]):
         return self.call("save", self.cluster.localize(directory), fatal=False)
 
     def load(self, directory: str) -> Future:
-        """Load what ``save`` wrote. From the memory of nodes, each rank's node first gets what it lacks."""
+        """Load what ``save`` wrote. A node first fetches the files that its memory lacks."""
         load = self._shard((self.cluster.localize(directory),), {})
 
         def work(future: Future) -> Outcome:
             try:
                 self.cluster.fetch_files(directory, self.name)
             except KeeperLost as problem:
-                ranks = [rank.where for rank in self._ranks]  # they have no state that one could go on with
+                ranks = [rank.name for rank in self._ranks]  # no rank has a state to resume from
                 raise WorkerLost(future.call, ranks, WorkerFailure("checkpoint lost", str(problem), "")) from problem
             return load(future)
 
@@ -176,7 +178,7 @@ class DistModel(Generic[Role]):
         run.
 
         Batches among the positional arguments are split alike, so they must hold the same sequences. A batch passed by
-        keyword is split on its own.
+        keyword is split independently.
         """
         return self.cluster.launch(Call(self.name, method), self._shard(arguments, keywords), self._queue, fatal)
 
@@ -190,14 +192,14 @@ class DistModel(Generic[Role]):
         function: Callable[..., Any],
         *arguments: Any,
         fatal: bool = True,
-        parts: Sequence[str] = ("weights",),
+        components: Sequence[str] = ("weights",),
         beside: Sequence[DistModel[Any]] = (),
     ) -> Future:
         """Call ``function(module, store, *arguments)`` on every rank; the result lists what each rank returned.
 
-        The function uses these ``parts`` of the model, and the weights of the models ``beside`` it.
+        The function uses these ``components`` of the model, and the weights of the models ``beside`` it.
         """
-        needs = {self.name: parts, **{other.name: ("weights",) for other in beside}}
+        needs = {self.name: components, **{model.name: ("weights",) for model in beside}}
 
         def work(future: Future) -> Outcome:
             tasks, metas = self._call_all_ranks(future, "run", needs, function, *arguments)
@@ -205,9 +207,9 @@ class DistModel(Generic[Role]):
 
         return self.cluster.launch(Call(self.name, function.__name__), work, self._queue, fatal)
 
-    def takes_turns_with(self, other: DistModel[Any]) -> bool:
+    def takes_turns_with(self, model: DistModel[Any]) -> bool:
         """Whether the two models share devices, so that a call of one may have to wait for a call of the other."""
-        return self.cluster.slots[self.name] is self.cluster.slots[other.name]
+        return self.cluster.slots[self.name] is self.cluster.slots[model.name]
 
     def start_trace(self, config: ProfileConfig, step: int) -> Future:
         """Start a trace on every rank."""
@@ -228,12 +230,12 @@ class DistModel(Generic[Role]):
 
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
-        self._whole_groups = context.whole_groups
+        self._keep_groups = context.keep_groups
         self._compares_groups = context.loss is not None and context.loss.per == "group"
         self._contexts = [
-            each
+            rank_context
             for replica, actor in enumerate(self.actors)
-            for each in actor.contexts(replace(context, replica=replica))
+            for rank_context in actor.contexts(replace(context, replica=replica))
         ]
         return self._load(range(len(self._ranks)))
 
@@ -244,12 +246,12 @@ class DistModel(Generic[Role]):
             self.slices.join()
 
     def restart(self, lost: Container[str]) -> bool:
-        """Start processes in place of the ``lost`` ones (by name) and load the model there; return whether there were.
+        """Replace the ``lost`` processes (by name) by new ones, and load the model there; return whether any was lost.
 
-        If the model's processes compute together, all of them are started again. Of a model that generates in slices
-        nothing is left under way.
+        If the model's processes compute together, all of them are started again. A model that generates in slices
+        gives up the slices under way.
         """
-        gone = [number for number, rank in enumerate(self._ranks) if rank.where in lost]
+        gone = [number for number, rank in enumerate(self._ranks) if rank.name in lost]
         together = self.spmd and gone
         fresh = []
         for rank in [*self._ranks] if together else [self._ranks[number] for number in gone]:
@@ -266,7 +268,7 @@ class DistModel(Generic[Role]):
         return bool(gone)
 
     def resize(self, config: ModelConfig, added: Sequence[WorkerHandle]) -> list[WorkerHandle]:
-        """Compute with ``config.processes`` processes: the first ones of now, and those ``added``; return the others.
+        """Compute with ``config.processes`` processes: the first current ones, and those ``added``; return the rest.
 
         If the processes compute together, all of them are started again, without a training state. Replicas that
         generate in slices complete their rows, and end by themselves. Raises WorkerError if the model cannot be loaded.
@@ -298,7 +300,7 @@ class DistModel(Generic[Role]):
 
     def ping(self, lost: Container[str]) -> list[WorkerTask]:
         """Ask every process for an answer, but for the ``lost`` ones and those that will be started again with them."""
-        living = [rank for rank in self._ranks if rank.where not in lost]
+        living = [rank for rank in self._ranks if rank.name not in lost]
         together = self.spmd and len(living) < len(self._ranks)
         return [] if together else [rank.execute("ping") for rank in living]
 
@@ -312,7 +314,7 @@ class DistModel(Generic[Role]):
         ranks = len(self._ranks)
         self._shard_of_rank = self.config.shares(ranks) if self.spmd else [*range(ranks)]
         self._shards = max(self._shard_of_rank) + 1
-        # Ranks that get the same shard give the same result: the first one's counts.
+        # Ranks with the same shard give the same result, so only the first one's is merged.
         self._counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if self.spmd else None
 
     def _load(self, numbers: Sequence[int]) -> Future:
@@ -332,9 +334,9 @@ class DistModel(Generic[Role]):
         wait(Future(Call(self.name, "setup")), tasks, self.cluster.deadlines)
 
     def _replace(self, former: WorkerHandle, lost: WorkerLost) -> WorkerHandle | None:
-        """Start a lost process again, and load its model there; None: no node has a place, and others go on without it.
+        """Start a lost process again, and load its model there; None: no device is free, others go on without it.
 
-        Raises ``lost`` if that is not allowed.
+        Raises ``lost`` if no restart is left.
         """
         self.cluster.count_restart(lost)
         rank = self._start_again(former)
@@ -343,9 +345,9 @@ class DistModel(Generic[Role]):
         return rank
 
     def _start_again(self, former: WorkerHandle) -> WorkerHandle | None:
-        """Start an empty process for a lost one. A replica without a place is dropped, if there are others: None.
+        """Start an empty process for a lost one; None: no device is free, and the replica is dropped.
 
-        NoPlaceError for any other process.
+        NoPlaceError for the last replica, and for processes that compute together.
         """
         number = self._ranks.index(former)
         try:
@@ -354,13 +356,13 @@ class DistModel(Generic[Role]):
             if self.spmd or len(self._ranks) == 1:
                 raise
             self.config = self.cluster.drop(former, self.name, len(self._ranks) - 1)
-            self._ranks = [other for other in self._ranks if other is not former]
+            self._ranks = [rank for rank in self._ranks if rank is not former]
             self._contexts = self._contexts[:-1]
             self._count_shards()
             log.warning("%s goes on with %d processes: %s", self.name, len(self._ranks), problem)
             return None
         self._ranks[number] = rank
-        self.cluster.residency.replace(former.where, rank)
+        self.cluster.residency.replace(former.name, rank)
         return rank
 
     def _recover(self, lost: WorkerLost) -> None:
@@ -371,7 +373,7 @@ class DistModel(Generic[Role]):
         if self.spmd or self.takes_weights or lost.call.model != self.name:
             raise lost
         for rank in [*self._ranks]:
-            if rank.where in lost.workers:
+            if rank.name in lost.workers:
                 self._replace(rank, lost)
 
     def _generate_in_slices(
@@ -382,21 +384,21 @@ class DistModel(Generic[Role]):
         keywords: dict[str, Any],
         future: Future,
     ) -> Outcome:
-        """The work of ``generate`` where replicas compute in slices: all shares of the call, by whoever has room."""
+        """The work of ``generate`` in slices: submit the call's shares, wait for all, and merge them."""
         future.set_partial_results([])
         syncs = slices.syncs
         batch: BatchRef = self.cluster.resolve(prompts)
         named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
         sharded = self._split(future.call, (batch,), named, "work", self.config.shares_per_replica)
         urgent = batch.group is not None and bool((batch.group < 0).any())  # the loop waits for evaluations
-        shares = [RowShare(future, own[0][0], own[1], syncs, urgent) for _, own in sharded.calls]
-        known = sharded.find_known(record)
+        shares = [RowShare(future, rows, options, syncs, urgent) for _, ((rows,), options) in sharded.calls]
+        recorded = sharded.find_recorded(record)
         for number, share in enumerate(shares):
-            if number in known:
-                share.done.set_result(known[number])
+            if number in recorded:
+                share.done.set_result(recorded[number])
             elif record is not None:
                 share.done.add_done_callback(partial(_keep_share, sharded, record, number))
-        slices.submit([share for number, share in enumerate(shares) if number not in known])
+        slices.submit([share for number, share in enumerate(shares) if number not in recorded])
         for share in shares:
             concurrent.futures.wait([share.done, cast(Any, future.ended)], None, concurrent.futures.FIRST_COMPLETED)
             if future.done():
@@ -414,48 +416,48 @@ class DistModel(Generic[Role]):
         updates: int | None = None,
         record: ShardRecord | None = None,
     ) -> Callable[[Future], Outcome]:
-        """The work of a call of a method: every replica gets its shard of the batches, which are split ``by`` cost.
+        """The work of a call of a method: split the batches ``by`` a measure, call every replica, merge the answers.
 
-        ``by_row``: the method computes each row on its own. ``updates`` are those of a training step. ``record``: of
-        what each shard gives.
+        ``by_row``: the method computes each row independently. ``updates``: the optimizer updates of a training step.
+        ``record``: finished shards are saved there, and taken from it.
         """
 
         def work(future: Future) -> Outcome:
             method = future.call.method
-            needs = {self.name: self._parts.get(method, PARTS)}
+            needs = {self.name: self._needs.get(method, PARTS)}
             self.cluster.residency.announce(self.name, needs[self.name])
             if by_row and self._can_stream(arguments[0]):
                 return self._call_streamed(future, method, needs, arguments[0], keywords)
-            # No tuple from a generator that waits: list_largest_tensors looks at all objects, and would break it.
+            # No tuple(generator): list_largest_tensors inspects all objects, and would break one that is being built.
             ready = [self.cluster.resolve(value) for value in arguments]
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            each = 1 if self.spmd else self.config.shares_per_replica
-            sharded = self._split(future.call, tuple(ready), named, by, each, updates)
+            shards_per_replica = 1 if self.spmd else self.config.shares_per_replica
+            sharded = self._split(future.call, tuple(ready), named, by, shards_per_replica, updates)
             with self._hold_devices(future, method, needs):
                 if len(sharded.calls) > len(self._ranks):
                     tasks, metas = self._call_free_replicas(future, method, sharded, record)
                     return sharded.restore_order(merge_answers(tasks, metas, self.store), metas)
                 started: list[list[WorkerTask]] = []
-                known = sharded.find_known(record)
-                for number, (rank, own) in enumerate(sharded.calls):
-                    parts = min(self.config.parts_per_call, len(own[0][0].which)) if method == "generate" else 1
-                    if number in known:
-                        started.append([known[number]])
+                recorded = sharded.find_recorded(record)
+                for number, (rank, inputs) in enumerate(sharded.calls):
+                    chunks = min(self.config.parts_per_call, len(inputs[0][0].which)) if method == "generate" else 1
+                    if number in recorded:
+                        started.append([recorded[number]])
                         continue
-                    if parts > 1:
-                        first = ("first_part", method, parts, *own)
-                        started.append(rank.execute_all([first] + [("next_part", method)] * (parts - 1)))
+                    if chunks > 1:
+                        first = ("first_part", method, chunks, *inputs)
+                        started.append(rank.execute_all([first] + [("next_part", method)] * (chunks - 1)))
                     else:
-                        started.append([rank.execute("call", method, *own)])
+                        started.append([rank.execute("call", method, *inputs)])
                     for task in started[-1]:
                         sharded.keep(record, number, task)
-                tasks = [task for parts in started for task in parts]
-                # Neither the rows of one rank nor a part of a group are of use alone.
+                tasks = [task for shard_tasks in started for task in shard_tasks]
+                # The rows of one rank of several, or of an incomplete group, are useless alone.
                 complete = self.spmd or self.config.spread_samples
                 future.set_partial_results([] if complete else [watch_task(task) for task in tasks])
                 metas = self._wait(future, method, tasks)
                 outcome = merge_answers(tasks, metas, self.store, self._counted)
-                merged = merge_parts(metas, [len(parts) for parts in started])
+                merged = merge_chunks(metas, [len(shard_tasks) for shard_tasks in started])
                 counted = merged if self._counted is None else [merged[i] for i in self._counted]
                 return sharded.restore_order(outcome, counted)
 
@@ -464,19 +466,19 @@ class DistModel(Generic[Role]):
     def _call_free_replicas(
         self, future: Future, method: str, sharded: ShardedCall, record: ShardRecord | None
     ) -> tuple[list[WorkerTask], list[Meta]]:
-        """Give each replica its next shard when it is free; the tasks and their Metas in the order of the shards."""
+        """Give each replica its next shard when it is free; return tasks and Metas in the order of the shards."""
         results: list[TaskFuture] = [concurrent.futures.Future() for _ in sharded.calls]
         future.set_partial_results([] if self.config.spread_samples else results)
-        known = sharded.find_known(record)
-        waiting, free = list(enumerate(own for _, own in sharded.calls))[::-1], list(self._ranks)[::-1]
+        recorded = sharded.find_recorded(record)
+        waiting, free = list(enumerate(inputs for _, inputs in sharded.calls))[::-1], list(self._ranks)[::-1]
         busy: dict[Any, tuple[int, WorkerHandle, WorkerTask]] = {}  # by the future of the answer
         done: dict[int, tuple[WorkerTask, Meta]] = {}
         while waiting or busy:
             while waiting and free:
-                (number, own), rank = waiting.pop(), free.pop()
-                task = known.get(number) or rank.execute("call", method, *own)
+                (number, inputs), rank = waiting.pop(), free.pop()
+                task = recorded.get(number) or rank.execute("call", method, *inputs)
                 busy[task.meta] = number, rank, task
-                if number not in known:
+                if number not in recorded:
                     sharded.keep(record, number, task)
             future.running = [task for _, _, task in busy.values()]
             either = [*busy, future.ended]
@@ -495,9 +497,11 @@ class DistModel(Generic[Role]):
         return [done[number][0] for number in sorted(done)], [done[number][1] for number in sorted(done)]
 
     def _can_stream(self, value: Any) -> bool:
-        """Whether rows of ``value`` can be computed before the others come: the model is alone on its devices, so no
-        other model waits for them between two bundles of rows."""
-        alone = len(self.cluster.slots[self.name].places) == 1 and not self._exact
+        """Whether rows of ``value`` can be computed before the others come.
+
+        The model must be alone on its devices: another one would wait for them between two bundles of rows.
+        """
+        alone = len(self.cluster.slots[self.name].positions) == 1 and not self._exact
         return alone and not self.spmd and isinstance(value, Future) and is_streamed(value)
 
     def _call_streamed(
@@ -515,13 +519,13 @@ class DistModel(Generic[Role]):
             split = {position: self._split(future.call, (rows,), named, "cost") for position, rows in bundles.items()}
             with self._hold_devices(future, method, needs):
                 tasks = {
-                    position: [rank.execute("call", method, *own) for rank, own in sharded.calls]
+                    position: [rank.execute("call", method, *rank_tasks) for rank, rank_tasks in sharded.calls]
                     for position, sharded in split.items()
                 }
-                metas = iter(self._wait(future, method, [task for own in tasks.values() for task in own]))
-            for position, own in tasks.items():
-                answers = [next(metas) for _ in own]
-                done[position] = split[position].restore_order(merge_answers(own, answers, self.store), answers)
+                metas = iter(self._wait(future, method, [task for rank_tasks in tasks.values() for task in rank_tasks]))
+            for position, rank_tasks in tasks.items():
+                answers = [next(metas) for _ in rank_tasks]
+                done[position] = split[position].restore_order(merge_answers(rank_tasks, answers, self.store), answers)
         order = batch.ended.result().order
         return reorder(concat_outcomes([done[position] for position in sorted(done)]), order)
 
@@ -541,7 +545,7 @@ class DistModel(Generic[Role]):
     def _hold_devices(
         self, future: Future, method: str, needs: Mapping[str, Sequence[str]]
     ) -> AbstractContextManager[None]:
-        """Reserve the devices for one call; a model that is not ``exclusive`` waits for nobody."""
+        """Reserve the devices for one call; a model that is not ``exclusive`` does not wait."""
         return self.cluster.hold_devices(self.name, future, method, needs) if self._exclusive else nullcontext()
 
     def _wait(self, future: Future, method: str, tasks: list[WorkerTask]) -> list[Meta]:
@@ -555,11 +559,14 @@ class DistModel(Generic[Role]):
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
         by: By,
-        each: int = 1,
+        per_replica: int = 1,
         updates: int | None = None,
     ) -> ShardedCall:
-        """Decide which rank gets which (arguments, keywords): batches are split into ``each`` shards per replica (in a
-        training step, each of its ``updates`` is), everything else is passed on unchanged."""
+        """Decide which rank gets which (arguments, keywords).
+
+        Batches are split into ``per_replica`` shards per replica, each of a training step's ``updates`` separately;
+        everything else is passed on unchanged.
+        """
         values = {**dict(enumerate(arguments)), **keywords}
         batches = {key: value for key, value in values.items() if isinstance(value, BatchRef)}
         if not batches:
@@ -567,23 +574,23 @@ class DistModel(Generic[Role]):
         alike = [key for key in batches if key not in keywords]
         if len(sizes := {len(batches[key]) for key in alike}) > 1:
             raise ValueError(f"{call}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
-        count = self._shards * each
-        other_loss = "loss" in keywords  # not the context's: it may need whole groups
-        whole = not self.config.spread_samples if by == "work" else self._whole_groups or other_loss
+        count = self._shards * per_replica
+        has_loss = "loss" in keywords  # not the context's: it may compare the samples of a group
+        keep_groups = not self.config.spread_samples if by == "work" else self._keep_groups or has_loss
         split = partial(shard_updates, updates=updates) if updates else partial(shard_rows, by=by)
         if self._exact and by == "cost":
-            whole = self._compares_groups or other_loss
+            keep_groups = self._compares_groups or has_loss
             split = partial(shard_leaves, updates=updates or 1, max_tokens=self.config.max_tokens_per_micro)
-        own_split = [key for key in batches if key in keywords or key == alike[0]]
-        shards = {key: split(batches[key], count, whole_groups=whole) for key in own_split}
+        split_keys = [key for key in batches if key in keywords or key == alike[0]]
+        shards = {key: split(batches[key], count, keep_groups=keep_groups) for key in split_keys}
         shards |= {key: replace(shards[alike[0]], batch=batches[key]) for key in alike}
-        rows = {key: own.worker_rows for key, own in shards.items()}
+        rows = {key: batch_shards.worker_rows for key, batch_shards in shards.items()}
 
         def build_call(shard: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            own = {key: rows[key][shard] if key in rows else value for key, value in values.items()}
-            return tuple([own[i] for i in range(len(arguments))]), {name: own[name] for name in keywords}
+            inputs = {key: rows[key][shard] if key in rows else value for key, value in values.items()}
+            return tuple([inputs[i] for i in range(len(arguments))]), {name: inputs[name] for name in keywords}
 
-        filled = [shard for shard in range(count) if any(len(own.rows[shard]) for own in shards.values())] or [0]
+        filled = [i for i in range(count) if any(len(batch_shards.rows[i]) for batch_shards in shards.values())] or [0]
         chosen = [*range(count)] if self.spmd else filled
         ranks = (
             zip(self._ranks, self._shard_of_rank, strict=True)

@@ -2,7 +2,7 @@
 
 Calls answer at once with the columns of the real model, all zero, on tiny batches; functions really run. Every call is
 recorded in ``cluster.graph``, with the columns that it reads and makes. A flow that reads a missing column fails here,
-at the line that reads it. ``STANDINS`` has the batches, one for each kind of data.
+at the line that reads it. ``STANDINS`` has the batches, one for each type of data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FlowGraph:
 
     def add(self, call: Call, reads: dict[str, list[str]], makes: list[str], batch: Batch | None = None) -> str:
         """Record a call; returns its label."""
-        count = sum(each.made_by == call for each in self.calls)
+        count = sum(traced.made_by == call for traced in self.calls)
         label = f"{call}#{count + 1}" if count else str(call)
         named = {source: tuple(names) for source, names in reads.items()}
         self.calls.append(TracedCall(label, call, named, tuple(makes), batch))
@@ -162,7 +162,7 @@ class DryCluster:
 
     def sources(self, refs: list[BatchRef]) -> dict[str, str]:
         """Which call made each column of the merged batches."""
-        return {name: source for ref in refs for part in ref.payloads for name, source in part.sources.items()}
+        return {name: source for ref in refs for payload in ref.payloads for name, source in payload.sources.items()}
 
     def answer(
         self,
@@ -196,8 +196,8 @@ class DryModel:
         self.name, self.config, self.context, self.cluster = name, config, context, cluster
         self.store = cluster.store
         # Backends of Coalign import large libraries. The columns that they add follow from the head, except for judges.
-        own = ":" in config.module or config.judge
-        self._scores = find_module_class(config).columns(config, context) if own else (HEAD_COLUMNS[config.head],)
+        is_custom = ":" in config.module or config.judge
+        self._scores = find_module_class(config).columns(config, context) if is_custom else (HEAD_COLUMNS[config.head],)
 
     def generate(self, prompts: BatchRef | Future, *, samples: int | None = None, **_: Any) -> Future:
         """Make ``samples`` responses of three tokens to each prompt."""
@@ -294,7 +294,7 @@ def _responses(data: Batch, samples: int) -> Batch:
 
 
 def _zeros(data: Batch, names: list[str], per_token: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(token columns, sequence columns) of zeros; names in coalign.types have their own kind and dtype."""
+    """(token columns, sequence columns) of zeros; names in coalign.types have their own type and dtype."""
     token, sequence = {}, {}
     for name in names:
         of_sequence = name in SEQUENCE_COLUMNS or name.startswith("reward/")

@@ -22,14 +22,14 @@ from coalign.data.batch import Batch
 from coalign.types import Max, Stats, Status, Total, merge_stats
 
 ROW_FIELDS = ("group", "work", "status")  # optional columns that the driver keeps, as fields of BatchRef and Meta
-MOVE = "move"  # the worker's verb that moves parts of a model between host and device (coalign.cluster.residency)
+MOVE = "move"  # the worker's verb that moves components of a model between host and device (coalign.cluster.residency)
 LOAD_SECONDS = 3600.0  # a model may take this long to load, whatever runtime.call_timeout says
-LEAST_SECONDS = 3600.0  # without runtime.call_timeout: what every call may take
-WAIT_SECONDS = 1.0  # between two looks at what else there is to do while a result is waited for
-LOSS_SECONDS = 3.0  # a lost worker is known to be lost so long after its neighbours in a collective have failed
-NETWORK_ERRORS = ("DistNetworkError", "DistStoreError", "DistBackendError")  # of torch.distributed; NCCL's is the last
+LEAST_SECONDS = 3600.0  # without runtime.call_timeout: every call may take this long
+WAIT_SECONDS = 1.0  # between two calls of `on_wait` while a result is waited for
+LOSS_SECONDS = 3.0  # a loss is reported within this time after neighbours in a collective have failed
+NETWORK_ERRORS = ("DistNetworkError", "DistStoreError", "DistBackendError")  # torch.distributed's; NCCL's is the last
 GLOO = "gloo/transport"  # in the errors of gloo's connections, which have no class of their own
-LONGEST_TIMES = 10.0  # and how many times the longest call of its kind so far
+LONGEST_TIMES = 10.0  # and this many times the longest call of the same model and method so far
 
 
 class Store(Protocol):
@@ -56,21 +56,21 @@ class Store(Protocol):
 def merge_columns(batches: Sequence[Batch]) -> Batch:
     """Merge the columns of batches of the same sequences; a later column replaces an earlier one of the same name."""
     base = batches[0]
-    for position, other in enumerate(batches[1:], start=2):
-        check_same_sequences(base, other, position)
+    for position, batch in enumerate(batches[1:], start=2):
+        check_same_sequences(base, batch, position)
     token, sequence = dict(base.token), dict(base.sequence)
-    for other in batches[1:]:
-        token = {k: v for k, v in token.items() if k not in other.sequence} | dict(other.token)
-        sequence = {k: v for k, v in sequence.items() if k not in other.token} | dict(other.sequence)
+    for batch in batches[1:]:
+        token = {k: v for k, v in token.items() if k not in batch.sequence} | dict(batch.token)
+        sequence = {k: v for k, v in sequence.items() if k not in batch.token} | dict(batch.sequence)
     return Batch(base.lengths, token, sequence)
 
 
-def check_same_sequences(base: Batch | BatchRef, other: Batch | BatchRef, position: int) -> None:
+def check_same_sequences(base: Batch | BatchRef, batch: Batch | BatchRef, position: int) -> None:
     """ValueError if the batch at this ``position`` (from 1) has other lengths than the first one."""
-    if not torch.equal(base.lengths, other.lengths):
+    if not torch.equal(base.lengths, batch.lengths):
         raise ValueError(
             f"batches of one apply must hold the same sequences: the first has {len(base)} with {base.tokens_total} "
-            f"tokens, number {position} has {len(other)} with {other.tokens_total}"
+            f"tokens, number {position} has {len(batch)} with {batch.tokens_total}"
         )
 
 
@@ -108,12 +108,12 @@ class PayloadJoin:
 
     def gather(self, store: Store, rows: np.ndarray) -> Batch:
         """Fetch the sequences ``rows`` (i64), in this order."""
-        parts = []
+        batches = []
         for source in self.sources:
             used, which = np.unique(source.which[rows], return_inverse=True)  # others may be stored on another node
             payloads = tuple(source.payloads[number] for number in used) or source.payloads[:1]
-            parts.append(WorkerRows(payloads, which, source.rows[rows]).gather(store))
-        return merge_columns(parts)
+            batches.append(WorkerRows(payloads, which, source.rows[rows]).gather(store))
+        return merge_columns(batches)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class BatchRef:
 
     @staticmethod
     def of(meta: Meta, payload: Any, store: Store) -> BatchRef:
-        """Refer to a whole stored batch, from its description."""
+        """Refer to a complete stored batch, by its description."""
         assert meta.lengths is not None, "the description of a batch has its lengths"
         rows, lengths = torch.arange(len(meta.lengths)), meta.lengths
         which = torch.zeros_like(rows)
@@ -163,8 +163,8 @@ class BatchRef:
         """The sequences ``rows`` (i64, in any order), nothing moved. An empty selection keeps the columns."""
         used, which = torch.unique(self.which[rows], return_inverse=True)
         payloads = tuple(self.payloads[number] for number in used.tolist()) or self.payloads[:1]
-        known = {name: None if (own := getattr(self, name)) is None else own[rows] for name in ROW_FIELDS}
-        return replace(self, payloads=payloads, which=which, rows=self.rows[rows], lengths=self.lengths[rows], **known)
+        fields = {name: None if (values := getattr(self, name)) is None else values[rows] for name in ROW_FIELDS}
+        return replace(self, payloads=payloads, which=which, rows=self.rows[rows], lengths=self.lengths[rows], **fields)
 
     def fetch(self, rows: int | None = None) -> Batch:
         """Fetch the first ``rows`` sequences (None: all) into this process."""
@@ -177,7 +177,7 @@ class BatchRef:
         refs = [ref for ref in refs if len(ref)] or refs[:1]
         number = {id(payload): payload for ref in refs for payload in ref.payloads}
         at = {key: index for index, key in enumerate(number)}
-        known = {name: [getattr(ref, name) for ref in refs] for name in ROW_FIELDS}
+        fields = {name: [getattr(ref, name) for ref in refs] for name in ROW_FIELDS}
         return BatchRef(
             tuple(number.values()),
             torch.cat([torch.tensor([at[id(payload)] for payload in ref.payloads])[ref.which] for ref in refs]),
@@ -185,7 +185,7 @@ class BatchRef:
             torch.cat([ref.lengths for ref in refs]),
             columns=refs[0].columns,
             store=refs[0].store,
-            **{name: None if any(own is None for own in each) else torch.cat(each) for name, each in known.items()},
+            **{name: None if any(v is None for v in values) else torch.cat(values) for name, values in fields.items()},
         )
 
     @staticmethod
@@ -196,14 +196,14 @@ class BatchRef:
         """
         refs = [*{id(ref): ref for ref in refs}.values()]
         base = refs[0]
-        for position, other in enumerate(refs[1:], start=2):
-            check_same_sequences(base, other, position)
+        for position, ref in enumerate(refs[1:], start=2):
+            check_same_sequences(base, ref, position)
         if len(refs) == 1:
             return base
         payload = PayloadJoin(tuple(ref.worker_rows for ref in refs))
-        known = {name: own for name in ROW_FIELDS for ref in refs if (own := getattr(ref, name)) is not None}
+        fields = {name: values for name in ROW_FIELDS for ref in refs if (values := getattr(ref, name)) is not None}
         columns = tuple(dict.fromkeys(name for ref in refs for name in ref.columns))
-        return BatchRef.of(Meta(base.lengths, columns=columns, **known), payload, base.store)
+        return BatchRef.of(Meta(base.lengths, columns=columns, **fields), payload, base.store)
 
     def without_errors(self) -> tuple[BatchRef, Stats]:
         """Leave out the rows whose status is ERROR, nothing moved; their number is the metric `samples/dropped`."""
@@ -217,7 +217,7 @@ class BatchRef:
 class WorkerFailure:
     """An exception of a worker as text, and as ``exception`` if it could be pickled."""
 
-    kind: str
+    error_type: str
     message: str
     traceback: str
     exception: BaseException | None = None
@@ -225,15 +225,15 @@ class WorkerFailure:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryUse:
-    """Device memory of one process, in bytes by model and part.
+    """Device memory of one process, in bytes by model and component.
 
-    ``on_host``: what parts on the host would need on the device (models that move by their own means report none).
-    ``before`` and ``peak`` are the bytes of all models before a call and at its peak.
+    ``on_host``: bytes that components on the host would need on the device (none for generators that move themselves).
+    ``baseline`` and ``peak`` are the bytes of all models before a call and at its peak.
     """
 
     on_device: Mapping[str, Mapping[str, int]]
     on_host: Mapping[str, Mapping[str, int]]
-    before: int
+    baseline: int
     peak: int
 
 
@@ -258,7 +258,7 @@ class Meta:
     start: float = 0.0
     seconds: float = 0.0
     memory: int = 0
-    use: DeviceMemoryUse | None = None  # of a process whose device memory is managed (coalign.cluster.residency)
+    use: DeviceMemoryUse | None = None  # None unless the device memory is managed (coalign.cluster.residency)
     failure: WorkerFailure | None = None
 
     @staticmethod
@@ -287,10 +287,10 @@ class WorkerError(RuntimeError):
     ``cause`` is the worker's own exception, None if it could not be pickled or if the process died or timed out.
     """
 
-    def __init__(self, call: Call, where: str, failure: WorkerFailure) -> None:
-        text = f"{call} failed in {where}: {failure.kind}: {failure.message}"
+    def __init__(self, call: Call, worker: str, failure: WorkerFailure) -> None:
+        text = f"{call} failed in {worker}: {failure.error_type}: {failure.message}"
         super().__init__(f"{text}\n\n{failure.traceback}" if failure.traceback else text)
-        self.call, self.where, self.failure = call, where, failure
+        self.call, self.worker, self.failure = call, worker, failure
 
     @property
     def cause(self) -> BaseException | None:
@@ -322,9 +322,9 @@ class PayloadLost(WorkerLost):
 @dataclass(frozen=True, slots=True)
 class Span:
     """One worker's work for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch) for
-    ``seconds``. ``where`` names the worker as errors do."""
+    ``seconds``. ``worker`` is its name in errors."""
 
-    where: str
+    worker: str
     verb: str
     start: float
     seconds: float
@@ -347,24 +347,24 @@ class Outcome:
 class WorkerTask:
     """A verb that runs in one worker: the future of its Meta, and the reference under which its payload is stored.
 
-    The future raises only if the worker itself is lost. ``since``: when the task was submitted, in seconds since the
-    epoch; ``begun``: by the monotonic clock.
+    The future raises only if the worker itself is lost. ``submitted_at`` is in seconds since the epoch,
+    ``monotonic_start`` the same moment by the monotonic clock.
     """
 
-    where: str
+    worker: str
     meta: concurrent.futures.Future[Meta]
     payload: Any
-    since: float = field(default_factory=time.time)
-    begun: float = field(default_factory=time.monotonic)
+    submitted_at: float = field(default_factory=time.time)
+    monotonic_start: float = field(default_factory=time.monotonic)
 
 
 TaskFuture = concurrent.futures.Future[WorkerTask]  # a task, once it is done
 
 
 class WorkerHandle(Protocol):
-    """A handle to one worker, in whichever process. ``where`` is its name in errors."""
+    """A handle to one worker, in whichever process. ``name`` is what errors call it."""
 
-    where: str
+    name: str
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         """Start a verb of coalign.cluster.worker.Worker there."""
@@ -386,15 +386,14 @@ class Future:
     or the first error of the run. ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of the
     largest worker) wait, too.
 
-    ``made`` is when the call was made (seconds since the epoch; ``begun``: by the monotonic clock), ``running`` the
-    tasks of workers for it now, ``spans`` their past work. ``partial_results`` is set once the tasks have started: a
-    future for each independent part of the result, done when that part is (empty if the rows are of no use before all
-    are there).
+    ``created_at`` is in seconds since the epoch, ``monotonic_start`` the same moment by the monotonic clock.
+    ``running`` are the tasks of workers for it now, ``spans`` their past work. ``partial_results`` is set once the
+    tasks have started: a future for each independent chunk of the result (empty if rows are useless alone).
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.made, self.begun = time.time(), time.monotonic()
+        self.created_at, self.monotonic_start = time.time(), time.monotonic()
         self.running: list[WorkerTask] = []
         self.spans: list[Span] = []
         self.partial_results: concurrent.futures.Future[list[TaskFuture]] = concurrent.futures.Future()
@@ -418,20 +417,20 @@ class Future:
     @property
     def seconds(self) -> float:
         self.result()
-        own: dict[str, float] = {}
+        seconds_of: dict[str, float] = {}
         for span in self.spans:
             if span.verb != MOVE:
-                own[span.where] = own.get(span.where, 0.0) + span.seconds
-        return max(own.values(), default=0.0)
+                seconds_of[span.worker] = seconds_of.get(span.worker, 0.0) + span.seconds
+        return max(seconds_of.values(), default=0.0)
 
     @property
     def peak_memory(self) -> int:
         return self.ended.result().memory
 
-    def set_partial_results(self, parts: list[TaskFuture]) -> None:
+    def set_partial_results(self, chunks: list[TaskFuture]) -> None:
         """Set ``partial_results``: the tasks have started. Only the first call counts."""
         if not self.partial_results.done():
-            self.partial_results.set_result(parts)
+            self.partial_results.set_result(chunks)
 
     def succeed(self, outcome: Outcome) -> None:
         """Set the outcome, unless an error of the run came first."""
@@ -463,23 +462,23 @@ class WatchedCalls:
         With ``main``, the metrics of every other model get its name as a prefix (`value/loss/grad_norm`), so that two
         models that learn are not averaged. Metrics of functions get none.
         """
-        parts: list[Stats] = []
+        stats: list[Stats] = []
         for future in self.futures:
             future.result()
             model = future.call.model
-            mine = main is None or model is None or model == main
-            parts.append(dict(future.stats) if mine else {f"{model}/{k}": v for k, v in future.stats.items()})
-            parts.append({f"time/{future.call}": Total(future.seconds)})
+            is_main = main is None or model is None or model == main
+            stats.append(dict(future.stats) if is_main else {f"{model}/{k}": v for k, v in future.stats.items()})
+            stats.append({f"time/{future.call}": Total(future.seconds)})
             if model:
-                parts.append({f"memory/{model}": Max(future.peak_memory / 2**20)})
-        return merge_stats(parts)
+                stats.append({f"memory/{model}": Max(future.peak_memory / 2**20)})
+        return merge_stats(stats)
 
 
 class CallDeadlines:
     """Decides how many seconds workers may take to answer a call, by its model and method.
 
     ``limit`` is `runtime.call_timeout`. Without one, the deadline grows with the calls: a hang is certain only beyond
-    what calls of this kind have taken.
+    the time that such calls have taken.
     """
 
     def __init__(self, limit: float | None) -> None:
@@ -494,15 +493,15 @@ class CallDeadlines:
 
     def record(self, call: Call, tasks: Sequence[WorkerTask]) -> None:
         """Record that these tasks of a call have been answered."""
-        seconds = time.monotonic() - min((task.begun for task in tasks), default=math.inf)
+        seconds = time.monotonic() - min((task.monotonic_start for task in tasks), default=math.inf)
         self._longest[call] = max(self._longest.get(call, 0.0), seconds)
 
     def build_error(self, future: Future, tasks: Sequence[WorkerTask]) -> WorkerLost:
-        """Build the error of workers that have not answered in time."""
-        late = [task.where for task in tasks if not task.meta.done()]
+        """Build the error for workers that have not answered in time."""
+        silent = [task.worker for task in tasks if not task.meta.done()]
         source = "" if self.limit else f"; not set: {LEAST_SECONDS:g} s, or {LONGEST_TIMES:g} times its longest call"
         message = f"no answer within {self.find(future.call):g} s (runtime.call_timeout{source})"
-        return WorkerLost(future.call, late, WorkerFailure("TimeoutError", message, ""))
+        return WorkerLost(future.call, silent, WorkerFailure("TimeoutError", message, ""))
 
 
 def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) -> list[Meta]:
@@ -512,36 +511,36 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
     the run ends ``future``, that error.
     """
     future.running = [*tasks]
-    where = {task.meta: task.where for task in tasks}
+    worker_of = {task.meta: task.worker for task in tasks}
     try:
-        either = [*where, cast(Any, future.ended)] if where else []
-        for count, done in enumerate(concurrent.futures.as_completed(either, deadlines.find(future.call)), 1):
+        events = [*worker_of, cast(Any, future.ended)] if worker_of else []
+        for count, done in enumerate(concurrent.futures.as_completed(events, deadlines.find(future.call)), 1):
             if done is future.ended:
                 done.result()  # raises
             if lost := done.exception():
-                raise WorkerLost(future.call, [where[done]], WorkerFailure("worker lost", str(lost).strip(), ""))
+                raise WorkerLost(future.call, [worker_of[done]], WorkerFailure("worker lost", str(lost).strip(), ""))
             if failure := done.result().failure:
-                if lost := _find_lost(tasks):  # the others fail because they no longer hear of it
-                    raise WorkerLost(future.call, [task.where for task in lost], failure)
+                if lost := _find_lost(tasks):  # its neighbours fail because the connection is gone
+                    raise WorkerLost(future.call, [task.worker for task in lost], failure)
                 if isinstance(failure.exception, PayloadLost):
                     raise WorkerLost(future.call, [], failure)
                 if is_cut_off(failure):
-                    raise WorkerLost(future.call, [where[done]], failure)
-                raise WorkerError(future.call, where[done], failure) from failure.exception
-            if count == len(where):
+                    raise WorkerLost(future.call, [worker_of[done]], failure)
+                raise WorkerError(future.call, worker_of[done], failure) from failure.exception
+            if count == len(worker_of):
                 break
     except TimeoutError:
         raise deadlines.build_error(future, tasks) from None
     deadlines.record(future.call, tasks)
     metas = [task.meta.result() for task in tasks]
     pairs = zip(tasks, metas, strict=True)
-    future.spans += [Span(task.where, meta.verb, meta.start, meta.seconds) for task, meta in pairs]
+    future.spans += [Span(task.worker, meta.verb, meta.start, meta.seconds) for task, meta in pairs]
     return metas
 
 
 def is_cut_off(failure: WorkerFailure) -> bool:
     """Return whether a collective failed because a connection to another process ended or did not come about."""
-    return failure.kind in NETWORK_ERRORS or (failure.kind == "RuntimeError" and GLOO in failure.message)
+    return failure.error_type in NETWORK_ERRORS or (failure.error_type == "RuntimeError" and GLOO in failure.message)
 
 
 def _find_lost(tasks: Sequence[WorkerTask]) -> list[WorkerTask]:
@@ -551,17 +550,17 @@ def _find_lost(tasks: Sequence[WorkerTask]) -> list[WorkerTask]:
     return [task for task in tasks if task.meta.done() and task.meta.exception() is not None]
 
 
-def merge_parts(metas: Sequence[Meta], counts: Sequence[int]) -> list[Meta]:
-    """Merge the Metas of results that came in several parts: ``counts[i]`` neighbouring Metas become one."""
+def merge_chunks(metas: Sequence[Meta], counts: Sequence[int]) -> list[Meta]:
+    """Merge the Metas of results that came in several chunks: ``counts[i]`` neighbouring Metas become one."""
     merged = []
     for start, stop in pairwise(accumulate(counts, initial=0)):
-        parts = metas[start:stop]
-        groups = [part.group for part in parts if part.group is not None]
-        lengths = [part.lengths for part in parts if part.lengths is not None]
+        chunks = metas[start:stop]
+        groups = [chunk.group for chunk in chunks if chunk.group is not None]
+        lengths = [chunk.lengths for chunk in chunks if chunk.lengths is not None]
         rows = (
             {"lengths": torch.cat(lengths), "group": torch.cat(groups) if groups else None} if stop - start > 1 else {}
         )
-        merged.append(replace(parts[0], **rows))
+        merged.append(replace(chunks[0], **rows))
     return merged
 
 
@@ -572,11 +571,11 @@ def merge_answers(
 
     ``counted``: positions that count (None: all), since ranks that compute the same rows give the same answer.
     """
-    parts = [(tasks[i], metas[i]) for i in (range(len(metas)) if counted is None else counted)]
-    stats = merge_stats(meta.stats or {} for _, meta in parts)
+    answers = [(tasks[i], metas[i]) for i in (range(len(metas)) if counted is None else counted)]
+    stats = merge_stats(meta.stats or {} for _, meta in answers)
     first = metas[0]
     if first.lengths is not None:
-        result: Any = BatchRef.concat([BatchRef.of(meta, task.payload, store) for task, meta in parts])
+        result: Any = BatchRef.concat([BatchRef.of(meta, task.payload, store) for task, meta in answers])
     else:
         result = first.value if first.stats is None else stats
     return Outcome(result, stats, max(meta.memory for meta in metas))

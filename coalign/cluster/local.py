@@ -50,16 +50,16 @@ class LocalStore:
 class LocalWorker:
     """A worker of this process whose verbs run on the thread of ``calls``."""
 
-    def __init__(self, where: str, worker: Worker, calls: CallQueue) -> None:
-        self.where, self._worker, self._calls = where, worker, calls
+    def __init__(self, name: str, worker: Worker, calls: CallQueue) -> None:
+        self.name, self._worker, self._calls = name, worker, calls
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
-        task = WorkerTask(self.where, concurrent.futures.Future(), LocalReference())
+        task = WorkerTask(self.name, concurrent.futures.Future(), LocalReference())
         self._calls.submit(partial(self._worker.execute, verb, *arguments), partial(_answer, task))
         return task
 
     def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
-        tasks = [WorkerTask(self.where, concurrent.futures.Future(), LocalReference()) for _ in verbs]
+        tasks = [WorkerTask(self.name, concurrent.futures.Future(), LocalReference()) for _ in verbs]
 
         def work() -> None:  # one task of the thread: nothing comes in between
             for task, verb in zip(tasks, verbs, strict=True):
@@ -69,7 +69,7 @@ class LocalWorker:
         return tasks
 
     def replace(self) -> LocalWorker:
-        raise RuntimeError(f"{self.where} is a thread of this process, which cannot be ended and started again")
+        raise RuntimeError(f"{self.name} is a thread of this process, which cannot be ended and started again")
 
 
 def _answer(task: WorkerTask, result: tuple[Meta, Batch | None]) -> None:
@@ -118,7 +118,7 @@ class LocalCluster(Cluster):
         return [DistActor([LocalWorker(name, Worker(self.store, threads, arena), calls)], device)]
 
     def _hold(self, slot: Slot, *models: str) -> AbstractContextManager[None]:
-        one_thread = not slot.devices and slot.name not in self.residency.slots  # which already runs calls in turn
+        one_thread = not slot.devices and slot.name not in self.residency.slots  # that thread runs calls in turn
         return nullcontext() if one_thread else super()._hold(slot, *models)
 
     def _function_worker(self) -> WorkerHandle:

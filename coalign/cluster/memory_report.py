@@ -30,8 +30,8 @@ def write_memory_report(error: BaseException, folder: Path, name: str) -> str:
         has_snapshot = devices.write_cuda_snapshot(snapshot)
     except OSError as problem:  # must not hide the error of the call
         return f"\nwhat was in memory could not be written: {problem}"
-    where = f"; the allocator's memory is in {snapshot}" if has_snapshot else ""
-    return f"\nthe largest tensors are listed in {table}{where}"
+    snapshot_note = f"; the allocator's memory is in {snapshot}" if has_snapshot else ""
+    return f"\nthe largest tensors are listed in {table}{snapshot_note}"
 
 
 def list_largest_tensors() -> str:
@@ -39,15 +39,15 @@ def list_largest_tensors() -> str:
 
     Views of the same memory are one row. Tensors that only autograd refers to are missing.
     """
-    found: dict[int, Tensor] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, Parameter) and not thing.is_meta and thing.layout == torch.strided:
-            found.setdefault(thing.untyped_storage().data_ptr(), thing)
-    tensors = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
+    by_storage: dict[int, Tensor] = {}
+    for item in gc.get_objects():
+        if type(item) in (Tensor, Parameter) and not item.is_meta and item.layout == torch.strided:
+            by_storage.setdefault(item.untyped_storage().data_ptr(), item)
+    tensors = sorted(by_storage.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
     total = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     lines = [f"{total / 2**20:10.1f} MiB in {len(tensors)} tensors"]
     for tensor in tensors[:_ROWS]:
         size, dtype = tensor.untyped_storage().nbytes() / 2**20, str(tensor.dtype).removeprefix("torch.")
-        kind = "parameter" if isinstance(tensor, Parameter) else "gradient graph" if tensor.grad_fn else ""
-        lines.append(f"{size:10.1f} {dtype:<10} {list(tensor.shape)!s:<24} {tensor.device} {kind}".rstrip())
+        role = "parameter" if isinstance(tensor, Parameter) else "gradient graph" if tensor.grad_fn else ""
+        lines.append(f"{size:10.1f} {dtype:<10} {list(tensor.shape)!s:<24} {tensor.device} {role}".rstrip())
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
 """Continuous generation: replicas compute in slices, and take new rows and new weights between two of them.
 
 A call of ``generate`` becomes shares of rows. A replica takes a share when none of its samples waits for a place in the
-engine and no other replica has fewer rows. It keeps it until all of its samples are complete. Nobody waits for a whole
-rollout: the next share, a weight sync or an evaluation waits for one slice.
+batch and no other replica has fewer rows. It keeps it until all of its samples are complete. Nobody waits for a
+complete rollout: the next share, a weight sync or an evaluation waits for one slice.
 
 The shares of a replica that is lost go to others, and a new process takes its place. It has no weights, so it takes
 shares after the next weight sync.
@@ -36,7 +36,7 @@ from coalign.cluster.future import (
 from coalign.threads import start_thread
 
 SLICE_SECONDS = 0.05  # a worker computes at most this long before it looks for new rows and weights
-GATHER_SECONDS = 0.005  # an idle replica waits this long for rows that come beside the first ones
+GATHER_SECONDS = 0.005  # an idle replica waits this long for further rows after the first ones
 MAX_LOSSES = 3  # replicas lost over the same rows: then the rows are the cause
 _GAP_SECONDS = 0.02  # between two slices that a timeline shows as one
 
@@ -64,9 +64,9 @@ class RowShare:
 class SliceScheduler:
     """Keeps the replicas of one model generating, each by a thread of its own.
 
-    ``ahead``: slices that may be under way at a replica, so that it does not idle while an answer travels.
-    ``replace(rank, error)`` starts a new process for a lost one, or raises the error that ends the run; None: there is
-    no place for one, and the others go on without it.
+    ``max_in_flight``: slices that may be under way at a replica, so that it does not idle while an answer travels.
+    ``replace(rank, error)`` starts a new process for a lost one, or raises the error that ends the run; None: no device
+    is free for one, and the others go on without it.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class SliceScheduler:
         call: Call,
         ranks: Sequence[WorkerHandle],
         deadlines: CallDeadlines,
-        ahead: int,
+        max_in_flight: int,
         replace: Callable[[WorkerHandle, WorkerLost], WorkerHandle | None],
     ) -> None:
         self._call = call  # in errors
         self._replace = replace
         self._deadlines = deadlines
-        self._ahead = ahead
+        self._max_in_flight = max_in_flight
         self._changed = threading.Condition()  # guards all below
         self._waiting: deque[RowShare] = deque()
         self._open = [0] * len(ranks)  # rows that each replica has
-        self._names = [rank.where for rank in ranks]
+        self._names = [rank.name for rank in ranks]
         self._announced = self._served = 0  # weight syncs that began, and that all replicas have ended
         self._joining: set[int] = set()  # replicas without weights
         self._leaving: dict[int, Callable[[], None]] = {}  # replicas that take no more shares; what to do at their end
-        self._taking: set[int] = set()  # those that get them by the sync under way
+        self._taking: set[int] = set()  # replicas that get their first weights by the sync under way
         self._lost: dict[int, WorkerLost] = {}  # replicas that no process has replaced yet
         self._replaced: dict[int, float] = {}  # when a replica was replaced last
-        self._error: Exception | None = None  # that ended a replica's thread
+        self._error: Exception | None = None  # the error that ended a replica's thread
         self._closed = False
         self._numbers = itertools.count()
         self._threads = [
@@ -111,7 +111,7 @@ class SliceScheduler:
             self._taking = set(self._joining)
 
     def end_sync(self) -> None:
-        """Let shares begin that waited for the weights which all replicas have now."""
+        """Start the shares that waited for the weights which all replicas have now."""
         with self._changed:
             self._served = self._announced
             self._joining -= self._taking
@@ -125,7 +125,7 @@ class SliceScheduler:
     def recover(self, error: WorkerLost, since: float) -> None:
         """Replace the replicas that a sync, begun at ``since`` (monotonic), found lost; return when they take weights.
 
-        Raises what ends the run.
+        Raises the error that ends the run.
         """
         with self._changed:
             for replica, name in enumerate(self._names):
@@ -142,14 +142,14 @@ class SliceScheduler:
         with self._changed:
             replica = len(self._open)
             self._open.append(0)
-            self._names.append(rank.where)
+            self._names.append(rank.name)
             self._joining.add(replica)
             self._threads.append(start_thread(partial(self._feed, replica, rank), f"coalign-{self._call}-{replica}"))
 
     def retire(self, rank: WorkerHandle, on_end: Callable[[], None]) -> None:
         """Let a replica take no more shares; call ``on_end`` when its last one is complete."""
         with self._changed:
-            replica = max(number for number, name in enumerate(self._names) if name == rank.where)
+            replica = max(number for number, name in enumerate(self._names) if name == rank.name)
             self._leaving[replica] = on_end
             self._names[replica] = ""
             self._joining.discard(replica)
@@ -170,7 +170,7 @@ class SliceScheduler:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads; what is under way is left as it is."""
+        """End the threads; slices under way are not waited for."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -185,7 +185,7 @@ class SliceScheduler:
     def _feed(self, replica: int, rank: WorkerHandle) -> None:
         """Give a replica slice after slice, and replace it when it is lost."""
         while True:
-            shares: dict[int, RowShare] = {}  # that the replica has
+            shares: dict[int, RowShare] = {}  # those that the replica has taken
             try:
                 self._run_slices(replica, rank, shares)
                 if replica in self._leaving:
@@ -209,14 +209,14 @@ class SliceScheduler:
 
     def _run_slices(self, replica: int, rank: WorkerHandle, shares: dict[int, RowShare]) -> None:
         slices: deque[WorkerTask] = deque()  # under way
-        queued = 0  # samples there that wait for a place
+        queued = 0  # samples at the replica that wait for a place in its batch
         while (new := self._take(replica, idle=not shares and not slices, room=not queued)) is not None:
-            given = {next(self._numbers): share for share in new}
-            shares |= given
+            taken = {next(self._numbers): share for share in new}
+            shares |= taken
             if shares:
-                rows = [(number, share.rows, share.options) for number, share in given.items()]
+                rows = [(number, share.rows, share.options) for number, share in taken.items()]
                 slices.append(rank.execute("roll", rows, SLICE_SECONDS))
-            if len(slices) == self._ahead or not shares:
+            if len(slices) == self._max_in_flight or not shares:
                 task = slices.popleft()
                 number, queued = self._wait(task, next(iter(shares.values()), None))
                 if number is not None:
@@ -245,7 +245,7 @@ class SliceScheduler:
         with self._changed:
             del self._lost[replica]
             self._replaced[replica] = time.monotonic()
-            self._names[replica] = "" if new is None else new.where
+            self._names[replica] = "" if new is None else new.name
             if new is None:
                 self._leaving[replica] = lambda: None
                 self._joining.discard(replica)
@@ -271,21 +271,21 @@ class SliceScheduler:
                     raise self._lost[replica]
                 if replica in self._leaving:
                     return None if idle else taken
-                before = len(taken)
+                previous = len(taken)
                 while room and (share := self._find_next(replica)) is not None:
                     self._waiting.remove(share)
                     self._open[replica] += share.size
                     taken.append(share)
-                if not idle or (taken and len(taken) == before):
+                if not idle or (taken and len(taken) == previous):
                     return taken
                 self._changed.wait(GATHER_SECONDS if taken else None)
             return None
 
     def _find_next(self, replica: int) -> RowShare | None:
         """Return the next share whose weights are there, if no other replica has fewer rows."""
-        away = self._joining.union(self._leaving)
-        others = [rows for number, rows in enumerate(self._open) if number not in away]
-        if replica in self._joining or self._open[replica] > min(others):
+        absent = self._joining.union(self._leaving)
+        open_rows = [rows for number, rows in enumerate(self._open) if number not in absent]
+        if replica in self._joining or self._open[replica] > min(open_rows):
             return None
         return next((share for share in self._waiting if share.syncs <= self._served), None)
 
@@ -310,9 +310,9 @@ class SliceScheduler:
 
 
 def _add_span(spans: list[Span], new: Span) -> None:
-    """Add a slice; one that follows another there makes that one longer."""
-    for place, span in enumerate(spans):
-        if span.where == new.where and abs(new.start - span.start - span.seconds) < _GAP_SECONDS:
-            spans[place] = replace(span, seconds=new.start + new.seconds - span.start)
+    """Add a slice; if it continues the worker's last one, that span grows instead."""
+    for index, span in enumerate(spans):
+        if span.worker == new.worker and abs(new.start - span.start - span.seconds) < _GAP_SECONDS:
+            spans[index] = replace(span, seconds=new.start + new.seconds - span.start)
             return
     spans.append(new)

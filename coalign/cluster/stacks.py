@@ -67,7 +67,7 @@ def _read(files: dict[str, TextIO], texts: dict[str, str]) -> None:
 def format_own_stacks() -> str:
     """The stacks of this process, most recent call last, with the names of its threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
+    stacks = []
     for ident, frame in sys._current_frames().items():
-        parts.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
-    return "\n".join(parts)
+        stacks.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(stacks)

@@ -43,7 +43,7 @@ LOOK_SECONDS = 0.1  # between two attempts of a process to reach the driver
 
 @dataclass(frozen=True)
 class TorchrunRank:
-    """What torchrun tells each process in its environment."""
+    """The variables that torchrun sets in the environment of each process."""
 
     rank: int
     size: int
@@ -75,8 +75,8 @@ class TorchrunRank:
             return self.address, self.port + 1
         folder = Path(tempfile.gettempdir(), f"coalign-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
-        own = folder.lstat()  # a link, which somebody else may have put there, is open to all
-        if own.st_uid != os.getuid() or own.st_mode & 0o077:
+        status = folder.lstat()  # a link, which somebody else may have put there, is open to all
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise ValueError(f"{folder} belongs to others, or is open to them: it has to be your own (chmod 700)")
         return str(folder / f"{self.port}.sock")
 
@@ -92,11 +92,11 @@ class TorchrunRank:
         return token.encode()
 
     def choose_device(self, accelerator: str) -> None:
-        """Let this process see the one device that is its own, before a library counts them."""
-        kind = find_accelerator(accelerator)
-        names = kind.list_names(self.local_size)
-        if kind.device != "cpu" and self.local_rank < len(names):
-            os.environ[kind.visible] = names[self.local_rank]
+        """Let this process see only its local rank's device, before a library counts them."""
+        device_type = find_accelerator(accelerator)
+        names = device_type.list_names(self.local_size)
+        if device_type.device != "cpu" and self.local_rank < len(names):
+            os.environ[device_type.visible] = names[self.local_rank]
 
 
 class RankConnection:
@@ -104,13 +104,13 @@ class RankConnection:
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self._rank, self._connection = rank, connection
-        self._waiting: deque[WorkerTask] = deque()  # for answers, oldest first
+        self._waiting: deque[WorkerTask] = deque()  # tasks without an answer, oldest first
         self._sending = threading.Lock()
         self._lost = False
         start_thread(self._receive, f"coalign-rank-{rank}")
 
-    def send(self, where: str, message: tuple[Any, ...]) -> WorkerTask:
-        task = WorkerTask(where, concurrent.futures.Future(), LocalReference())
+    def send(self, worker: str, message: tuple[Any, ...]) -> WorkerTask:
+        task = WorkerTask(worker, concurrent.futures.Future(), LocalReference())
         with self._sending:
             self._waiting.append(task)
             try:
@@ -138,7 +138,7 @@ class RankConnection:
             task.meta.set_result(meta)
 
     def _fail(self) -> None:
-        """Fail what waits for answers: the process has ended."""
+        """Fail the tasks that wait for answers: the process has ended."""
         while self._waiting:
             with suppress(IndexError, concurrent.futures.InvalidStateError):
                 self._waiting.popleft().meta.set_exception(RuntimeError(f"the process of rank {self._rank} has ended"))
@@ -147,17 +147,17 @@ class RankConnection:
 class RankWorker:
     """A handle to the worker of one model in another process."""
 
-    def __init__(self, where: str, model: str, threads: int | None, connection: RankConnection) -> None:
-        self.where, self._model, self._threads, self._connection = where, model, threads, connection
+    def __init__(self, name: str, model: str, threads: int | None, connection: RankConnection) -> None:
+        self.name, self._model, self._threads, self._connection = name, model, threads, connection
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
-        return self._connection.send(self.where, (self._model, self._threads, verb, _collect_rows(arguments)))
+        return self._connection.send(self.name, (self._model, self._threads, verb, _collect_rows(arguments)))
 
     def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
         return [self.execute(*verb) for verb in verbs]  # a model's calls come from one thread
 
     def replace(self) -> RankWorker:
-        raise RuntimeError(f"{self.where} is a process that torchrun started, and torchrun alone can start it again")
+        raise RuntimeError(f"{self.name} is a process that torchrun started, and torchrun alone can start it again")
 
 
 def _collect_rows(value: Any) -> Any:
@@ -171,40 +171,40 @@ def _collect_rows(value: Any) -> Any:
 
 
 class TorchrunCluster(LocalCluster):
-    """Runs each model on as many processes as it has, the first of them being this one, which is rank 0 of torchrun.
+    """Runs each model on the first processes of torchrun, starting with this one (rank 0).
 
     A process computes one call at a time, and models stay on its device: `runtime.colocation` moves none away.
     """
 
     def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
-        self._own = TorchrunRank.read()
-        self._own.choose_device(config.runtime.accelerator)
+        self._local = TorchrunRank.read()
+        self._local.choose_device(config.runtime.accelerator)
         runtime = config.runtime.model_copy(update={"colocation": []})
         super().__init__(config.model_copy(update={"runtime": runtime}), models)
-        self._connections = _accept_ranks(self._own)
+        self._connections = _accept_ranks(self._local)
 
     def _place(self) -> tuple[list[Node], dict[str, list[ProcessPlacement]]]:
         """Place rank r of each model on process r. ValueError for a model with another number of processes."""
-        placements = {}
+        placements, size = {}, self._local.size
         for name, slot in self.slots.items():
             needs = slot.footprints[name]
-            if needs.processes not in (1, self._own.size) or needs.devices > 1:
+            if needs.processes not in (1, size) or needs.devices > 1:
                 raise ValueError(
                     f"models.{name} asks for {needs.processes} processes with {max(needs.devices, 1)} device(s), and "
-                    f"torchrun started {self._own.size}, with one each: num_process, or num_gpu, has to be that number"
+                    f"torchrun started {size}, with one each: num_process, or num_gpu, has to be that number"
                 )
-            device = (str(self._own.local_rank),) if needs.devices else ()
+            device = (str(self._local.local_rank),) if needs.devices else ()
             placements[name] = [ProcessPlacement(rank, device) for rank in range(needs.processes)]
-        return [Node(f"rank {rank}", 1, 1) for rank in range(self._own.size)], placements
+        return [Node(f"rank {rank}", 1, 1) for rank in range(size)], placements
 
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
-        count, kind = len(self.placements[name]), "rank" if spmd else "replica"
-        first = LocalWorker(f"{name}, {kind} 0", Worker(self.store, threads), self._cpu)
-        others = [
-            RankWorker(f"{name}, {kind} {rank}", name, threads, self._connections[rank]) for rank in range(1, count)
+        count, role = len(self.placements[name]), "rank" if spmd else "replica"
+        first = LocalWorker(f"{name}, {role} 0", Worker(self.store, threads), self._cpu)
+        remote = [
+            RankWorker(f"{name}, {role} {rank}", name, threads, self._connections[rank]) for rank in range(1, count)
         ]
-        ranks: list[WorkerHandle] = [first, *others]
-        device = f"{self._device}:0" if slot.devices else "cpu"  # each process sees its own alone
+        ranks: list[WorkerHandle] = [first, *remote]
+        device = f"{self._device}:0" if slot.devices else "cpu"  # each process sees only its own device
         if not spmd:
             return [DistActor([rank], device) for rank in ranks]
         return [DistActor(ranks, device, self.find_rendezvous(ranks))]
@@ -212,7 +212,7 @@ class TorchrunCluster(LocalCluster):
     def find_rendezvous(self, ranks: Sequence[WorkerHandle]) -> str | None:
         if len(ranks) == 1:
             return None
-        host = "127.0.0.1" if self._own.on_one_machine else self._own.address
+        host = "127.0.0.1" if self._local.on_one_machine else self._local.address
         with socket.create_server((host, 0)) as probe:
             return f"{host}:{probe.getsockname()[1]}"
 
@@ -222,30 +222,30 @@ class TorchrunCluster(LocalCluster):
             connection.close()
 
 
-def _accept_ranks(own: TorchrunRank) -> dict[int, RankConnection]:
+def _accept_ranks(local: TorchrunRank) -> dict[int, RankConnection]:
     """Wait for the other processes. ValueError if they do not come in time."""
-    found: dict[int, RankConnection] = {}
-    if own.size == 1:
-        return found
-    if isinstance(own.driver, str):
-        Path(own.driver).unlink(missing_ok=True)  # of a run that was killed
-    with Listener(own.driver, backlog=own.size, authkey=own.read_token()) as listener:
-        accepting = begin_in_thread(partial(_accept, listener, own.size - 1, found), "coalign-accept")
+    connections: dict[int, RankConnection] = {}
+    if local.size == 1:
+        return connections
+    if isinstance(local.driver, str):
+        Path(local.driver).unlink(missing_ok=True)  # a run that was killed leaves its socket
+    with Listener(local.driver, backlog=local.size, authkey=local.read_token()) as listener:
+        accepting = begin_in_thread(partial(_accept, listener, local.size - 1, connections), "coalign-accept")
         if not concurrent.futures.wait([accepting], JOIN_SECONDS).done:
-            missing = sorted({*range(1, own.size)} - {*found})
-            raise ValueError(f"of {own.size} processes of torchrun these did not come: ranks {missing}")
+            missing = sorted({*range(1, local.size)} - {*connections})
+            raise ValueError(f"of {local.size} processes of torchrun these did not come: ranks {missing}")
         accepting.result()
-    return found
+    return connections
 
 
-def _accept(listener: Listener, count: int, found: dict[int, RankConnection]) -> None:
-    while len(found) < count:
+def _accept(listener: Listener, count: int, connections: dict[int, RankConnection]) -> None:
+    while len(connections) < count:
         try:
             connection = listener.accept()
         except (AuthenticationError, EOFError, ConnectionError):
-            continue  # somebody else, or somebody who has left
+            continue  # a stranger, or a process that has left
         rank = pickle.loads(connection.recv_bytes())
-        found[rank] = RankConnection(rank, cast(Connection, connection))
+        connections[rank] = RankConnection(rank, cast(Connection, connection))
 
 
 def serve_rank(accelerator: str) -> int:
@@ -253,12 +253,12 @@ def serve_rank(accelerator: str) -> int:
 
     Signals are the driver's business: it saves, and then ends this process.
     """
-    own = TorchrunRank.read()
-    own.choose_device(accelerator)
+    local = TorchrunRank.read()
+    local.choose_device(accelerator)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    connection = _reach_driver(own)
-    connection.send_bytes(pickle.dumps(own.rank))
+    connection = _reach_driver(local)
+    connection.send_bytes(pickle.dumps(local.rank))
     workers: dict[str, Worker] = {}
     calls = CallQueue("rank")
 
@@ -279,15 +279,15 @@ def serve_rank(accelerator: str) -> int:
         calls.submit(partial(workers[model].execute, verb, *arguments), answer)
 
 
-def _reach_driver(own: TorchrunRank) -> Connection:
+def _reach_driver(local: TorchrunRank) -> Connection:
     """Connect to the driver, which first loads data. If it ends before, torchrun ends this process."""
-    token = own.read_token()
+    token = local.read_token()
     while True:
         try:
-            return cast(Connection, Client(own.driver, authkey=token))
+            return cast(Connection, Client(local.driver, authkey=token))
         except AuthenticationError:
             raise ValueError(
-                f"{TOKEN}: the driver at {own.address} has another secret; it is the same on all"
+                f"{TOKEN}: the driver at {local.address} has another secret; it is the same on all"
             ) from None
         except (FileNotFoundError, ConnectionError, EOFError):
             time.sleep(LOOK_SECONDS)

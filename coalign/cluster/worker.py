@@ -42,7 +42,7 @@ class Tracer:
     """Traces the calls of a worker with torch's profiler or nsys, where each call is a range. One trace at a time."""
 
     def __init__(self) -> None:
-        self._tool = ""  # of the trace that runs
+        self._tool = ""  # empty unless a trace runs
         self._profile: torch.profiler.profile | None = None
 
     def start(self, config: ProfileConfig, step: int) -> None:
@@ -98,8 +98,8 @@ def find_module_class(config: ModelConfig) -> type[Module]:
 
 class Worker:
     """Executes verbs on its module: ``setup``, ``set_up_again``, ``call`` (a method), ``first_part`` and ``next_part``
-    (of a method's result), ``run`` (a function), ``move``, ``start_trace``, ``stop_trace``, ``close``; ``apply`` and
-    ``transform`` call pure functions without a module.
+    (chunks of a method's result), ``run`` (a function), ``move``, ``start_trace``, ``stop_trace``, ``close``; ``apply``
+    and ``transform`` call pure functions without a module.
 
     With an ``arena``, every answer reports what the module has on its device.
     """
@@ -108,11 +108,11 @@ class Worker:
         self.store = store
         self.threads = threads or count_processors()
         self.arena = arena
-        self.node = node  # whose memory a NodePath leads to
+        self.node = node  # a NodePath leads to the memory of this node
         self._module: Module | None = None
         self.context = Context()
         self.tracer = Tracer()
-        self._parts: Iterator[Any] = iter(())  # of a call whose result comes in parts
+        self._chunks: Iterator[Any] = iter(())  # results still to come, of the call that `first_part` started
 
     @property
     def module(self) -> Module:
@@ -126,14 +126,14 @@ class Worker:
         # The number of threads is set per calling thread, and its default differs between threads, processes and Ray
         # actors. It decides the order of summation, so results would differ.
         torch.set_num_threads(self.threads)
-        before = self._reset_peak()
+        baseline = self._reset_peak()
         try:
             # A library that copies by itself, such as torch's checkpoints, waits for the current device alone.
             with devices.use_device(arguments[1].device if verb in LOADING else self.context.device):
                 meta, payload = getattr(self, verb)(*arguments)
-            meta = replace(meta, use=self._measure_use(before))
+            meta = replace(meta, use=self._measure_use(baseline))
         except BaseException as error:
-            return Meta(failure=_failure(error, self._memory_report(error))), None
+            return Meta(failure=self._describe_failure(error)), None
         seconds = time.perf_counter() - start
         return replace(meta, verb=verb, start=clock, seconds=seconds, memory=self._peak_memory()), payload
 
@@ -148,16 +148,16 @@ class Worker:
         return Meta(), None
 
     def set_up_again(self, config: ModelConfig, context: Context) -> Answer:
-        """Forget what a driver that has ended had begun; keep the module with its weights.
+        """Forget the calls of a previous driver; keep the module with its weights.
 
-        One that holds none (reward functions) is built anew: what it reads may have changed.
+        A module without weights (reward functions) is built anew: the files that it reads may have changed.
         """
         module = self._module
         if module is None or not module.exclusive:
             if module is not None:
                 module.close()
             return self.setup(config, context)
-        self._parts = iter(())
+        self._chunks = iter(())
         module.links.clear()
         with suppress(Exception):  # nobody wants the checkpoint that was being written
             module.finish_saves()
@@ -165,7 +165,7 @@ class Worker:
         return Meta(), None
 
     def ping(self) -> Answer:
-        """Answer that the worker lives, and that it has done all that came before."""
+        """Answer that the worker lives, and that it has finished all earlier verbs."""
         return Meta(), None
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
@@ -176,25 +176,25 @@ class Worker:
         base = next((value for value in (*arguments, *keywords.values()) if isinstance(value, Batch)), None)
         return _answer(result, base)
 
-    def first_part(self, method: str, parts: int, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
-        """Start a call whose result comes in ``parts``, by the module's `<method>_in_parts`; returns the first part."""
-        self._parts = self._iterate_parts(method, parts, arguments, keywords)
+    def first_part(self, method: str, chunks: int, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
+        """Start a call whose result comes in ``chunks``, by the module's `<method>_in_parts`; returns the first one."""
+        self._chunks = self._iterate_chunks(method, chunks, arguments, keywords)
         return self.next_part(method)
 
     def next_part(self, method: str) -> Answer:
-        """The next part of the call that was started; if a part has failed, all later ones fail, too."""
+        """The next chunk of the call that was started; if one has failed, all later ones fail, too."""
         try:
             with self.tracer.range(f"{self.context.model}.{method}"):
-                return _answer(next(self._parts), None)
+                return _answer(next(self._chunks), None)
         except BaseException as error:
-            self._parts = map(_raise, repeat(error))
+            self._chunks = map(_raise, repeat(error))
             raise
 
     def roll(self, new: Sequence[tuple[int, WorkerRows, Mapping[str, Any]]], seconds: float) -> Answer:
         """Let the policy take ``new`` rows, each with a number and options, and generate for at most ``seconds``.
 
         The batch is that of one number whose samples are complete, if there is one; the value is this number (or None)
-        and how many samples wait for a place in the engine.
+        and how many samples wait for a place in the generator's batch.
         """
         self._receive("roll", (), {})
         prompts = [(number, rows.gather(self.store), options) for number, rows, options in new]
@@ -203,17 +203,17 @@ class Worker:
         meta = Meta() if batch is None else Meta.of(batch, stats)
         return replace(meta, value=(number, queued)), batch
 
-    def _iterate_parts(
-        self, method: str, parts: int, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    def _iterate_chunks(
+        self, method: str, chunks: int, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Iterator[Any]:
-        in_parts = getattr(self.module, f"{method}_in_parts", None)
-        if in_parts is None:
+        generate = getattr(self.module, f"{method}_in_parts", None)
+        if generate is None:
             raise ValueError(
                 f"models.{self.context.model}.parts_per_call: `{self.module.config.module}` hands over everything at "
                 "once; set it to 1"
             )
         arguments, keywords = self._receive(method, arguments, keywords)
-        yield from in_parts(parts, *arguments, **keywords)
+        yield from generate(chunks, *arguments, **keywords)
 
     def _receive(
         self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -237,28 +237,28 @@ class Worker:
             return Meta(value=function(self.module, self.store, *arguments)), None
 
     def apply(self, function: Callable[..., Any], rows: WorkerRows, keywords: Mapping[str, Any]) -> Answer:
-        """Call a pure function on columns (coalign.cluster.worker); returns the columns that it adds."""
+        """Call a pure function on columns of a batch; returns the columns that it adds."""
         batch = rows.gather(self.store)
         columns, stats = apply_columns(function, batch, keywords)
         return _answer({**columns, **stats}, batch)
 
     def transform(self, function: Callable[..., Any], inputs: list[WorkerRows], keywords: Mapping[str, Any]) -> Answer:
-        """Call a pure function on whole batches (coalign.cluster.worker); returns the batch that it makes."""
+        """Call a pure function on complete batches; returns the batch that it makes."""
         batch, stats = transform_batches(function, [rows.gather(self.store) for rows in inputs], keywords)
         return Meta.of(batch, stats), batch
 
-    def move(self, to: str, parts: Sequence[str], limit: int | None) -> Answer:
-        """Move parts of the module to the ``host`` or the ``device``; returns the bytes that moved.
+    def move(self, to: str, components: Sequence[str], limit: int | None) -> Answer:
+        """Move components of the module to the ``host`` or the ``device``; returns the bytes that moved.
 
         ``limit``: bytes that this process may use on its device from now on (None: as before).
         """
         if limit is not None and self.arena is not None:
             self.arena.limit = limit
-        if not parts:
+        if not components:
             return Meta(value=0), None
-        before = self._measure_bytes()
-        self.module.move(to, parts)
-        return Meta(value=abs(self._measure_bytes() - before)), None
+        baseline = self._measure_bytes()
+        self.module.move(to, components)
+        return Meta(value=abs(self._measure_bytes() - baseline)), None
 
     def start_trace(self, config: ProfileConfig, step: int) -> Answer:
         """Start to trace this worker."""
@@ -276,9 +276,10 @@ class Worker:
             self._module.close()
         return Meta(), None
 
-    def _memory_report(self, error: BaseException) -> str:
-        output = self.context.output
-        return write_memory_report(error, Path(output) / "out_of_memory", self.context.process) if output else ""
+    def _describe_failure(self, error: BaseException) -> WorkerFailure:
+        output, trace = self.context.output, "".join(traceback.format_exception(error))
+        more = write_memory_report(error, Path(output) / "out_of_memory", self.context.process) if output else ""
+        return WorkerFailure(type(error).__name__, f"{error}{more}", trace, _portable(error))
 
     def _reset_peak(self) -> int:
         """Start to measure the device's peak; returns the bytes in use."""
@@ -289,22 +290,22 @@ class Worker:
             return torch.accelerator.memory_allocated(self.arena.device)
         return self.arena.begin()
 
-    def _measure_use(self, before: int) -> DeviceMemoryUse | None:
+    def _measure_use(self, baseline: int) -> DeviceMemoryUse | None:
         if self.arena is None or self._module is None:
             return None
-        own = {self.context.model: self.module.measure_memory()}
+        current = {self.context.model: self.module.measure_memory()}
         models = self.arena.models()
-        on_device = {model: self.arena.list_resident(model) for model in models} | own
+        on_device = {model: self.arena.list_resident(model) for model in models} | current
         peak = self.arena.peak
         if devices.is_accelerator(self.arena.device):
             peak = torch.accelerator.max_memory_allocated(self.arena.device)
-        peak = max(peak, sum(size for parts in on_device.values() for size in parts.values()))
-        return DeviceMemoryUse(on_device, {model: self.arena.list_offloaded(model) for model in models}, before, peak)
+        peak = max(peak, sum(size for components in on_device.values() for size in components.values()))
+        return DeviceMemoryUse(on_device, {model: self.arena.list_offloaded(model) for model in models}, baseline, peak)
 
     def _measure_bytes(self) -> int:
         """Bytes of all models on the device."""
         use = self._measure_use(0)
-        return sum(size for parts in use.on_device.values() for size in parts.values()) if use else 0
+        return sum(size for components in use.on_device.values() for size in components.values()) if use else 0
 
     def _peak_memory(self) -> int:
         # A module that computes elsewhere may be placed on devices that this torch cannot reach.
@@ -321,18 +322,13 @@ def _answer(result: Any, base: Batch | None) -> Answer:
         return Meta.of(result), result
     if isinstance(result, tuple) and isinstance(result[0], Batch):
         return Meta.of(*result), result[0]
-    columns, stats, others = sort_result(result) if isinstance(result, Mapping) else ({}, {}, {"": result})
-    if others or (columns and base is None):
+    columns, stats, plain = sort_result(result) if isinstance(result, Mapping) else ({}, {}, {"": result})
+    if plain or (columns and base is None):
         return Meta(value=result), None
     if not columns or base is None:
         return Meta(stats=stats), None
     batch = Batch(base.lengths).with_(**columns)
     return Meta.of(batch, stats), batch
-
-
-def _failure(error: BaseException, more: str) -> WorkerFailure:
-    trace = "".join(traceback.format_exception(error))
-    return WorkerFailure(type(error).__name__, f"{error}{more}", trace, _portable(error))
 
 
 def _raise(error: BaseException) -> None:
@@ -356,17 +352,17 @@ def apply_columns(
     """Call ``function`` on columns of a batch; returns its columns and its metrics.
 
     The function returns a mapping: tensors and lists are columns, values of the metrics' types are metrics. Raises
-    ValueError for a missing column and for a result of another kind.
+    ValueError for a missing column and for a result of another type.
     """
     result = function(*bind_columns(function, batch), **keywords)
     if not isinstance(result, Mapping):
         raise ValueError(
             f"{name_of(function)} returned a {type(result).__name__}; expected a dict of columns and metrics"
         )
-    columns, metrics, others = sort_result(result)
-    if others:
+    columns, metrics, unknown = sort_result(result)
+    if unknown:
         raise ValueError(
-            f"{name_of(function)} returned {', '.join(f'{k!r} of type {type(v).__name__}' for k, v in others.items())}"
+            f"{name_of(function)} returned {', '.join(f'{k!r} of type {type(v).__name__}' for k, v in unknown.items())}"
             "; expected tensors or lists (columns) and Stat, Max, Total, Moments or EffectiveSize (metrics)"
         )
     return columns, metrics
@@ -375,7 +371,7 @@ def apply_columns(
 def transform_batches(
     function: Callable[..., Any], batches: Sequence[Batch], keywords: Mapping[str, Any]
 ) -> tuple[Batch, Stats]:
-    """Call ``function`` on whole batches; it returns a batch, or a batch and metrics. ValueError for anything else."""
+    """Call ``function`` on batches; it returns a batch, or a batch and metrics. ValueError for anything else."""
     result = function(*batches, **keywords)
     batch, stats = result if isinstance(result, tuple) else (result, {})
     if not isinstance(batch, Batch):
@@ -403,8 +399,8 @@ def sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Me
     """Sort the values of a result into (columns, metrics, everything else)."""
     columns = {k: v for k, v in result.items() if isinstance(v, Tensor | list)}
     metrics = {k: v for k, v in result.items() if isinstance(v, Metric)}
-    others = {k: v for k, v in result.items() if k not in columns and k not in metrics}
-    return columns, metrics, others
+    rest = {k: v for k, v in result.items() if k not in columns and k not in metrics}
+    return columns, metrics, rest
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -32,14 +32,14 @@ class ConfigLocation:
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One problem: its key, a message that says what to do, and its place if known."""
+    """One problem: its key, a message that says what to do, and its location if known."""
 
     key: Key
     message: str
-    place: ConfigLocation | None = None
+    location: ConfigLocation | None = None
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (str(self.place or ""), format_key(self.key), self.message) if part)
+        return ": ".join(filter(None, (str(self.location or ""), format_key(self.key), self.message)))
 
 
 class ConfigError(ValueError):
@@ -63,13 +63,13 @@ class Conflict(ValueError):
 
 def format_key(key: Key) -> str:
     """Format a key as users write it: ``data.train[0].path``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in key).removeprefix(".")
 
 
 def parse_key(text: str) -> Key:
     """Parse a key as users write it: ``data.train[0].path`` or ``data.train.0.path``."""
-    parts = re.findall(r"[^.\[\]]+", text)
-    return tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in parts)
+    names = re.findall(r"[^.\[\]]+", text)
+    return tuple(int(name) if name.isdecimal() and len(name) < 10 else name for name in names)
 
 
 def suggest(name: str, names: Iterable[str], limit: int = 12) -> str:
@@ -107,28 +107,28 @@ _LIMITS |= {"less_than": ("lt", "below"), "less_than_equal": ("le", "of at most"
 
 def describe_error(error: Any) -> str:
     """Describe a pydantic error (an entry of ``ValidationError.errors()``): the value, and what was expected."""
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if kind in ("missing", "missing_tuple"):
+    error_type, value, context = error["type"], error["input"], error.get("ctx", {})
+    if error_type in ("missing", "missing_tuple"):
         return "missing"
-    if kind == "value_error":
+    if error_type == "value_error":
         cause = context["error"]
         return cause.message if isinstance(cause, Conflict) else str(cause)
-    if kind == "literal_error":
+    if error_type == "literal_error":
         options = re.findall(r"'([^']*)'", context["expected"])
         nearest = find_nearest(str(value), options)
         correction = f"; did you mean '{nearest}'?" if nearest else ""
         return f"is {format_value(value)}; expected {' | '.join(options)}{correction}"
-    if kind in _LIMITS:
-        name, words = _LIMITS[kind]
+    if error_type in _LIMITS:
+        name, words = _LIMITS[error_type]
         return f"is {format_value(value)}; expected a number {words} {context[name]:g}"
-    if kind in ("too_long", "too_short"):
+    if error_type in ("too_long", "too_short"):
         length = context.get("max_length", context.get("min_length"))
         return f"is {format_value(value)}; expected a list of {length}"
-    if kind in _EXPECTED:
+    if error_type in _EXPECTED:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        quoted = f" (in quotes: '{value}')" if kind == "string_type" and is_number else ""
-        empty = "; `{}` takes all defaults" if kind == "model_type" and value is True else ""
-        return f"is {format_value(value)}; expected {_EXPECTED[kind]}{quoted}{empty}"
+        quoted = f" (in quotes: '{value}')" if error_type == "string_type" and is_number else ""
+        empty = "; `{}` takes all defaults" if error_type == "model_type" and value is True else ""
+        return f"is {format_value(value)}; expected {_EXPECTED[error_type]}{quoted}{empty}"
     return f"is {format_value(value)}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
@@ -140,10 +140,10 @@ def format_value(value: Any) -> str:
 
 
 class KeyLocations:
-    """Where each key was written. Two of them always compare equal, so that equal configurations do."""
+    """The location of each key. Two instances always compare equal, so that equal configurations do."""
 
-    def __init__(self, known: Mapping[Key, ConfigLocation]) -> None:
-        self._known = dict(known)
+    def __init__(self, locations: Mapping[Key, ConfigLocation]) -> None:
+        self._locations = dict(locations)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KeyLocations)
@@ -153,42 +153,42 @@ class KeyLocations:
     @property
     def sources(self) -> list[str]:
         """The files, overrides and defaults in which keys were written, each once."""
-        return list(dict.fromkeys(place.source for place in self._known.values()))
+        return list(dict.fromkeys(location.source for location in self._locations.values()))
 
-    def put(self, key: Key, place: ConfigLocation) -> None:
-        """Record that ``key`` was written at ``place``."""
-        self._known[key] = place
+    def put(self, key: Key, location: ConfigLocation) -> None:
+        """Record that ``key`` was written at ``location``."""
+        self._locations[key] = location
 
     def lay(self, over: KeyLocations) -> None:
-        """Add the places of a layer above; they replace ours."""
-        self._known |= over._known
+        """Add the locations of the layer above; they replace the present ones."""
+        self._locations |= over._locations
 
     def forget(self, key: Key) -> None:
-        """Drop the places below ``key``, whose value was replaced as a whole."""
-        self._known = {k: place for k, place in self._known.items() if k[: len(key)] != key or k == key}
+        """Drop the locations below ``key``, whose value was replaced."""
+        self._locations = {k: location for k, location in self._locations.items() if k[: len(key)] != key or k == key}
 
     def inherit(self, source: Key, target: Key) -> None:
-        """Give ``target`` the places of ``source`` for all keys that it has none for."""
-        for key, place in list(self._known.items()):
+        """Give ``target`` the locations of ``source`` for all keys that it has none for."""
+        for key, location in list(self._locations.items()):
             if key[: len(source)] == source and key != source:
-                self._known.setdefault(target + key[len(source) :], place)
+                self._locations.setdefault(target + key[len(source) :], location)
 
     def below(self, key: Key) -> KeyLocations:
-        """Return the places below ``key``, relative to it."""
-        return KeyLocations({k[len(key) :]: place for k, place in self._known.items() if k[: len(key)] == key})
+        """Return the locations below ``key``, relative to it."""
+        return KeyLocations({k[len(key) :]: at for k, at in self._locations.items() if k[: len(key)] == key})
 
     def find(self, key: Key) -> ConfigLocation | None:
-        """Find the place of ``key`` or of the nearest section around it. A single list item may lack its index."""
+        """Find the location of ``key`` or of the nearest section around it. A single list item may lack its index."""
         while key:
-            for candidate in (key, tuple(part for part in key if part != 0)):
-                if candidate in self._known:
-                    return self._known[candidate]
+            for candidate in (key, tuple(name for name in key if name != 0)):
+                if candidate in self._locations:
+                    return self._locations[candidate]
             key = key[:-1]
         return None
 
     def on(self, problem: ConfigProblem) -> ConfigProblem:
-        """Add the place to a problem that has none."""
-        return problem if problem.place else replace(problem, place=self.find(problem.key))
+        """Add the location to a problem that has none."""
+        return problem if problem.location else replace(problem, location=self.find(problem.key))
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def locate_problems(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(config.places.on(problem) for problem in error.problems) from error.__cause__
+        raise ConfigError(config.locations.on(problem) for problem in error.problems) from error.__cause__
 
 
 @contextmanager

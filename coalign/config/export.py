@@ -40,18 +40,19 @@ def list_written(config: RunConfig) -> dict[str, str]:
     """
     written = {}
     for key, _ in flatten(config.model_dump(exclude_unset=True)):
-        place = config.places.find(key)
-        if place is None or place.source.startswith("defaults of ") or _is_inherited(config, key, place):
+        location = config.locations.find(key)
+        if location is None or location.source.startswith("defaults of ") or _is_inherited(config, key, location):
             continue
-        written[format_key(key)] = str(place) if place.line else place.source.partition(" '")[0]  # without its value
+        source = location.source.partition(" '")[0]  # an override without its value
+        written[format_key(key)] = str(location) if location.line else source
     return written
 
 
-def _is_inherited(config: RunConfig, key: Key, place: ConfigLocation) -> bool:
+def _is_inherited(config: RunConfig, key: Key, location: ConfigLocation) -> bool:
     if len(key) < 3 or key[0] != "models":
         return False
     like = config.models[str(key[1])].like
-    return like is not None and config.places.find(("models", like, *key[2:])) == place
+    return like is not None and config.locations.find(("models", like, *key[2:])) == location
 
 
 def build_json_schema() -> dict[str, Any]:
@@ -87,46 +88,46 @@ class _AsWritten(GenerateJsonSchema):
     """Also admits references for all values, texts for sections with a shorthand, and null for the default."""
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
-        found = super().model_schema(schema)
-        for name, value in found.get("properties", {}).items():
-            found["properties"][name] = _or_reference(value)
+        result = super().model_schema(schema)
+        for name, value in result.get("properties", {}).items():
+            result["properties"][name] = _or_reference(value)
         cls = schema["cls"]
         if issubclass(cls, Function) and cls.home:
-            found = _add_functions(found, cls)
-        return {"anyOf": [{"type": "string"}, found]} if issubclass(cls, Section) and cls.shorthand else found
+            result = _add_functions(result, cls)
+        return {"anyOf": [{"type": "string"}, result]} if issubclass(cls, Section) and cls.shorthand else result
 
     def dict_schema(self, schema: Any) -> dict[str, Any]:
-        found = super().dict_schema(schema)
-        values = found["additionalProperties"]
-        return found if values is True else {**found, "additionalProperties": {"anyOf": [values, {"type": "null"}]}}
+        result = super().dict_schema(schema)
+        values = result["additionalProperties"]
+        return result if values is True else {**result, "additionalProperties": {"anyOf": [values, {"type": "null"}]}}
 
     def function_before_schema(self, schema: Any) -> dict[str, Any]:
-        found = self.generate_inner(schema["schema"])
-        return {"anyOf": [found["items"], found]} if found.get("type") == "array" else found
+        result = self.generate_inner(schema["schema"])
+        return {"anyOf": [result["items"], result]} if result.get("type") == "array" else result
 
 
 def _or_reference(value: dict[str, Any]) -> dict[str, Any]:
     about = {name: value[name] for name in ("title", "description", "default") if name in value}
-    kind = {name: item for name, item in value.items() if name not in about}
+    base = {name: item for name, item in value.items() if name not in about}
     reference = {"type": "string", "pattern": r"\$\{.+\}"}
-    return {**about, "anyOf": [*(kind["anyOf"] if set(kind) == {"anyOf"} else [kind]), reference, {"type": "null"}]}
+    return {**about, "anyOf": [*(base["anyOf"] if set(base) == {"anyOf"} else [base]), reference, {"type": "null"}]}
 
 
-def _add_functions(found: dict[str, Any], section: type[Function]) -> dict[str, Any]:
-    """Add to the JSON Schema of a section what arguments each of its functions takes. `fn` may be the recipe's."""
+def _add_functions(json_schema: dict[str, Any], section: type[Function]) -> dict[str, Any]:
+    """Add the arguments of each of a section's functions to its JSON Schema; `fn` may come from the recipe."""
     functions, cases = list_functions(section.home), []
     for name, fn in functions.items():
-        known = {argument: _or_reference(_describe_argument(fn, argument)) for argument in list_arguments(fn)}
+        arguments = {argument: _or_reference(_describe_argument(fn, argument)) for argument in list_arguments(fn)}
         cases.append(
             {
                 "if": {"properties": {"fn": {"enum": sorted({name, shorten_name(name)})}}, "required": ["fn"]},
-                "then": {"properties": known, "propertyNames": {"enum": [*section.model_fields, *known]}},
+                "then": {"properties": arguments, "propertyNames": {"enum": [*section.model_fields, *arguments]}},
             }
         )
-    properties = found["properties"]
+    properties = json_schema["properties"]
     names = {"enum": [shorten_name(name) for name in functions]}
     properties["fn"] = {**properties["fn"], "anyOf": [names, *properties["fn"]["anyOf"]]}
-    return {**{name: value for name, value in found.items() if name != "required"}, "allOf": cases}
+    return {**{name: value for name, value in json_schema.items() if name != "required"}, "allOf": cases}
 
 
 def _describe_argument(fn: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -134,10 +135,10 @@ def _describe_argument(fn: Callable[..., Any], name: str) -> dict[str, Any]:
     parameter = list_arguments(fn)[name]
     default = {} if parameter.default is parameter.empty else {"default": to_jsonable_python(parameter.default)}
     try:
-        kind = TypeAdapter(get_annotations(fn)[name]).json_schema(schema_generator=_AsWritten)
+        json_schema = TypeAdapter(get_annotations(fn)[name]).json_schema(schema_generator=_AsWritten)
     except PydanticUserError:
-        kind = {}
-    return {**kind, **default}
+        json_schema = {}
+    return {**json_schema, **default}
 
 
 def _describe_keys(given: Mapping[str, Any], key: Key) -> Iterator[str]:
@@ -161,24 +162,24 @@ class _TemplateWriter:
         self.unread = unread
         self.listed: set[str] = set()  # homes of functions, each listed where it is first used
 
-    def section(self, kind: type[Section], given: Mapping[str, Any], key: Key) -> Iterator[str]:
+    def section(self, schema: type[Section], given: Mapping[str, Any], key: Key) -> Iterator[str]:
         """Yield the lines of the section at ``key``; keys that the schema does not declare come last."""
         indent = "  " * len(key)
         within = (*key[:1], *key[2:]) if key[:1] == ("models",) else key
-        for name, field in kind.model_fields.items():
+        for name, field in schema.model_fields.items():
             if ".".join(map(str, (*within, name))) not in self.unread:
                 yield from [] if key else [""]
                 yield from self.comment(field, indent)
                 yield from self.field(field, given, (*key, name))
-        arguments = _list_arguments_of(kind, given)
+        arguments = _list_arguments_of(schema, given)
         for name, parameter in arguments.items():
             value = to_jsonable_python(given.get(name, parameter.default))
             yield from _lines(name, value, indent if name in given else f"{indent}# ")
-        for name in [name for name in given if name not in kind.model_fields and name not in arguments]:
+        for name in [name for name in given if name not in schema.model_fields and name not in arguments]:
             yield from _lines(name, given[name], indent)
 
     def comment(self, field: FieldInfo, indent: str) -> Iterator[str]:
-        """Yield a field's description and, if it names a function, what functions there are with their arguments."""
+        """Yield a field's description and, if it names a function, the available functions with their arguments."""
         yield from textwrap.wrap(
             _describe(field), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
         )
@@ -190,12 +191,12 @@ class _TemplateWriter:
         self.listed.add(home)
         yield f"{indent}# A function of your own (`my.module:name`), or one of these:"
         for name, fn in list_functions(home).items():
-            known = {p.name: "…" if p.default is p.empty else p.default for p in list_arguments(fn).values()}
-            text = emit(to_jsonable_python({"fn": shorten_name(name), **known}), flow=True)
+            arguments = {p.name: "…" if p.default is p.empty else p.default for p in list_arguments(fn).values()}
+            text = emit(to_jsonable_python({"fn": shorten_name(name), **arguments}), flow=True)
             yield f"{indent}#   {textwrap.shorten(text, _WIDTH - len(indent) - 4, placeholder=' …')}"
 
     def field(self, field: FieldInfo, given: Mapping[str, Any], key: Key) -> Iterator[str]:
-        """Yield the lines of a key: of a section that is given or has a default, those of all its keys."""
+        """Yield the lines of a key; for a section that is given or has a default, those of all its keys."""
         indent, name = "  " * (len(key) - 1), str(key[-1])
         inner, section, value = unwrap_type(field.annotation), find_section(key), given.get(name)
         if get_origin(inner) is list and isinstance(value, list):
@@ -222,12 +223,12 @@ class _TemplateWriter:
                 yield from _lines(name, model, "  ")
 
 
-def _list_arguments_of(kind: type[Section], given: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
+def _list_arguments_of(schema: type[Section], given: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
     """Return the arguments of the function that a section names by a short name."""
-    if not issubclass(kind, Function):
+    if not issubclass(schema, Function):
         return {}
-    fn = given.get("fn", kind.model_fields["fn"].default)
-    return list_arguments(resolve(fn, kind.home)) if isinstance(fn, str) and ":" not in fn else {}
+    fn = given.get("fn", schema.model_fields["fn"].default)
+    return list_arguments(resolve(fn, schema.home)) if isinstance(fn, str) and ":" not in fn else {}
 
 
 def _describe(field: FieldInfo) -> str:

@@ -1,8 +1,8 @@
 """Finds functions and classes by name, and checks arguments against a function's keyword-only parameters.
 
-A name is a dotted path (``my.pkg:fn``), or a short name of the home module of its kind. There is no registry: users can
-name all public functions and classes of the module. Python callers may pass a function itself: `name_object` names it,
-so that a configuration holds only texts.
+A name is a dotted path (``my.pkg:fn``), or a short name in the home module of its section. There is no registry: users
+can name all public functions and classes of the module. Python callers may pass a function itself: `name_object` names
+it, so that a configuration holds only texts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from coalign.config.errors import (
     suggest,
 )
 
-THIS_PROCESS = "<this process>"  # in place of the module in names of objects that no import finds
+THIS_PROCESS = "<this process>"  # stands for the module in names of objects that cannot be imported
 _FRAME = re.compile(r'^ *File "(.+?)", line (\d+)(?:, in (.+))?\n(?: +(?! *File ")(.+))?', re.MULTILINE)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 # What other frameworks, or people, call the functions here.
@@ -57,7 +57,7 @@ _SYNONYMS = {
     "Remote": ("http", "remote_rm", "url"),
     "reward_model": ("rm", "reward", "reward_modeling"),
 }
-_objects: dict[str, Any] = {}  # those objects, by the rest of their names
+_objects: dict[str, Any] = {}  # objects of THIS_PROCESS, by the rest of their names
 
 
 _refuses_code = False
@@ -82,7 +82,7 @@ def name_object(value: Any) -> str:
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module in sys.modules and path and _attribute(sys.modules[module], path) is value:
         return f"{module}:{path}"
-    name = next((name for name, known in _objects.items() if known is value), None)
+    name = next((name for name, item in _objects.items() if item is value), None)
     if name is None:  # numbered, because functions made by another one share their name
         name = f"{len(_objects)}.{getattr(value, '__name__', type(value).__name__).strip('<>')}"
         _objects[name] = value
@@ -130,8 +130,8 @@ def _correct(name: str, names: Iterable[str]) -> str:
     """Correct a name that is not among ``names``, as the end of a sentence: by what others call it, or by spelling."""
     names = list(names)
     plain = re.sub(r"_(loss|reward|advantage)$", "", name.lower())
-    meant = (known for known in names if known == plain or {plain, name.lower()} & set(_SYNONYMS.get(known, ())))
-    return f"; did you mean '{shorten_name(known)}'?" if (known := next(meant, None)) else suggest(name, names)
+    meant = (n for n in names if n == plain or {plain, name.lower()} & set(_SYNONYMS.get(n, ())))
+    return f"; did you mean '{shorten_name(match)}'?" if (match := next(meant, None)) else suggest(name, names)
 
 
 def list_classes(home: str) -> Mapping[str, str]:
@@ -158,10 +158,10 @@ def list_arguments(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], section: str) -> dict[str, Any]:
     """Check ``arguments`` against the keyword-only parameters of ``fn``, and add the defaults.
 
-    ``where`` is the dotted path of the function's section. ConfigError has one problem for each unknown, missing or
+    ``section`` is the dotted path of the function's section. ConfigError has one problem for each unknown, missing or
     ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that pydantic cannot check (such as a
     tensor) accepts any value.
     """
@@ -171,15 +171,15 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     bound, problems = {}, []
     for name, value in arguments.items():
         if name not in named and not takes_any:
-            problems.append(ConfigProblem(_path(where, name), _correct_argument(name, value, fn, named)))
+            problems.append(ConfigProblem(_path(section, name), _correct_argument(name, value, fn, named)))
             continue
         try:
             bound[name] = _check_value(value, types.get(name, Any))
         except ValidationError as error:
-            problems += [p for e in error.errors() for p in _problems(_path(where, name, *e["loc"]), e)]
+            problems += [p for e in error.errors() for p in _problems(_path(section, name, *e["loc"]), e)]
     for name, parameter in named.items():
         if name not in arguments and parameter.default is parameter.empty:
-            problems.append(ConfigProblem(_path(where, name), f"missing: {fn.__name__} needs it"))
+            problems.append(ConfigProblem(_path(section, name), f"missing: {fn.__name__} needs it"))
         elif name not in arguments:
             bound[name] = parameter.default
     if problems:
@@ -215,7 +215,7 @@ def _import_dotted(name: str) -> Any:
         return _objects[attribute]
     if _refuses_code and (path.partition(".")[0] not in list_modules() or "." in attribute):
         raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is imported")
-    if path.endswith(".py") or not all(part.isidentifier() for part in path.split(".")):
+    if path.endswith(".py") or not all(word.isidentifier() for word in path.split(".")):
         name = f"{Path(path).name.removesuffix('.py')}:{attribute}"
         raise ValueError(f"'{path}' is no name of a module; write it as `import` has it, such as `{name}`")
     try:
@@ -224,11 +224,11 @@ def _import_dotted(name: str) -> Any:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise  # the module exists, but something that it imports does not
         raise ValueError(f"'{name}': no module '{error.name}' in the current directory or installed") from error
-    for part in attribute.split("."):
-        if not hasattr(value, part):
+    for member in attribute.split("."):
+        if not hasattr(value, member):
             names = _public(value) if isinstance(value, ModuleType) else dir(value)
-            raise ValueError(f"'{name}': '{path}' has no '{part}'{suggest(part, names)}")
-        value = getattr(value, part)
+            raise ValueError(f"'{name}': '{path}' has no '{member}'{suggest(member, names)}")
+        value = getattr(value, member)
     if _refuses_code and str(getattr(value, "__module__", "")).partition(".")[0] not in list_modules():
         raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is used")
     if not callable(value):
@@ -238,8 +238,8 @@ def _import_dotted(name: str) -> Any:
 
 def _attribute(value: Any, path: str) -> Any:
     """Follow the dotted ``path`` below ``value``; None if it does not exist."""
-    for part in path.split("."):
-        value = getattr(value, part, None)
+    for name in path.split("."):
+        value = getattr(value, name, None)
     return value
 
 
@@ -259,8 +259,8 @@ def _match_case(name: str, names: Iterable[str]) -> str | None:
     return name if name in names else next((n for n in names if n.lower() == name.lower()), None)
 
 
-def _path(where: str, *keys: str | int) -> tuple[str | int, ...]:
-    return (*parse_key(where), *keys)
+def _path(section: str, *keys: str | int) -> tuple[str | int, ...]:
+    return (*parse_key(section), *keys)
 
 
 def _problems(key: tuple[str | int, ...], error: Any) -> list[ConfigProblem]:
@@ -278,9 +278,9 @@ def get_annotations(fn: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(fn if hasattr(fn, "__annotations__") else type(fn).__call__, include_extras=True)
 
 
-def _check_value(value: Any, kind: Any) -> Any:
+def _check_value(value: Any, annotation: Any) -> Any:
     try:
-        adapter = TypeAdapter(kind)
+        adapter = TypeAdapter(annotation)
     except (PydanticSchemaGenerationError, PydanticUserError):
         return value
     # As JSON, because YAML writes tuples, sets and enumerations as lists or texts.
@@ -304,7 +304,11 @@ class TraceFrame(NamedTuple):
 
 def find_own_frame(trace: str) -> TraceFrame | None:
     """Find the last frame of people's own code: no file of Coalign, of an installed package or of Python."""
-    return next((frame for frame in reversed(_list_frames(trace)) if _is_own(frame.file)), None)
+    installed = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+    for frame in reversed(_list_frames(trace)):
+        if not frame.file.startswith(installed) and "site-packages" not in frame.file:
+            return frame
+    return None
 
 
 def find_last_frame(trace: str) -> TraceFrame | None:
@@ -314,8 +318,3 @@ def find_last_frame(trace: str) -> TraceFrame | None:
 
 def _list_frames(trace: str) -> list[TraceFrame]:
     return [TraceFrame(file, int(line), function, source) for file, line, function, source in _FRAME.findall(trace)]
-
-
-def _is_own(file: str) -> bool:
-    installed = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
-    return not file.startswith(installed) and "site-packages" not in file

@@ -14,18 +14,18 @@ from coalign.config.schema import ContinuationSetting, InputPath, NoEffect, Outp
 @cache
 def find_type(key: Key, root: type[Section] = RunConfig) -> Any:
     """Find the annotation of ``key`` below the section ``root``; Any where the schema leaves it open."""
-    kind: Any = root
-    for part in key:
-        kind = _inside(kind, part)
-    return kind
+    annotation: Any = root
+    for name in key:
+        annotation = _inside(annotation, name)
+    return annotation
 
 
 def find_section(key: Key, root: type[Section] = RunConfig) -> type[Section] | None:
     """Find the section at ``key``. A list of sections counts as one, because a single item needs no brackets."""
-    kind = unwrap_type(find_type(key, root))
-    if get_origin(kind) is list:
-        kind = unwrap_type(get_args(kind)[0])
-    return kind if _is_section(kind) else None
+    annotation = unwrap_type(find_type(key, root))
+    if get_origin(annotation) is list:
+        annotation = unwrap_type(get_args(annotation)[0])
+    return annotation if _is_section(annotation) else None
 
 
 def list_keys(key: Key, root: type[Section] = RunConfig) -> list[str]:
@@ -34,28 +34,28 @@ def list_keys(key: Key, root: type[Section] = RunConfig) -> list[str]:
     return list(section.model_fields) if section else []
 
 
-def is_nullable(kind: Any) -> bool:
+def is_nullable(annotation: Any) -> bool:
     """Whether null is a value of this type; elsewhere it means "not given"."""
-    if _split_annotation(kind):
-        return is_nullable(get_args(kind)[0])
-    return kind is Any or type(None) in _alternatives(kind)
+    if _is_annotated(annotation):
+        return is_nullable(get_args(annotation)[0])
+    return annotation is Any or type(None) in _alternatives(annotation)
 
 
-def unwrap_type(kind: Any) -> Any:
+def unwrap_type(annotation: Any) -> Any:
     """Remove ``Annotated`` and ``| None`` from a type."""
-    if _split_annotation(kind):
-        return unwrap_type(get_args(kind)[0])
-    rest = [part for part in _alternatives(kind) if part is not type(None)]
-    return unwrap_type(rest[0]) if len(rest) == 1 else kind
+    if _is_annotated(annotation):
+        return unwrap_type(get_args(annotation)[0])
+    rest = [option for option in _alternatives(annotation) if option is not type(None)]
+    return unwrap_type(rest[0]) if len(rest) == 1 else annotation
 
 
 @cache
 def find_input(key: Key, root: type[Section] = RunConfig) -> InputPath | None:
     """Find the InputPath mark of ``key``; None if it is no path that must exist."""
-    kind = find_type(key, root)
-    if get_origin(unwrap_type(kind)) is list:
-        kind = get_args(unwrap_type(kind))[0]
-    return next((mark for mark in _marks(kind) if isinstance(mark, InputPath)), None)
+    annotation = find_type(key, root)
+    if get_origin(unwrap_type(annotation)) is list:
+        annotation = get_args(unwrap_type(annotation))[0]
+    return next((mark for mark in _marks(annotation) if isinstance(mark, InputPath)), None)
 
 
 @cache
@@ -79,20 +79,20 @@ def is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
 def is_continuable(key: Key, root: type[Section] = RunConfig) -> bool:
     """Whether ``key`` may change when a run goes on: a ContinuationSetting, or a path whose contents are compared."""
     mark = find_input(key, root)
-    compared = mark is not None and mark.kind in ("model", "data")
+    compared = mark is not None and mark.content in ("model", "data")
     return compared or _has_mark(key, root, ContinuationSetting)
 
 
 def has_default(key: Key, value: Any, root: type[Section] = RunConfig) -> bool:
-    """Whether ``value``, as JSON has it, is what the schema takes where ``key`` is not given."""
+    """Whether ``value``, as JSON has it, is the schema's default of ``key``."""
     section = find_section(key[:-1], root)
     field = section.model_fields.get(str(key[-1])) if section else None
     return field is not None and not field.is_required() and field.get_default(call_default_factory=True) == value
 
 
-def _has_mark(key: Key, root: type[Section], kind: type) -> bool:
+def _has_mark(key: Key, root: type[Section], mark_type: type) -> bool:
     around = (find_type(key[:depth], root) for depth in range(1, len(key) + 1))
-    return any(isinstance(mark, kind) for part in around for mark in _marks(part))
+    return any(isinstance(mark, mark_type) for annotation in around for mark in _marks(annotation))
 
 
 def list_relevant_settings(settings: Section) -> Iterator[tuple[Key, Any]]:
@@ -109,35 +109,35 @@ def _iterate_leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
         yield from _iterate_leaves(item, (*key, name))
 
 
-def _inside(kind: Any, part: str | int) -> Any:
-    kind = unwrap_type(kind)
-    if _is_section(kind):
-        field = kind.model_fields.get(part)
+def _inside(annotation: Any, name: str | int) -> Any:
+    annotation = unwrap_type(annotation)
+    if _is_section(annotation):
+        field = annotation.model_fields.get(name)
         if field is None:
             return Any
         return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    if get_origin(kind) is dict:
-        return get_args(kind)[1]
-    if get_origin(kind) is list:
-        return get_args(kind)[0] if isinstance(part, int) else _inside(get_args(kind)[0], part)
+    if get_origin(annotation) is dict:
+        return get_args(annotation)[1]
+    if get_origin(annotation) is list:
+        return get_args(annotation)[0] if isinstance(name, int) else _inside(get_args(annotation)[0], name)
     return Any
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _split_annotation(kind: Any) -> bool:
-    return get_origin(kind) is Annotated
+def _is_annotated(annotation: Any) -> bool:
+    return get_origin(annotation) is Annotated
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """The parts of a union; none for another type."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
 
 
-def _marks(kind: Any) -> tuple[Any, ...]:
+def _marks(annotation: Any) -> tuple[Any, ...]:
     """What ``Annotated`` adds to a type, inside a union as well."""
-    if _split_annotation(kind):
-        return (*get_args(kind)[1:], *_marks(get_args(kind)[0]))
-    return tuple(mark for part in _alternatives(kind) for mark in _marks(part))
+    if _is_annotated(annotation):
+        return (*get_args(annotation)[1:], *_marks(get_args(annotation)[0]))
+    return tuple(mark for option in _alternatives(annotation) for mark in _marks(option))

@@ -26,10 +26,10 @@ from coalign.files import read_bounded
 
 @dataclass
 class ConfigLayer:
-    """Plain data in the shape of ``schema``, with the places of its keys and the problems of its text."""
+    """Plain data in the shape of ``schema``, with the locations of its keys and the problems of its text."""
 
     data: dict[str, Any] = field(default_factory=dict)
-    places: KeyLocations = field(default_factory=lambda: KeyLocations({}))
+    locations: KeyLocations = field(default_factory=lambda: KeyLocations({}))
     problems: list[ConfigProblem] = field(default_factory=list)
     schema: type[Section] = RunConfig
 
@@ -37,7 +37,7 @@ class ConfigLayer:
         """Put a layer on top of this one."""
         self._forget_replaced(over.data, ())
         self.data = merge_layers(self.data, over.data)
-        self.places.lay(over.places)
+        self.locations.lay(over.locations)
         self.problems += over.problems
 
     def _forget_replaced(self, over: dict[str, Any], key: Key) -> None:
@@ -45,7 +45,7 @@ class ConfigLayer:
             if isinstance(value, dict):
                 self._forget_replaced(value, (*key, name))
             else:
-                self.places.forget((*key, name))
+                self.locations.forget((*key, name))
 
 
 def merge_layers(base: Any, over: Any) -> Any:
@@ -55,11 +55,11 @@ def merge_layers(base: Any, over: Any) -> Any:
     return base | {name: merge_layers(base.get(name), value) for name, value in over.items()}
 
 
-def read_mapping(data: Mapping[str, Any], place: ConfigLocation, schema: type[Section] = RunConfig) -> ConfigLayer:
+def read_mapping(data: Mapping[str, Any], location: ConfigLocation, schema: type[Section] = RunConfig) -> ConfigLayer:
     """Make a layer of data that was not read from a file."""
     layer = ConfigLayer(expand_shorthands(data, (), schema), schema=schema)
     for key, _ in walk(data):
-        layer.places.put(key, place)
+        layer.locations.put(key, location)
     return layer
 
 
@@ -75,7 +75,7 @@ def read_file(
     except (OSError, ValueError) as error:
         return ConfigLayer(problems=[ConfigProblem(("include",) if asked else (), _unreadable(path, error), asked)])
     try:
-        data, places = parse(text, str(path))
+        data, locations = parse(text, str(path))
     except ConfigError as error:
         return ConfigLayer(problems=list(error.problems))
     if not isinstance(data, dict | None):
@@ -84,13 +84,13 @@ def read_file(
                 ConfigProblem((), "expected keys with values, like `algorithm: grpo`", ConfigLocation(str(path), 1))
             ]
         )
-    return read_includes(path, data or {}, KeyLocations(places), trail, schema)
+    return read_includes(path, data or {}, KeyLocations(locations), trail, schema)
 
 
 def read_includes(
     path: Path,
     data: dict[str, Any],
-    places: KeyLocations,
+    locations: KeyLocations,
     trail: tuple[Path, ...] = (),
     schema: type[Section] = RunConfig,
 ) -> ConfigLayer:
@@ -100,13 +100,13 @@ def read_includes(
     layer = ConfigLayer(schema=schema)
     if not isinstance(included, list) or not all(isinstance(name, str) for name in included):
         layer.problems.append(
-            ConfigProblem(("include",), "expected a file or a list of files", places.find(("include",)))
+            ConfigProblem(("include",), "expected a file or a list of files", locations.find(("include",)))
         )
         included = []
     for index, name in enumerate(included):
-        layer.lay(read_file(path.parent / name, (*trail, path), places.find(("include", index)), schema))
-    problems = [*_malformed_references(data, (), places)]
-    layer.lay(ConfigLayer({} if problems else expand_shorthands(data, (), schema), places, problems))
+        layer.lay(read_file(path.parent / name, (*trail, path), locations.find(("include", index)), schema))
+    problems = [*_malformed_references(data, (), locations)]
+    layer.lay(ConfigLayer({} if problems else expand_shorthands(data, (), schema), locations, problems))
     return layer
 
 
@@ -130,27 +130,27 @@ def escape_references(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _malformed_references(value: Any, key: Key, places: KeyLocations) -> Iterator[ConfigProblem]:
-    for where, text in walk(value, key):
+def _malformed_references(value: Any, key: Key, locations: KeyLocations) -> Iterator[ConfigProblem]:
+    for path, text in walk(value, key):
         if isinstance(text, str) and "${" in text:
             try:
                 OmegaConf.create([text])
             except (GrammarParseError, RecursionError):
                 message = f"{format_value(text)}: expected ${{key.of.this.file}} or ${{env:NAME,default}}"
-                yield places.on(ConfigProblem(where, message + r"; where ${ is meant as text, write \${"))
+                yield locations.on(ConfigProblem(path, message + r"; where ${ is meant as text, write \${"))
 
 
 def apply_override(layer: ConfigLayer, override: str) -> None:
     """Apply the override ``key=value``: the value, read as YAML, replaces that of the dotted key."""
     name, equals, text = override.partition("=")
-    place = ConfigLocation(f"override '{override}'")
+    location = ConfigLocation(f"override '{override}'")
     if name.startswith("-"):
         setting = f": `{override.lstrip('-')}`" if "." in name and equals else ", like runtime.steps=100"
         message = f"the command has no such option; a setting stands without dashes{setting}"
-        layer.problems.append(ConfigProblem((), message, place))
+        layer.problems.append(ConfigProblem((), message, location))
         return
     if not equals or not name.strip():
-        layer.problems.append(ConfigProblem((), "expected key=value, like runtime.steps=100", place))
+        layer.problems.append(ConfigProblem((), "expected key=value, like runtime.steps=100", location))
         return
     key = parse_key(name.strip())
     is_text = unwrap_type(find_type(key, layer.schema)) is str
@@ -158,41 +158,42 @@ def apply_override(layer: ConfigLayer, override: str) -> None:
         value, _ = parse(text, "")
     except ConfigError as error:
         if not is_text:
-            layer.problems += [ConfigProblem((), problem.message, place) for problem in error.problems]
+            layer.problems += [ConfigProblem((), problem.message, location) for problem in error.problems]
             return
         value = text
     # A format like {prompt} is a mapping in YAML, and what is a text can be no mapping.
-    set_key(layer, key, text if is_text and isinstance(value, dict | list) else value, place)
+    set_key(layer, key, text if is_text and isinstance(value, dict | list) else value, location)
 
 
-def set_key(layer: ConfigLayer, key: Key, value: Any, place: ConfigLocation) -> None:
-    """Replace the value of ``key`` in the layer by ``value``, which was written at ``place``."""
-    if problems := [ConfigProblem(key, p.message, place) for p in _malformed_references(value, key, layer.places)]:
+def set_key(layer: ConfigLayer, key: Key, value: Any, location: ConfigLocation) -> None:
+    """Replace the value of ``key`` in the layer by ``value``, which was written at ``location``."""
+    malformed = _malformed_references(value, key, layer.locations)
+    if problems := [ConfigProblem(key, problem.message, location) for problem in malformed]:
         layer.problems += problems
         return
     try:
         _set(layer.data, key, expand_shorthands(value, key, layer.schema))
     except IndexError:
-        layer.problems.append(ConfigProblem(key, "the list has no such item", place))
+        layer.problems.append(ConfigProblem(key, "the list has no such item", location))
         return
-    layer.places.forget(key)
+    layer.locations.forget(key)
     for inner, _ in walk(value, key):
-        layer.places.put(inner, place)
+        layer.locations.put(inner, location)
 
 
 def _set(data: Any, key: Key, value: Any) -> None:
     """Set ``value`` at ``key``; new mappings replace anything on the way that holds no keys."""
     container: dict[Any, Any] = data  # or a list, which is indexed alike
-    for part in key[:-1]:
-        inner = container.get(part) if isinstance(container, dict) else container[part]
+    for name in key[:-1]:
+        inner = container.get(name) if isinstance(container, dict) else container[name]
         if not isinstance(inner, dict | list):
-            container[part] = inner = {}
+            container[name] = inner = {}
         container = cast(dict[Any, Any], inner)
     container[key[-1]] = value
 
 
 def drop_foreign_arguments(base: Any, over: Any, key: Key = ()) -> Any:
-    """Drop the arguments of functions of ``base`` in place of which ``over`` names another function."""
+    """Drop the arguments of those functions of ``base`` that ``over`` replaces by others."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return base
     kept = {name: drop_foreign_arguments(value, over.get(name), (*key, name)) for name, value in base.items()}

@@ -92,19 +92,19 @@ def load(
 
 
 def _refuse_other_files(layer: ConfigLayer, source: object) -> None:
-    """Refuse what is no run at all: a file of another framework, one without keys, and a pipeline."""
+    """Refuse files that are no run: those of other frameworks, empty ones, and pipelines."""
     if isinstance(layer.data.get("algorithm"), str) or isinstance(source, Mapping):
         return
-    place = ConfigLocation(str(source))
+    location = ConfigLocation(str(source))
     if message := _name_command(Path(str(source))):
-        raise ConfigError([ConfigProblem((), message, place)])
+        raise ConfigError([ConfigProblem((), message, location)])
     if layer.problems or "algorithm" in layer.data:
         return
     if not layer.data:
-        raise ConfigError([ConfigProblem((), "is empty; `coalign init grpo` prints a run to begin with", place)])
+        raise ConfigError([ConfigProblem((), "is empty; `coalign init grpo` prints a run to begin with", location)])
     if "stages" in layer.data:
         message = f"makes this file a pipeline, not a run: start it with `coalign pipeline {source}`"
-        raise ConfigError([layer.places.on(ConfigProblem(("stages",), message))])
+        raise ConfigError([layer.locations.on(ConfigProblem(("stages",), message))])
 
 
 def _name_command(path: Path) -> str | None:
@@ -131,7 +131,7 @@ def load_section(
 class LoadContext:
     """The surroundings of a section that is loaded."""
 
-    folder: Path  # of its file
+    folder: Path  # that of its file
     names: Mapping[str, Any] = field(default_factory=dict)  # for references, besides the section's own keys
     planned: Collection[str] = ()  # input files that need not exist yet
     allow_planned: bool = False  # nor need any model that a run will make
@@ -144,7 +144,7 @@ def load_run(layer: ConfigLayer, context: LoadContext, defaults: Defaults) -> Ru
     _lay_defaults(layer, defaults)
     _inherit(layer)
     config = validate_layer(layer, context)
-    config._places = layer.places
+    config._locations = layer.locations
     return config
 
 
@@ -157,8 +157,8 @@ def validate_layer(layer: ConfigLayer, context: LoadContext) -> Any:
     try:
         config = layer.schema.model_validate(data)
     except ValidationError as error:
-        found = [_problem(e, data, layer.schema) for e in error.errors()]
-        layer.problems += [problem for problem in found if problem.key not in failed]
+        problems = [_problem(e, data, layer.schema) for e in error.errors()]
+        layer.problems += [problem for problem in problems if problem.key not in failed]
     raise_problems(layer)
     return config
 
@@ -166,11 +166,11 @@ def validate_layer(layer: ConfigLayer, context: LoadContext) -> Any:
 def raise_problems(layer: ConfigLayer) -> None:
     """Raise a ConfigError if the layer has problems."""
     if layer.problems:
-        raise ConfigError(_place_value(layer.problems, layer.places))
+        raise ConfigError(_locate_problems(layer.problems, layer.locations))
 
 
 def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
-    """Refuse models that the recipe does not have: ConfigError with the place and the nearest name."""
+    """Refuse models that the recipe does not have: ConfigError with the location and the nearest name."""
     allowed = list(allowed)
     unknown = [name for name in config.models if name not in allowed]
     if unknown:
@@ -181,7 +181,7 @@ def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
             for name in unknown
         }
         raise ConfigError(
-            config.places.on(ConfigProblem(("models", name), f"`{config.algorithm}` has no such model{said[name]}"))
+            config.locations.on(ConfigProblem(("models", name), f"`{config.algorithm}` has no such model{said[name]}"))
             for name in unknown
         )
 
@@ -214,14 +214,14 @@ def _lay_defaults(layer: ConfigLayer, defaults: Defaults) -> None:
     if not isinstance(name, str):
         return  # validation reports it
     try:
-        found = defaults(name) if callable(defaults) else defaults
+        settings = defaults(name) if callable(defaults) else defaults
     except ValueError as error:
         layer.problems.append(ConfigProblem(("algorithm",), str(error)))
         return
-    base = read_mapping(found, ConfigLocation(f"defaults of {name}"))
+    base = read_mapping(settings, ConfigLocation(f"defaults of {name}"))
     base.data = drop_foreign_arguments(base.data, layer.data)
     base.lay(layer)
-    layer.data, layer.places = base.data, base.places
+    layer.data, layer.locations = base.data, base.locations
 
 
 def _inherit(layer: ConfigLayer) -> None:
@@ -246,15 +246,15 @@ def _inherit_model(
         circle = " → ".join([*trail[trail.index(source) :], source])
         layer.problems.append(ConfigProblem(("models", source, "like"), f"models are like each other: {circle}"))
     elif models.get(source) is None:
-        others = [other for other in models if other != name]
-        layer.problems.append(ConfigProblem(key, f"there is no model '{source}'{suggest(source, others)}"))
+        names = [model_name for model_name in models if model_name != name]
+        layer.problems.append(ConfigProblem(key, f"there is no model '{source}'{suggest(source, names)}"))
     elif isinstance(models[source], dict):  # validation refuses other types
         _inherit_model(layer, models, source, done, trail)
         taken = drop_foreign_arguments(models[source], model, ("models", name))
         if (load := model.get("load")) and not _name_same_weights(layer, load, taken.get("load")):
             taken = _without_weights(layer, taken)
         models[name] = merge_layers(taken, model)
-        layer.places.inherit(("models", source), ("models", name))
+        layer.locations.inherit(("models", source), ("models", name))
     done.add(name)
 
 
@@ -266,39 +266,40 @@ def _without_weights(layer: ConfigLayer, model: dict[str, Any]) -> dict[str, Any
     return kept
 
 
-def _name_same_weights(layer: ConfigLayer, load: Any, other: Any) -> bool:
-    load, other = _resolve_early(layer, load), _resolve_early(layer, other)
-    return load == other or (isinstance(load, str) and isinstance(other, str) and Path(load) == Path(other))
+def _name_same_weights(layer: ConfigLayer, load: Any, inherited: Any) -> bool:
+    load, inherited = _resolve_early(layer, load), _resolve_early(layer, inherited)
+    return load == inherited or (isinstance(load, str) and isinstance(inherited, str) and Path(load) == Path(inherited))
 
 
 def _resolve_early(layer: ConfigLayer, value: Any) -> Any:
-    """Return what a text that refers to another key stands for, or the text if that is not known yet."""
+    """Resolve a text that refers to another key; return the text if it cannot be resolved yet."""
     if not isinstance(value, str) or "${" not in value:
         return value
     try:
-        found = OmegaConf.create({**layer.data, THIS: value})[THIS]
+        resolved = OmegaConf.create({**layer.data, THIS: value})[THIS]
     except OmegaConfBaseException:
         return value  # it is reported when all references are resolved
-    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    return OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
 
 
 _MISSING = "???"  # OmegaConf's mark of a value that is not known yet
-_MAX_STEPS, _MAX_LENGTH = 20, 2**20  # of references to references; of what the values of all references add up to
+_MAX_DEPTH = 20  # how often a reference may lead to another one
+_MAX_LENGTH = 2**20  # characters of all resolved values together
 
 
 def _resolve_text(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
     """Replace all references by their values; one that cannot be resolved is reported and becomes null.
 
-    Each is resolved once, after those that it refers to: texts of texts of texts would grow without end otherwise.
+    Each is resolved once, after those that it refers to; otherwise nested texts would grow without end.
     """
-    data, known = deepcopy(layer.data), deepcopy(layer.data)
+    data, resolved = deepcopy(layer.data), deepcopy(layer.data)
     waiting = [(key, text) for key, text in walk(data) if isinstance(text, str) and "${" in text]
     length, steps = 0, 0
     for key, _ in waiting:
-        _put(known, key, _MISSING)
-    while waiting and steps < _MAX_STEPS and length <= _MAX_LENGTH:
-        steps, found = steps + 1, []
-        tree = OmegaConf.create({**known, **names, THIS: known})
+        _put(resolved, key, _MISSING)
+    while waiting and steps < _MAX_DEPTH and length <= _MAX_LENGTH:
+        steps, done = steps + 1, []
+        tree = OmegaConf.create({**resolved, **names, THIS: resolved})
         for key, text in waiting:
             try:
                 value = _resolve_one(tree, key, text)
@@ -307,16 +308,16 @@ def _resolve_text(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any
             except (OmegaConfBaseException, RecursionError) as error:
                 layer.problems.append(ConfigProblem(key, _list_unresolved(text, error)))
                 value = None
-            found.append(key)
-            length += sum(len(each) if isinstance(each, str) else 1 for _, each in walk(value))
+            done.append(key)
+            length += sum(len(item) if isinstance(item, str) else 1 for _, item in walk(value))
             _put(data, key, value)
-            _put(known, key, escape_references(value))
+            _put(resolved, key, escape_references(value))
             if length > _MAX_LENGTH:
                 break
-        waiting = [(key, text) for key, text in waiting if key not in found]
-        if not found:
+        waiting = [(key, text) for key, text in waiting if key not in done]
+        if not done:
             break
-    reason = "references add up to too much" if length > _MAX_LENGTH or steps == _MAX_STEPS else "refers to itself"
+    reason = "references add up to too much" if length > _MAX_LENGTH or steps == _MAX_DEPTH else "refers to itself"
     for key, text in waiting:
         layer.problems.append(ConfigProblem(key, f"{format_value(text)}: {reason}"))
         _put(data, key, None)
@@ -340,8 +341,8 @@ def _put(data: Any, key: Key, value: Any) -> None:
 
 
 def _follow(value: Any, key: Key) -> Any:
-    for part in key:
-        value = value[part]
+    for name in key:
+        value = value[name]
     return value
 
 
@@ -366,7 +367,7 @@ def _environment(name: str, *default: Any) -> Any:
 
 
 def _environment_text(name: str, *default: Any) -> Any:
-    """``${oc.env:NAME,default}``: the variable's value as it is, which is OmegaConf's own but for what is a secret."""
+    """``${oc.env:NAME,default}``: the variable's value as text; as OmegaConf's resolver, but it remembers secrets."""
     if name in os.environ:
         remember_secret(name, os.environ[name], os.environ[name])
         return os.environ[name]
@@ -420,19 +421,19 @@ def _correct(key: Key, value: Any, schema: type[Section]) -> str:
 def _as_written(key: Key, data: Any) -> Key:
     """Remove the index 0 of a single list item that was written without brackets."""
     written: list[str | int] = []
-    for part in key:
-        if isinstance(part, int) and not isinstance(data, list):
+    for name in key:
+        if isinstance(name, int) and not isinstance(data, list):
             continue
-        written.append(part)
+        written.append(name)
         if isinstance(data, dict):
-            data = data.get(part)
+            data = data.get(name)
         elif isinstance(data, list):
-            data = data[part] if isinstance(part, int) and part < len(data) else None
+            data = data[name] if isinstance(name, int) and name < len(data) else None
     return tuple(written)
 
 
 def _expand_homes(data: dict[str, Any], schema: type[Section]) -> None:
-    """Put the home directory in the place of `~`, as a shell does, at the beginning of paths."""
+    """Expand `~` at the beginning of paths, as a shell does."""
     for key, text in list(walk(data)):
         if isinstance(text, str) and text.startswith("~") and is_path(key, schema):
             _put(data, key, os.path.expanduser(text))
@@ -448,14 +449,15 @@ def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadConte
             continue
         if _exists(context.folder / text):
             _follow(data, key[:-1])[key[-1]] = str(context.folder / text)
-        elif not (required.kind == "data" and (is_dataset(text) or is_url(text))) and not (
-            required.kind == "model" and (is_hub_name(text) or (context.allow_planned and Path(text).name == "model"))
-        ):
+            continue
+        is_remote_data = required.content == "data" and (is_dataset(text) or is_url(text))
+        is_planned = context.allow_planned and Path(text).name == "model"
+        if not is_remote_data and not (required.content == "model" and (is_hub_name(text) or is_planned)):
             yield ConfigProblem(key, _nowhere(text, required, context.folder))
 
 
 def _exists(path: Path) -> bool:
-    """Whether the file exists, or any file that matches the pattern. A name that is too long is that of no file."""
+    """Whether the file exists, or any file that matches the pattern; a name that is too long names none."""
     return os.path.exists(path) or any(iglob(str(path), recursive=True))
 
 
@@ -463,19 +465,19 @@ def _nowhere(text: str, required: InputPath, folder: Path) -> str:
     if text.startswith("<") and text.endswith(">"):
         return f"{text} is still to be filled in"
     tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
-    suggestion = next((found for path in tried if (found := suggest_file(path))), "")
-    if required.kind == "model" and (page := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", text)):
+    suggestion = next((hint for path in tried if (hint := suggest_file(path))), "")
+    if required.content == "model" and (page := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", text)):
         return f"'{text}' is the address of a page; the name of its model is `{page[1]}`"
-    kind = {"model": "directory", "data": "file"}.get(required.kind, required.kind)
-    return f"there is no {kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
+    input_type = {"model": "directory", "data": "file"}.get(required.content, required.content)
+    return f"there is no {input_type} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
 
 
-def _place_value(problems: Iterable[ConfigProblem], places: KeyLocations) -> list[ConfigProblem]:
-    """Add places to problems and drop duplicates: a value taken by `like` is wrong only where it was written."""
+def _locate_problems(problems: Iterable[ConfigProblem], locations: KeyLocations) -> list[ConfigProblem]:
+    """Add locations to problems and drop duplicates: a value taken by `like` is wrong only where it was written."""
     unique: dict[tuple[Any, ...], ConfigProblem] = {}
-    for problem in map(places.on, problems):
+    for problem in map(locations.on, problems):
         path, message = problem.key, problem.message
         if path[:1] == ("models",) and len(path) > 2:  # a correction names the model, too
             message = message.replace(f"'models.{path[1]}.", "'models.NAME.")
-        unique.setdefault((problem.place, path[-1:], message), problem)
-    return sorted(unique.values(), key=lambda p: (p.place.source, p.place.line or 0) if p.place else ("", 0))
+        unique.setdefault((problem.location, path[-1:], message), problem)
+    return sorted(unique.values(), key=lambda p: (p.location.source, p.location.line or 0) if p.location else ("", 0))

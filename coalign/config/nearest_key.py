@@ -1,4 +1,4 @@
-"""Corrects a key that the schema does not have: what a person meant may stand in another section."""
+"""Corrects a key that the schema does not have: the intended key may be in another section."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def find_elsewhere(key: Key, value: Any, root: type[Section]) -> str | None:
     keys = _find_all(section, name, root)
     if not keys and find_nearest(name, list_keys(section, root)):
         return None  # a sibling is misspelt
-    return _ask_for(_follow_inside(keys, key, value, root))
+    names = [f"'{format_key(match)}'" for match in dict.fromkeys(_follow_inside(keys, key, value, root))]
+    return f"; did you mean {' or '.join(names[:_MAX_SHOWN])}?" if names else None
 
 
 def suggest_key(key: Key, value: Any, root: type[Section]) -> str:
@@ -76,16 +77,10 @@ def suggest_key(key: Key, value: Any, root: type[Section]) -> str:
     What it returns is the end of a sentence.
     """
     section, name = key[:-1], str(key[-1])
-    siblings = list_keys(section, root)
-    if not find_nearest(name, siblings) and (near := find_nearest(name, _list_names(root), _SURE)):
+    siblings, names = list_keys(section, root), dict.fromkeys(str(path[-1]) for path in _list_schema(root))
+    if not find_nearest(name, siblings) and (near := find_nearest(name, names, _SURE)):
         return find_elsewhere((*section, near), value, root) or suggest(name, siblings)
     return suggest(name, siblings)
-
-
-def _ask_for(keys: list[Key]) -> str | None:
-    """Ask whether one of the keys was meant."""
-    names = [f"'{format_key(key)}'" for key in dict.fromkeys(keys)]
-    return f"; did you mean {' or '.join(names[:_MAX_SHOWN])}?" if names else None
 
 
 def _find_all(section: Key, name: str, root: type[Section]) -> list[Key]:
@@ -135,10 +130,6 @@ def _name_model(key: Key, section: Key) -> Key:
 def _list_schema(root: type[Section]) -> tuple[Key, ...]:
     """List all keys of the schema. The name of a model, which is the person's, is a star."""
     return tuple(_iterate_keys(root, ()))
-
-
-def _list_names(root: type[Section]) -> list[str]:
-    return list(dict.fromkeys(str(key[-1]) for key in _list_schema(root)))
 
 
 def _iterate_keys(section: type[Section], key: Key) -> Iterator[Key]:

@@ -36,9 +36,9 @@ def remember_secret(name: str, text: str, value: Any) -> None:
     if is_secret(name):
         for spelled in (text, str(value)):
             # As `repr` and a URL write it in messages, and as a dumped configuration writes what could be a reference.
-            for known in (spelled, repr(spelled)[1:-1], quote(spelled, safe=""), spelled.replace("${", "\\${")):
-                if len(known) >= _SHORTEST:
-                    _references[known] = f"${{env:{name}}}"
+            for form in (spelled, repr(spelled)[1:-1], quote(spelled, safe=""), spelled.replace("${", "\\${")):
+                if len(form) >= _SHORTEST:
+                    _references[form] = f"${{env:{name}}}"
 
 
 def hide_secrets(value: Any) -> Any:
@@ -56,6 +56,6 @@ def _hide(value: Any) -> Any:
         return [_hide(item) for item in value]
     if not isinstance(value, str):
         return _references.get(str(value), value)
-    for secret in sorted(_references, key=len, reverse=True):  # one may be a part of another
+    for secret in sorted(_references, key=len, reverse=True):  # one may contain another
         value = value.replace(secret, _references[secret])
     return value

@@ -1,4 +1,4 @@
-"""Parses YAML with the place of every value. Scalars follow YAML 1.2: 1e-6 is a number; yes, on and dates are texts.
+"""Parses YAML with the location of every value. Scalars follow YAML 1.2: 1e-6 is a number; yes, on and dates are texts.
 
 Duplicate keys and aliases that contain themselves are refused, and so are files that would take for ever: large ones,
 deep ones, and aliases of aliases. A key without a value (``runtime:``) is not given; ``null`` means null.
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._level = 0
-        self._extents: dict[int, tuple[int, int]] = {}  # of a node, aliases written out: its values and its depth
+        self._extents: dict[int, tuple[int, int]] = {}  # by node: its values and its depth, with aliases expanded
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         mark = cast(Any, self).peek_event().start_mark
@@ -82,45 +82,45 @@ def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 _Dumper.add_representer(str, _text)
 for _tag, (_pattern, _first) in _SCALARS.items():
-    _whole = re.compile(rf"(?:{_pattern.pattern})$")
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _whole, [*_first, *([""] if _tag == "null" else [])])
+    _anchored = re.compile(rf"(?:{_pattern.pattern})$")
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _anchored, [*_first, *([""] if _tag == "null" else [])])
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
 
 
 def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
-    """Return the value of a YAML document and the places of its keys. ConfigError with file and line."""
+    """Return the value of a YAML document and the locations of its keys. ConfigError with file and line."""
     if len(text) > MAX_BYTES:
         raise ConfigError(
             [ConfigProblem((), f"is too long: {len(text)} characters, over {MAX_BYTES}", ConfigLocation(source))]
         )
-    if found := re.search("[\x85\u2028\u2029]", text):  # PyYAML would fold texts there, and count lines wrongly
-        code = f"{ord(found[0]):04X}"
+    if match := re.search("[\x85\u2028\u2029]", text):  # PyYAML would fold texts there, and count lines wrongly
+        code = f"{ord(match[0]):04X}"
         message = f'holds the character U+{code}, which ends a line in YAML 1.1; write "\\u{code}" in double quotes'
-        place = ConfigLocation(source, text.count("\n", 0, found.start()) + 1)
-        raise ConfigError([ConfigProblem((), f"not valid YAML: {message}, or remove it", place)])
+        location = ConfigLocation(source, text.count("\n", 0, match.start()) + 1)
+        raise ConfigError([ConfigProblem((), f"not valid YAML: {message}, or remove it", location)])
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(
-            [ConfigProblem((), f"not valid YAML: {error.problem}{_hint(error)}", _place(source, mark))]
+            [ConfigProblem((), f"not valid YAML: {error.problem}{_hint(error)}", _locate(source, mark))]
         ) from error
     except yaml.reader.ReaderError as error:
-        place = ConfigLocation(source, text.count("\n", 0, error.position) + 1)
-        raise ConfigError([ConfigProblem((), f"not valid YAML: {error.reason}", place)]) from error
+        location = ConfigLocation(source, text.count("\n", 0, error.position) + 1)
+        raise ConfigError([ConfigProblem((), f"not valid YAML: {error.reason}", location)]) from error
     except (ValueError, OverflowError) as error:  # PyYAML's own: a character or a version that cannot be
         raise ConfigError([ConfigProblem((), f"not valid YAML: {error}", ConfigLocation(source))]) from error
     reader = _Reader(loader, source)
     try:
         value = reader.value(node, ()) if node else None
-    except yaml.MarkedYAMLError as error:  # of a merge
+    except yaml.MarkedYAMLError as error:  # a merge of what is no mapping
         raise ConfigError(
-            [ConfigProblem((), f"not valid YAML: {error.problem}", _place(source, error.problem_mark))]
+            [ConfigProblem((), f"not valid YAML: {error.problem}", _locate(source, error.problem_mark))]
         ) from error
     if reader.problems:
         raise ConfigError(reader.problems)
-    return value, reader.places
+    return value, reader.locations
 
 
 def parse_scalar(text: str) -> Any:
@@ -149,32 +149,32 @@ def emit(value: Any, flow: bool | None = False) -> str:
 
 
 class _Reader:
-    """Converts nodes to values, and collects their places and problems."""
+    """Converts nodes to values, and collects their locations and problems."""
 
     def __init__(self, loader: _Loader, source: str) -> None:
         self.loader, self.source = loader, source
-        self.places: ConfigLocations = {}
+        self.locations: ConfigLocations = {}
         self.problems: list[ConfigProblem] = []
         self._open: set[int] = set()
 
     def value(self, node: yaml.Node, key: Key) -> Any:
-        self.places.setdefault(key, _place(self.source, node.start_mark))
+        self.locations.setdefault(key, _locate(self.source, node.start_mark))
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, key)
         if id(node) in self._open:
             self.problems.append(
-                ConfigProblem(key, "an alias that contains itself", _place(self.source, node.start_mark))
+                ConfigProblem(key, "an alias that contains itself", _locate(self.source, node.start_mark))
             )
             return None
         self._open.add(id(node))
         try:
             if node.tag not in _COLLECTIONS:
-                place = _place(self.source, node.start_mark)
-                self.problems.append(ConfigProblem(key, f"the tag {node.tag} is not supported", place))
+                location = _locate(self.source, node.start_mark)
+                self.problems.append(ConfigProblem(key, f"the tag {node.tag} is not supported", location))
                 return None
             if isinstance(node, yaml.SequenceNode):
                 return [self.value(item, (*key, i)) for i, item in enumerate(node.value)]
-            assert isinstance(node, yaml.MappingNode)  # the third kind of node
+            assert isinstance(node, yaml.MappingNode)  # the third type of node
             return self._mapping(node, key)
         finally:
             self._open.discard(id(node))
@@ -182,49 +182,49 @@ class _Reader:
     def _mapping(self, node: yaml.MappingNode, key: Key) -> dict[str, Any]:
         self._refuse_duplicates(node, key)
         self.loader.flatten_mapping(node)
-        found = {}
+        mapping = {}
         for name, item in node.value:
             path = (*key, str(name.value))
-            self.places[path] = _place(self.source, name.start_mark)
+            self.locations[path] = _locate(self.source, name.start_mark)
             if not (isinstance(item, yaml.ScalarNode) and item.value == "" and item.style is None):
-                found[path[-1]] = self.value(item, path)
-        return found
+                mapping[path[-1]] = self.value(item, path)
+        return mapping
 
     def _refuse_duplicates(self, node: yaml.MappingNode, key: Key) -> None:
         first: dict[str, yaml.Node] = {}
         for name, _ in node.value:
             if not isinstance(name, yaml.ScalarNode):
-                self.problems.append(ConfigProblem(key, "a key must be a text", _place(self.source, name.start_mark)))
+                self.problems.append(ConfigProblem(key, "a key must be a text", _locate(self.source, name.start_mark)))
             elif name.value in first:
                 line = first[name.value].start_mark.line + 1
-                place = _place(self.source, name.start_mark)
-                self.problems.append(ConfigProblem((*key, name.value), f"given twice, first in line {line}", place))
+                location = _locate(self.source, name.start_mark)
+                self.problems.append(ConfigProblem((*key, name.value), f"given twice, first in line {line}", location))
             else:
                 first[name.value] = name
 
     def _scalar(self, node: yaml.ScalarNode, key: Key) -> Any:
-        kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        if kind == "null":
+        scalar_type = node.tag.removeprefix("tag:yaml.org,2002:")
+        if scalar_type == "null":
             return None
-        if kind == "bool":
+        if scalar_type == "bool":
             return node.value.lower() == "true"
-        if kind in ("int", "float"):
+        if scalar_type in ("int", "float"):
             digits = node.value.replace("_", "")
-            if len(digits) > MAX_DIGITS or not _SCALARS[kind][0].fullmatch(node.value):  # `!!int x`
-                place = _place(self.source, node.start_mark)
+            if len(digits) > MAX_DIGITS or not _SCALARS[scalar_type][0].fullmatch(node.value):  # `!!int x`
+                location = _locate(self.source, node.start_mark)
                 self.problems.append(
-                    ConfigProblem(key, f"{format_value(node.value)} is no {kind} that can be read", place)
+                    ConfigProblem(key, f"{format_value(node.value)} is no {scalar_type} that can be read", location)
                 )
                 return None
-            return int(digits) if kind == "int" else float(re.sub(r"\.(?=[infaINFA])", "", digits))
-        if kind != "str":
+            return int(digits) if scalar_type == "int" else float(re.sub(r"\.(?=[infaINFA])", "", digits))
+        if scalar_type != "str":
             self.problems.append(
-                ConfigProblem(key, f"the tag {node.tag} is not supported", _place(self.source, node.start_mark))
+                ConfigProblem(key, f"the tag {node.tag} is not supported", _locate(self.source, node.start_mark))
             )
         return node.value
 
 
-def _place(source: str, mark: yaml.Mark | None) -> ConfigLocation:
+def _locate(source: str, mark: yaml.Mark | None) -> ConfigLocation:
     return ConfigLocation(source, mark.line + 1, mark.column + 1) if mark else ConfigLocation(source)
 
 

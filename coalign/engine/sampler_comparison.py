@@ -28,7 +28,7 @@ def compare_samplers(engine: Engine, policies: list[str]) -> None:
         probe = begin_probe(read_config(config), read_processor(config, engine.config.data.images))
         source, target = engine.running[sync.source.name], engine.running[name]
         samples: Batch | None
-        [samples, *_] = target.run(sample_probe, probe, parts=("weights", "kv")).result()
+        [samples, *_] = target.run(sample_probe, probe, components=("weights", "kv")).result()
         if samples is None:
             log.warning("models.%s: the prompt of its comparison does not fit, so it was not compared", name)
             continue

@@ -283,7 +283,7 @@ def build_group_selection(plan: Plan, cluster: Cluster, loader: Loader) -> Group
         filter=plan.filter,
         replay=Replay(cluster, plan.replay, config.replay.steps) if plan.replay and config.replay else None,
         curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,
-        lengths=ResponseLengths() if policy and find_footprint("policy", policy).parts > 1 else None,
+        lengths=ResponseLengths() if policy and find_footprint("policy", policy).data_parallel_size > 1 else None,
         add_budgets=budgets,
     )
 

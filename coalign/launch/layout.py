@@ -61,7 +61,7 @@ def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConf
         table.add_row(
             name,
             _processes(needs),
-            str(needs.parts),
+            str(needs.data_parallel_size),
             _places(slot, name),
             ", ".join(list_models_sharing_devices(slots, name)),
         )
@@ -91,7 +91,7 @@ def _places(slot: Slot, name: str) -> str:
     """Return `CPU`, or the slot and its devices, with those of one process joined."""
     if not slot.footprints[name].devices:
         return "CPU"
-    own = slot.places[name]
+    own = slot.positions[name]
     single = [device for devices in own if len(devices) == 1 for device in devices]
     ranges = [describe_range(single)] if len(single) == len(own) else [*map(describe_range, own)]
     devices = " ".join(ranges if len(ranges) <= LISTED else [*ranges[:2], "…", ranges[-1]])

@@ -351,7 +351,7 @@ def _plan_models(
             seed=config.seed,
             tokens=config.runtime.tokens,
             samples_per_prompt=config.runtime.samples_per_prompt,
-            whole_groups=model.share_prefix or model.judge is not None or (own is not None and own.per == "group"),
+            keep_groups=model.share_prefix or model.judge is not None or (own is not None and own.per == "group"),
             loss=own,
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),

@@ -215,7 +215,7 @@ def check_autoscale(models: Mapping[str, PlannedModel], config: RunConfig) -> No
         message = None
         if name not in able:
             message = f"is no model that samples or scores{suggest(name, able)}"
-        elif len(slots[name].places) > 1:
+        elif len(slots[name].positions) > 1:
             message = "shares its devices (runtime.colocation), so its number of processes cannot change"
         elif choose_cluster(config) != "ray":
             message = "has processes that come and go only on Ray: set runtime.cluster to ray"

@@ -1,4 +1,4 @@
-"""Runs the functions that people write in processes, which may hang or die: they are killed and replaced.
+"""Runs people's functions in processes of their own; one that hangs or dies is killed and replaced.
 
 A function can hold the interpreter (a regular expression that backtracks, say), exit, or crash. In a thread of the run
 each of these would end the run. Here the call that did it fails, and a new process makes the next one.
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).with_name("function_program.py")
 _START_SECONDS = 300.0  # importing a function's module, and torch, on a busy machine
-_PROCESSES = min(16, count_processors() + 4)  # of a plain function, which may wait for something
-_GROW_SECONDS = 0.1  # for which calls wait before another process is started
+_MAX_PROCESSES = min(16, count_processors() + 4)  # more than cores: a function may wait for something
+_GROW_SECONDS = 0.1  # calls that wait for longer get another process
 _GRACE = 1.0  # seconds in which an event loop answers if nothing blocks it
-_AHEAD_SECONDS, _MOST_AHEAD = 0.01, 64  # of work, and calls, that a process has been sent before it begins them
+_PREFETCH_SECONDS, _MAX_PREFETCHED = 0.01, 64  # calls queued at a process: their seconds of work, and their number
 _LAZY = ("tokens", "loss_mask", "logprobs", "turn_rewards", "status")  # fields that need torch to be read
 _EAGER = tuple(field.name for field in fields(Sample) if field.name not in _LAZY)
 
@@ -78,7 +78,7 @@ def build_pool(
 ) -> FunctionPool | None:
     """The processes of the function that a configuration names ``path``; None if it runs in this process.
 
-    Coalign's own functions do, and with a warning an object that no process can be sent.
+    Coalign's own functions do, and (with a warning) an object that cannot be pickled.
     """
     if ":" not in path or path.partition(":")[0].partition(".")[0] in list_modules():
         return None
@@ -95,12 +95,12 @@ def build_pool(
 
 
 def share_pool(path: str, fn: Callable[..., Any], arguments: Mapping[str, Any]) -> FunctionPool | None:
-    """What `build_pool` builds, once for a function and its arguments on the running event loop."""
-    known = _shared.setdefault(asyncio.get_running_loop(), {})
+    """Build a pool as `build_pool` does, once for a function and its arguments on the running event loop."""
+    pools = _shared.setdefault(asyncio.get_running_loop(), {})
     key = fn, repr(sorted(arguments.items()))
-    if key not in known:
-        known[key] = build_pool(path, fn, arguments)
-    return known[key]
+    if key not in pools:
+        pools[key] = build_pool(path, fn, arguments)
+    return pools[key]
 
 
 def close_pools(loop: asyncio.AbstractEventLoop) -> None:
@@ -114,8 +114,7 @@ class FunctionPool:
 
     A plain function has up to 16 processes, each of which makes its calls one by one. A class (or an object) has state,
     so it has one process, or as many as its attribute ``at_once`` says. An async function has one process with an event
-    loop. ``memory_mb`` limits the memory of each. Raises what pickling raises for an object that no process can be
-    sent.
+    loop. ``memory_mb`` limits the memory of each. Raises what pickling raises for an object that cannot be pickled.
     """
 
     def __init__(
@@ -124,10 +123,10 @@ class FunctionPool:
         self.is_async = is_coroutine_function(fn)
         function = cloudpickle.dumps((fn, dict(arguments)))
         self._create = partial(FunctionProcess, name, function, self.is_async, memory_mb)
-        processes = getattr(fn, "at_once", None) or (_PROCESSES if inspect.isfunction(fn) else 1)
-        self._most = 1 if self.is_async else processes
+        processes = getattr(fn, "at_once", None) or (_MAX_PROCESSES if inspect.isfunction(fn) else 1)
+        self._max_processes = 1 if self.is_async else processes
         self._free: asyncio.Semaphore | None = None
-        self._start_seconds = 0.0  # which the first process took
+        self._start_seconds = 0.0  # start-up time of the first process
         self._idle: list[FunctionProcess] = []
         self._all: set[FunctionProcess] = set()
 
@@ -151,10 +150,10 @@ class FunctionPool:
             return [(None, error)] * len(calls)
         if self.is_async:
             return await self._run_async(calls, seconds)
-        self._free = self._free or asyncio.Semaphore(self._most)
-        work = PendingCalls(calls, seconds, self._most)
+        self._free = self._free or asyncio.Semaphore(self._max_processes)
+        work = PendingCalls(calls, seconds, self._max_processes)
         async with asyncio.TaskGroup() as group:
-            for number in range(min(self._most, len(calls))):
+            for number in range(min(self._max_processes, len(calls))):
                 # Another process is worth its start if calls wait for longer than that.
                 pause = max(_GROW_SECONDS, self._start_seconds) * max(0, number + 1 - len(self._all))
                 group.create_task(self._work_off(work, pause))
@@ -190,7 +189,7 @@ class FunctionPool:
                     self._put_back(process)
 
     async def _run_async(self, calls: Sequence[Call], seconds: float, width: int = 256) -> list[CallResult]:
-        """Calls that were lost with their process are repeated, fewer at a time, so that the guilty one fails alone."""
+        """Repeat calls that were lost with their process, fewer at a time, so that the guilty one fails alone."""
         beside = asyncio.Semaphore(width)
 
         async def run_one(arguments: Call) -> CallResult:
@@ -232,7 +231,7 @@ class FunctionPool:
 
 
 class PendingCalls:
-    """The calls that several processes take from: those still to make, and the results by position."""
+    """The calls that several processes share: those still to make, and the results by position."""
 
     def __init__(self, calls: Sequence[Call], seconds: float, processes: int) -> None:
         self.todo, self.seconds = deque(enumerate(calls)), seconds
@@ -240,9 +239,9 @@ class PendingCalls:
         self.is_empty = asyncio.Event()
         self._processes = processes
 
-    def take(self, most: int) -> list[tuple[int, Call]]:
-        """At most ``most`` calls: towards the end fewer, so that no process keeps calls which others could make."""
-        count = min(most, len(self.todo), 1 + len(self.todo) // self._processes)
+    def take(self, max_calls: int) -> list[tuple[int, Call]]:
+        """Take up to ``max_calls``; towards the end fewer, so that no process keeps calls which others could make."""
+        count = min(max_calls, len(self.todo), 1 + len(self.todo) // self._processes)
         taken = [self.todo.popleft() for _ in range(count)]
         if not self.todo:
             self.is_empty.set()
@@ -257,7 +256,7 @@ class FunctionProcess:
         self._function, self._is_async, self._memory_mb = function, is_async, memory_mb
         self._numbers = itertools.count(1)
         self._calls: dict[int, Callable[[CallResult], Any]] = {}  # what to do with each answer; the oldest comes first
-        self._random: dict[int, list[Random]] = {}  # of a call: the generators among its arguments
+        self._random: dict[int, list[Random]] = {}  # generators among the arguments, by call
         self._started: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection = ProcessConnection(self._handle, lambda: self._end("ended"))
@@ -275,8 +274,8 @@ class FunctionProcess:
     async def work_off(self, work: PendingCalls) -> None:
         """Make calls of ``work``, some of them sent ahead, until none is left or the process is lost.
 
-        A call's time begins with the answer to the one before. The call that is late, or during which the process dies,
-        has failed; those behind it go back.
+        A call's time begins with the previous answer. The call that times out, or during which the process dies, has
+        failed; those behind it go back.
         """
         try:
             await self.start()
@@ -286,14 +285,14 @@ class FunctionProcess:
             return
         sent: dict[int, tuple[int, Call]] = {}
         try:
-            is_late = await self._work_ahead(work, sent)
+            timed_out = await self._work_ahead(work, sent)
         finally:
             if lost := [sent[number] for number in self._calls]:
-                self.kill()  # if it is late, or if the waiting task was cancelled
+                self.kill()  # after a timeout, or if the waiting task was cancelled
                 self._calls.clear()
                 work.todo.extendleft(reversed(lost[1:]))
         if lost:
-            work.results[lost[0][0]] = None, CallTimeout(work.seconds) if is_late else ProcessDied(self._death)
+            work.results[lost[0][0]] = None, CallTimeout(work.seconds) if timed_out else ProcessDied(self._death)
 
     async def call(self, arguments: Call, seconds: float) -> CallResult:
         """What an async function returned or raised. A process whose event loop is blocked is killed."""
@@ -309,7 +308,7 @@ class FunctionProcess:
         try:
             while (left := max(began, self._slow_until) + seconds - loop.time()) > 0 and not answer.done():
                 await asyncio.wait([answer], timeout=left)
-            if is_late := not answer.done():
+            if timed_out := not answer.done():
                 self._cancel(number)
                 await asyncio.wait([answer], timeout=_GRACE)
         except asyncio.CancelledError:
@@ -321,7 +320,8 @@ class FunctionProcess:
             self.kill()
             return None, CallTimeout(seconds) if alone else ProcessDied(f"{self._death}: a call blocked its event loop")
         value, error = answer.result()
-        return (None, CallTimeout(seconds)) if is_late and isinstance(error, asyncio.CancelledError) else (value, error)
+        cancelled = timed_out and isinstance(error, asyncio.CancelledError)
+        return (None, CallTimeout(seconds)) if cancelled else (value, error)
 
     def kill(self) -> None:
         """End the process; its calls have failed."""
@@ -330,13 +330,13 @@ class FunctionProcess:
         self._end("was killed")
 
     async def _work_ahead(self, work: PendingCalls, sent: dict[int, tuple[int, Call]]) -> bool:
-        """Send calls and wait for answers; whether one was late. So many are sent ahead as take _AHEAD_SECONDS."""
-        loop, ahead, done = asyncio.get_running_loop(), 1, 0
+        """Send calls and wait for answers; whether one timed out. Calls of about _PREFETCH_SECONDS are sent ahead."""
+        loop, prefetched, done = asyncio.get_running_loop(), 1, 0
         since = self._answered = loop.time()
         while (work.todo or self._calls) and not self.is_dead:
             if not self._calls:
                 self._answered = loop.time()
-            for position, arguments in work.take(ahead - len(self._calls)):
+            for position, arguments in work.take(prefetched - len(self._calls)):
                 number = next(self._numbers)
                 sent[number] = position, arguments
                 try:
@@ -352,7 +352,7 @@ class FunctionProcess:
                     return True
             if done := done + under_way - len(self._calls):
                 pace = max((loop.time() - since) / done, 1e-6)  # uvloop's clock stands still within a millisecond
-                ahead = max(1, min(2 * ahead, _MOST_AHEAD, int(_AHEAD_SECONDS / pace)))
+                prefetched = max(1, min(2 * prefetched, _MAX_PREFETCHED, int(_PREFETCH_SECONDS / pace)))
                 since, done = loop.time(), 0
         return False
 
@@ -404,28 +404,28 @@ class FunctionProcess:
         if generators := [argument for argument in arguments if isinstance(argument, Random)]:
             self._random[number] = generators
 
-    def _handle(self, number: int, kind: bytes, payload: bytes) -> None:
+    def _handle(self, number: int, tag: bytes, payload: bytes) -> None:
         now = asyncio.get_running_loop().time()
-        if kind in (SLOW, FAST):
-            self._slow_until = now + _START_SECONDS * (kind == SLOW)
+        if tag in (SLOW, FAST):
+            self._slow_until = now + _START_SECONDS * (tag == SLOW)
         if (settle := self._calls.pop(number, None)) is None:
             return
         self._answered = now
-        settle(self._read_result(number, kind, payload))
+        settle(self._read_result(number, tag, payload))
         if len(self._calls) <= self._low:
             self._news.set()
 
-    def _read_result(self, number: int, kind: bytes, payload: bytes) -> CallResult:
+    def _read_result(self, number: int, tag: bytes, payload: bytes) -> CallResult:
         generators = self._random.pop(number, [])
-        if kind == CANCELLED:
+        if tag == CANCELLED:
             return None, asyncio.CancelledError()
         try:
             content = pickle.loads(payload)
         except Exception as problem:
             return None, problem
-        if kind == READY:
+        if tag == READY:
             return content, None
-        if kind == ERROR:
+        if tag == ERROR:
             error, trace = content
             error.__cause__ = FunctionTraceback(trace)
             return None, error
@@ -477,11 +477,11 @@ class ProcessConnection(asyncio.Protocol):
         self._received += data
         begin = 0
         while len(self._received) - begin >= HEADER.size:
-            size, number, kind = HEADER.unpack_from(self._received, begin)
+            size, number, tag = HEADER.unpack_from(self._received, begin)
             end = begin + HEADER.size + size
             if len(self._received) < end:
                 break
-            self._handle(number, kind, bytes(self._received[begin + HEADER.size : end]))
+            self._handle(number, tag, bytes(self._received[begin + HEADER.size : end]))
             begin = end
         del self._received[:begin]
 
@@ -493,9 +493,9 @@ class ProcessConnection(asyncio.Protocol):
             self._socket.close()
         self._report_end()
 
-    def send(self, number: int, kind: bytes, payload: bytes = b"") -> None:
+    def send(self, number: int, tag: bytes, payload: bytes = b"") -> None:
         """Add a message to what `flush` sends."""
-        self._to_send += HEADER.pack(len(payload), number, kind), payload
+        self._to_send += HEADER.pack(len(payload), number, tag), payload
 
     def flush(self) -> None:
         assert self._transport is not None
@@ -516,7 +516,7 @@ def _pack(argument: Any) -> tuple[str, Any]:
 
 
 def _pack_sample(sample: Sample) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a sample, and those that need torch: its status as an int, tensors as their dtype and bytes."""
+    """Split a sample's fields into plain ones and those that need torch (status as int, tensors as dtype and bytes)."""
     eager = {name: getattr(sample, name) for name in _EAGER}
     return eager, {name: _pack_lazy(getattr(sample, name)) for name in _LAZY}
 

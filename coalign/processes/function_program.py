@@ -1,7 +1,7 @@
-"""The program of a process that runs one function of a person's. `function_process.py` is the parent's end.
+"""The program of a process that runs one function that a person wrote. `function_process.py` is the parent's end.
 
 It imports nothing of Coalign, so that it starts in a fraction of a second and stays small. A message in either
-direction is HEADER (size, number, kind) and a payload, mostly a pickle. First comes START with (import path, function,
+direction is HEADER (size, number, tag) and a payload, mostly a pickle. First comes START with (import path, function,
 is_async, memory_mb), then CALLs with their packed arguments, in any number; a CANCEL ends one. The answer to each is
 VALUE with (value, states of random generators among the arguments), or ERROR; READY has the function's `at_once`. SLOW
 says that a call begins an import, which is no work of the function, FAST that it has ended. A plain function's calls
@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 HEADER = struct.Struct("!IQc")
-START, CALL, CANCEL, READY, VALUE, ERROR, CANCELLED, SLOW, FAST = (bytes([kind]) for kind in range(9))
+START, CALL, CANCEL, READY, VALUE, ERROR, CANCELLED, SLOW, FAST = (bytes([code]) for code in range(9))
 
 _PR_SET_PDEATHSIG = 1
 _SAMPLE = "coalign.types"
@@ -72,16 +72,16 @@ class ParentConnection:
         self._lock = threading.Lock()
 
     def receive(self) -> tuple[int, bytes, bytes]:
-        """The next message: number, kind, payload. Ends the process once the parent has gone."""
+        """The next message: number, tag, payload. Ends the process once the parent has gone."""
         header = self._stream.read(HEADER.size)
         if len(header) < HEADER.size:
             os._exit(0)  # whatever threads the function has started
-        size, number, kind = HEADER.unpack(header)
-        return number, kind, self._stream.read(size)
+        size, number, tag = HEADER.unpack(header)
+        return number, tag, self._stream.read(size)
 
-    def send(self, number: int, kind: bytes, payload: bytes = b"") -> None:
+    def send(self, number: int, tag: bytes, payload: bytes = b"") -> None:
         with self._lock:
-            self._socket.sendall(HEADER.pack(len(payload), number, kind) + payload)
+            self._socket.sendall(HEADER.pack(len(payload), number, tag) + payload)
 
     @contextmanager
     def import_time(self) -> Iterator[None]:
@@ -107,7 +107,7 @@ class IsolatedFunction:
         self.fn, self._bound = (fn(**arguments), {}) if inspect.isclass(fn) else (fn, arguments)
 
     def answer(self, number: int, payload: bytes) -> None:
-        """Make a call of a plain function and send what comes of it."""
+        """Make a call of a plain function and send its value or error."""
         try:
             arguments = self.unpack(payload)
             self.send_value(number, self.fn(*arguments, **self._bound), arguments)
@@ -148,10 +148,10 @@ def pack_error(error: BaseException, memory_mb: int | None) -> bytes:
 
 
 def _unpack_argument(connection: ParentConnection, packed: tuple[str, Any]) -> Any:
-    kind, value = packed
-    if kind == "samples":
+    tag, value = packed
+    if tag == "samples":
         return [_unpack_argument(connection, ("sample", one)) for one in value]
-    if kind != "sample":
+    if tag != "sample":
         return value
     fields, lazy = value
     if _SAMPLE in sys.modules:  # the function's module has imported it, so the class itself costs nothing
@@ -160,7 +160,7 @@ def _unpack_argument(connection: ParentConnection, packed: tuple[str, Any]) -> A
 
 
 def _bind_to_parent() -> None:
-    """End with the parent, and be what the system kills first when memory is short."""
+    """Let this process end with its parent, and be killed first when memory is short."""
     with suppress(OSError, AttributeError):  # other systems than Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -188,8 +188,8 @@ def main() -> None:
 async def _serve_async(connection: ParentConnection, function: IsolatedFunction) -> None:
     loop, tasks = asyncio.get_running_loop(), {}
 
-    def handle(number: int, kind: bytes, payload: bytes) -> None:
-        if kind == CALL:
+    def handle(number: int, tag: bytes, payload: bytes) -> None:
+        if tag == CALL:
             tasks[number] = loop.create_task(function.answer_async(number, payload))
             tasks[number].add_done_callback(lambda _: tasks.pop(number, None))
             return

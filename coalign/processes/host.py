@@ -26,7 +26,7 @@ def count_processors() -> int:
 
 
 def count_visible_processors() -> int:
-    """Count the processors of the affinity of this process, without regard to quotas."""
+    """Count the processors of this process's affinity, without regard to quotas."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,5 +1,5 @@
-"""Weights on the move: live sync between models, conversion of checkpoints, and the formats and layouts of both.
+"""Weights between models and files: live sync, shards of tensors, and readers of model files.
 
-Read first: sync/sync.py (live sync), convert/convert.py (conversion). families says how Hugging Face tensors map to
-Megatron's, layouts how tensors lie on ranks; compare.py finds what differs between two sets of weights.
+Read first: sync/sync.py. layouts/shards.py cuts and joins tensors of parallel models, compare.py finds what differs
+between two sets of weights, model_files.py and metadata.py read files that are not trusted.
 """

@@ -49,21 +49,18 @@ class Difference:
     numel: int = 0
 
 
-def find_differences(one: WeightSet, other: WeightSet, values: int = 100) -> Iterator[Difference]:
+def find_differences(left: WeightSet, right: WeightSet, values: int = 100) -> Iterator[Difference]:
     """Yield all differences, by name; for the first ``values`` tensors whose values differ also by how much."""
-    for name in sorted(one.digests.keys() | other.digests.keys()):
-        first, second = one.digests.get(name), other.digests.get(name)
+    for name in sorted(left.digests.keys() | right.digests.keys()):
+        first, second = left.digests.get(name), right.digests.get(name)
         if first is None or second is None:
-            yield Difference(name, f"only in {one.name if second is None else other.name}")
+            yield Difference(name, f"only in {left.name if second is None else right.name}")
         elif (first.shape, first.dtype) != (second.shape, second.dtype):
             yield Difference(name, f"{first.dtype}{list(first.shape)}, {second.dtype}{list(second.shape)}")
         elif first.checksum != second.checksum:
             values -= 1
-            yield (
-                measure_difference(name, one.fetch(name), other.fetch(name))
-                if values >= 0
-                else Difference(name, "values")
-            )
+            exact = values >= 0
+            yield measure_difference(name, left.fetch(name), right.fetch(name)) if exact else Difference(name, "values")
 
 
 def measure_difference(name: str, first: Tensor, second: Tensor) -> Difference:

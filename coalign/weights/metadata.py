@@ -1,7 +1,7 @@
-"""Reads checkpoints of torch.distributed.checkpoint from strangers: nothing in them runs code.
+"""Reads checkpoints of torch.distributed.checkpoint that are not trusted: nothing in them runs code.
 
 torch describes a directory in the pickle `.metadata`, which it loads as any pickle, calls included. Here a pickle makes
-no object but PickledObject, of which the known records are built afterwards.
+no object but PickledObject, from which the expected records are built afterwards.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 METADATA = ".metadata"
-_DTYPES = {f"torch.{name}": each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+_DTYPES = {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _KEYS = (str, int, float, bytes, type(None))  # a nested tuple could take for ever to hash
 
 
 class DistributedCheckpointReader(FileSystemReader):
     """torch's reader of a directory, with this module's reader of `.metadata`, which is read once."""
 
-    _found: dcp.Metadata | None = None
+    _metadata: dcp.Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        if self._found is None:
-            self._found = read_metadata(Path(self.path))
-            self._found.storage_meta = dcp.StorageMeta(load_id=self.load_id)
-        return self._found
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path))
+            self._metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
+        return self._metadata
 
     def fill(self, state: Any, planner: LoadPlanner, *, alone: bool = False) -> None:
         """Load the checkpoint into ``state`` (a collective, unless ``alone``). Raises ValueError if it is damaged."""
@@ -46,7 +46,7 @@ class DistributedCheckpointReader(FileSystemReader):
 
 
 def describe_failures(problem: CheckpointException) -> str:
-    """Return the first line of what each rank met, which torch's own text has behind a traceback."""
+    """Return the first line of each rank's error, which torch's own text has behind a traceback."""
     return "; ".join(dict.fromkeys(str(error).split("\n", 1)[0] for error, _ in problem.failures.values()))
 
 
@@ -99,7 +99,7 @@ class _MetadataUnpickler(pickle._Unpickler):
     """An unpickler that imports and calls nothing. In Python, because C's takes gigabytes for a wrong memo index."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    stack: list[Any]  # of the base class, as the next ones
+    stack: list[Any]  # this and the next two belong to the base class
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
@@ -131,7 +131,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         _set_items(self.stack[-1], items)
 
     def load_additems(self) -> None:
-        self.pop_mark()  # of a set, which no record has
+        self.pop_mark()  # the items of a set, which no record has
 
     def refuse(self) -> NoReturn:
         raise pickle.UnpicklingError("an instruction that no .metadata has")
@@ -165,39 +165,39 @@ def _set_items(container: Any, items: list[Any]) -> None:
 # ---- the records
 
 
-def _build_metadata(found: Any) -> dcp.Metadata:
-    fields = _read_state(found, dcp.Metadata)
-    entries = {_check(k, str): _build_entry(each) for k, each in _check(fields["state_dict_metadata"], dict).items()}
+def _build_metadata(pickled: Any) -> dcp.Metadata:
+    fields = _read_state(pickled, dcp.Metadata)
+    entries = {_check(k, str): _build_entry(entry) for k, entry in _check(fields["state_dict_metadata"], dict).items()}
     stored = _check(fields.get("storage_data") or {}, dict)
-    return dcp.Metadata(entries, storage_data={_build_index(key): _build_storage(each) for key, each in stored.items()})
+    return dcp.Metadata(entries, storage_data={_build_index(k): _build_storage(info) for k, info in stored.items()})
 
 
-def _build_entry(found: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-    if isinstance(found, PickledObject) and found.name == _name(dcp.BytesStorageMetadata):
+def _build_entry(pickled: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+    if isinstance(pickled, PickledObject) and pickled.name == _name(dcp.BytesStorageMetadata):
         return dcp.BytesStorageMetadata()
-    fields = _read_state(found, dcp.TensorStorageMetadata)
+    fields = _read_state(pickled, dcp.TensorStorageMetadata)
     size = _build_size(fields["size"])
     dtype = _read_state(fields["properties"], dcp.TensorProperties, tuple)[0]
-    chunks = [_build_chunk(each, size) for each in _check(fields["chunks"], list)]
+    chunks = [_build_chunk(chunk, size) for chunk in _check(fields["chunks"], list)]
     return dcp.TensorStorageMetadata(dcp.TensorProperties(_DTYPES[_check(dtype, _PickledName).name]), size, chunks)
 
 
-def _build_chunk(found: Any, size: torch.Size) -> dcp.ChunkStorageMetadata:
-    fields = _read_state(found, dcp.ChunkStorageMetadata)
+def _build_chunk(pickled: Any, size: torch.Size) -> dcp.ChunkStorageMetadata:
+    fields = _read_state(pickled, dcp.ChunkStorageMetadata)
     offsets, sizes = _build_size(fields["offsets"]), _build_size(fields["sizes"])
-    if any(at + length > whole for at, length, whole in zip(offsets, sizes, size, strict=True)):
+    if any(at + length > limit for at, length, limit in zip(offsets, sizes, size, strict=True)):
         raise ValueError(f"a chunk {list(sizes)} at {list(offsets)} of a tensor {list(size)}")
     return dcp.ChunkStorageMetadata(offsets, sizes)
 
 
-def _build_index(found: Any) -> dcp.MetadataIndex:
-    fields = _read_state(found, dcp.MetadataIndex)
+def _build_index(pickled: Any) -> dcp.MetadataIndex:
+    fields = _read_state(pickled, dcp.MetadataIndex)
     offset = fields.get("offset")
     return dcp.MetadataIndex(_check(fields["fqn"], str), None if offset is None else _build_size(offset))
 
 
-def _build_storage(found: Any) -> _StorageInfo:
-    fields = _read_state(found, _StorageInfo)
+def _build_storage(pickled: Any) -> _StorageInfo:
+    fields = _read_state(pickled, _StorageInfo)
     file = _check(fields["relative_path"], str)
     if Path(file).name != file or file in ("", ".."):
         raise ValueError(f"the file {file!r} is not in the checkpoint's own directory")
@@ -206,13 +206,13 @@ def _build_storage(found: Any) -> _StorageInfo:
     return _StorageInfo(file, _check_size(fields["offset"]), _check_size(fields["length"]))
 
 
-def _build_size(found: Any) -> torch.Size:
-    if isinstance(found, PickledObject) and found.name == "torch.Size":
-        found = _check(found.arguments, tuple)[0]
-    sizes = _check(found, tuple)
+def _build_size(pickled: Any) -> torch.Size:
+    if isinstance(pickled, PickledObject) and pickled.name == "torch.Size":
+        pickled = _check(pickled.arguments, tuple)[0]
+    sizes = _check(pickled, tuple)
     if len(sizes) > 64:
         raise ValueError("a shape of more than 64 axes")
-    return torch.Size([_check_size(each) for each in sizes])
+    return torch.Size([_check_size(size) for size in sizes])
 
 
 def _check_size(value: Any) -> int:
@@ -225,13 +225,13 @@ def _name(record: type) -> str:
     return f"{record.__module__}.{record.__qualname__}"
 
 
-def _read_state(found: Any, record: type, kind: type = dict) -> Any:
-    if not isinstance(found, PickledObject) or found.name != _name(record):
-        raise ValueError(f"a {type(found).__name__} where there must be a {record.__name__}")
-    return _check(found.state, kind)
+def _read_state(pickled: Any, record: type, state_type: type = dict) -> Any:
+    if not isinstance(pickled, PickledObject) or pickled.name != _name(record):
+        raise ValueError(f"a {type(pickled).__name__} where there must be a {record.__name__}")
+    return _check(pickled.state, state_type)
 
 
-def _check(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"a {type(value).__name__} where there must be a {kind.__name__}")
+def _check(value: Any, expected: type) -> Any:
+    if not isinstance(value, expected):
+        raise ValueError(f"a {type(value).__name__} where there must be a {expected.__name__}")
     return value

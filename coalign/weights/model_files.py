@@ -1,4 +1,4 @@
-"""Reads what the files of a Hugging Face model say of themselves: names, types and shapes of tensors, and no values.
+"""Reads the headers of a Hugging Face model's files: names, types and shapes of tensors, and no values.
 
 Files are not trusted. One that is no weights (a pointer of Git LFS, a web page, half a download) is refused by its
 name, with what gets the right one.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from coalign.files import describe_problem, list_weight_files, open_regular, refuse_foreign
 
 SAFETENSORS, PICKLE, ADAPTERS = "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # that the format allows
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 BITS = {"BOOL": 8, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BF16": 16} | {
     f"{letter}{bits}": bits for letter in "FIU" for bits in (8, 16, 32, 64)
 }
@@ -35,7 +35,7 @@ class StoredTensor(NamedTuple):
 def check_model_files(folder: Path) -> None:
     """Refuse a directory whose configuration, tokenizer or weights are something else. No values are read.
 
-    Raises ValueError that names the file, what it is, and what gets the right one.
+    Raises ValueError that names the file, its content, and the remedy.
     """
     for name in TEXTS:
         if (folder / name).is_file():
@@ -109,7 +109,7 @@ def _read_entry(entry: Any) -> tuple[tuple[int, int], StoredTensor]:
 
 
 def _check_pickle(path: Path) -> None:
-    """Refuse what is no file of `torch.save`, or the beginning of one. Nothing is unpickled."""
+    """Refuse a file that is not of `torch.save`, or is cut off. Nothing is unpickled."""
     refuse_foreign(path)
     with open_regular(path) as file:
         start = file.read(4)
@@ -118,7 +118,7 @@ def _check_pickle(path: Path) -> None:
 
 
 def _refuse_other_formats(path: Path) -> None:
-    """Raise ValueError for what is called safetensors, and is something else that is known."""
+    """Raise ValueError for a file that is called safetensors, and has another known format."""
     refuse_foreign(path)
     with open_regular(path) as file:
         start = file.read(4)
@@ -129,7 +129,7 @@ def _refuse_other_formats(path: Path) -> None:
 
 
 def _explain_absence(folder: Path) -> str:
-    """Say what a directory without weights has instead."""
+    """Say what a directory without weights holds instead."""
     if (folder / ADAPTERS).is_file() or (folder / "adapter_config.json").is_file():
         return f"; it holds adapters: load the model, and these by `lora.load: {folder}`"
     if shards := sorted(file.name for file in folder.glob("*.safetensors")):

@@ -29,14 +29,16 @@ def test_by_default_a_deadline_is_ten_times_the_longest_call_of_its_kind():
     assert deadlines.find(GENERATE) == LEAST_SECONDS
     for seconds in (1000.0, 3000.0, 10.0):
         future = Future(GENERATE)
-        deadlines.record(GENERATE, [WorkerTask("policy", future.ended, None, begun=time.monotonic() - seconds)])
+        start = time.monotonic() - seconds
+        deadlines.record(GENERATE, [WorkerTask("policy", future.ended, None, monotonic_start=start)])
     assert deadlines.find(GENERATE) == pytest.approx(LONGEST_TIMES * 3000.0, rel=1e-3)
     assert deadlines.find(Call("trainer", "train_step")) == LEAST_SECONDS
 
 
 def test_a_limit_that_is_set_holds_for_all_calls_but_loading():
     deadlines = CallDeadlines(20.0)
-    deadlines.record(GENERATE, [WorkerTask("policy", Future(GENERATE).ended, None, begun=time.monotonic() - 100)])
+    start = time.monotonic() - 100
+    deadlines.record(GENERATE, [WorkerTask("policy", Future(GENERATE).ended, None, monotonic_start=start)])
     assert deadlines.find(GENERATE) == 20.0
     assert deadlines.find(Call("policy", "setup")) == LOAD_SECONDS
 

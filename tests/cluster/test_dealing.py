@@ -68,7 +68,7 @@ def test_prompts_of_which_nothing_is_known_stay_in_order():
 def test_samples_of_a_prompt_together_or_spread():
     ref = batch([1] * 4, group=[7, 7, 7, 7], work=[5, 5, 5, 5])
     assert [len(part) for part in rows(ref, 2, "work")] == [4, 0]
-    assert [len(part) for part in rows(ref, 2, "work", whole_groups=False)] == [2, 2]
+    assert [len(part) for part in rows(ref, 2, "work", keep_groups=False)] == [2, 2]
 
 
 def test_by_order_neighbours_stay_neighbours():
@@ -110,12 +110,12 @@ def test_results_have_the_order_of_the_batch(groups, parts, data):
     by = data.draw(st.sampled_from(["work", "cost", "order"]))
     shards = shard_rows(ref, parts, by)
     assert sorted(torch.cat(shards.rows).tolist()) == list(range(len(lengths)))
-    used = [part for part in shards.parts if len(part)]
+    used = [part for part in shards.batches if len(part)]
     scores = restored(shards, [scored(part) for part in used])
     assert scores.fetch()["score"] == [10 * i for i in range(len(lengths))]
     prompts = batch([1] * len(groups), range(100, 100 - len(groups), -1), [length for length, _ in groups])
     shards = shard_rows(prompts, parts, "work")
-    out = restored(shards, [generated(part, 2) for part in shards.parts if len(part)]).fetch()
+    out = restored(shards, [generated(part, 2) for part in shards.batches if len(part)]).fetch()
     assert out["rows"] == [i for i in range(len(groups)) for _ in range(2)]
     assert out["index"].tolist() == [0, 1] * len(groups)
 
@@ -145,7 +145,7 @@ def test_ranks_take_equally_long_and_micro_batches_are_full(parts):
         lengths = (8 + 400 * torch.rand(48, generator=draw) ** 3).long()  # few are long
         ref = batch(lengths.tolist())
         for name, by in (("before", "order"), ("after", "cost")):
-            shares = [part.fetch() for part in shard_rows(ref, parts, by).parts]
+            shares = [part.fetch() for part in shard_rows(ref, parts, by).batches]
             tokens = [share.tokens_total for share in shares]
             attention = [float(share.lengths.double().square().sum()) for share in shares]
             waste[name, "tokens"] += parts * max(tokens) / sum(tokens) - 1
@@ -206,7 +206,7 @@ def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, p
     group = [100 - i for i, (_, count) in enumerate(groups) for _ in range(count)]
     ref = batch([length for length, count in groups for _ in range(count)], group)
     expected = [part["rows"] for part in ref.fetch().split(updates, keep="group")]
-    shares = [share.gather(STORE) for share in shard_updates(ref, parts, updates, whole_groups=whole).worker_rows]
+    shares = [share.gather(STORE) for share in shard_updates(ref, parts, updates, keep_groups=whole).worker_rows]
     assert all(share["rows"] == sorted(share["rows"]) for share in shares)
     for number, rows_of_update in enumerate(expected):
         mine = [share.select(share["update"] == number) for share in shares]

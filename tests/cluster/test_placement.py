@@ -162,7 +162,7 @@ def test_any_plan_keeps_its_promises_and_any_refusal_is_right(given_models, free
     found = place_processes(list_slots(slots), where, names)
     held = Counter()
     for slot in list_slots(slots):
-        used = {device for model in slot.places for placement in found[model] for device in placement.devices}
+        used = {device for model in slot.positions for placement in found[model] for device in placement.devices}
         held.update(used)
         assert len(used) == slot.devices
     assert all(count == 1 for count in held.values()), "a device is held by one slot alone"
@@ -181,7 +181,7 @@ def test_any_plan_keeps_its_promises_and_any_refusal_is_right(given_models, free
 
 def _take_turns(slots, a, b):
     """Whether one model's processes wait for the other's."""
-    mine, theirs = ({p for places in slots[m].places[m] for p in places} for m in (a, b))
+    mine, theirs = ({p for places in slots[m].positions[m] for p in places} for m in (a, b))
     return slots[a] is slots[b] and bool(mine & theirs)
 
 

@@ -172,7 +172,7 @@ def test_the_process_of_functions_starts_with_the_models(make_ray, prompts):
     cluster.expect_functions()
     assert "functions" in cluster.stacks()
     joined = cluster.apply(_nothing, prompts)
-    assert joined.result().columns == cluster.put(prompts).columns and {span.where for span in joined.spans} == {
+    assert joined.result().columns == cluster.put(prompts).columns and {span.worker for span in joined.spans} == {
         "functions"
     }
     with pytest.raises(WorkerError, match=r"_fail failed in functions.*KeyError: 'no such thing'"):

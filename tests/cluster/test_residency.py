@@ -35,8 +35,8 @@ class Process:
     """A worker that has parts of given sizes and moves them at once."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
-        self.where = f"{name}, rank 0"
-        self.name, self.sizes = name, sizes
+        self.name = f"{name}, rank 0"
+        self.model, self.sizes = name, sizes
         self.on_device, self.on_host = dict(sizes), {}
         self.moves: list[tuple[str, tuple[str, ...]]] = []
         self.limits: list[int | None] = []
@@ -54,13 +54,13 @@ class Process:
     def use(self, extra: int = 0) -> DeviceMemoryUse:
         before = sum(self.on_device.values())
         return DeviceMemoryUse(
-            {self.name: dict(self.on_device)}, {self.name: dict(self.on_host)}, before, before + extra
+            {self.model: dict(self.on_device)}, {self.model: dict(self.on_host)}, before, before + extra
         )
 
     def answer(self, meta: Meta) -> WorkerTask:
         done: concurrent.futures.Future[Meta] = concurrent.futures.Future()
         done.set_result(meta)
-        return WorkerTask(self.where, done, None)
+        return WorkerTask(self.name, done, None)
 
 
 class Run:

@@ -43,27 +43,27 @@ def test_a_group_needs_as_much_as_its_largest_member():
 
 
 def test_small_members_lie_side_by_side():
-    places = pack_slots({"b": ranks(4), "a": ranks(8), "c": ranks(4)}, [["b", "a", "c"]])["a"].places
+    places = pack_slots({"b": ranks(4), "a": ranks(8), "c": ranks(4)}, [["b", "a", "c"]])["a"].positions
     assert places == {"a": singles(*range(8)), "b": singles(0, 1, 2, 3), "c": singles(4, 5, 6, 7)}
 
 
 def test_processes_of_several_devices_lie_on_those_of_processes_with_one():
     slot = pack_slots({"trainer": ranks(4), "policy": replicas(2, 2)}, [["trainer", "policy"]])["policy"]
-    assert slot.places == {"trainer": singles(0, 1, 2, 3), "policy": ((0, 1), (2, 3))}
+    assert slot.positions == {"trainer": singles(0, 1, 2, 3), "policy": ((0, 1), (2, 3))}
     assert slot.units == ((0, 1), (2, 3))
 
 
 def test_no_process_lies_across_two_that_need_a_node_each():
     members = {"a": ranks(8), "b": replicas(2, 3), "c": replicas(1, 2), "d": ranks(1)}
     slot = pack_slots(members, [list(members)])["a"]
-    assert slot.places["b"] == ((0, 1, 2), (3, 4, 5))
-    assert slot.places["c"] == ((6, 7),) and slot.places["d"] == singles(0)
+    assert slot.positions["b"] == ((0, 1, 2), (3, 4, 5))
+    assert slot.positions["c"] == ((6, 7),) and slot.positions["d"] == singles(0)
     assert slot.units == ((0, 1, 2), (3, 4, 5), (6, 7))
 
 
 def test_tensor_parallel_ranks_need_one_node():
     slot = pack_slots({"a": ranks(8, together=4)}, [])["a"]
-    assert slot.places["a"] == singles(*range(8)) and slot.units == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert slot.positions["a"] == singles(*range(8)) and slot.units == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def test_side_by_side_runs_in_parallel_and_the_large_one_excludes_both():
@@ -85,8 +85,8 @@ def test_side_by_side_runs_in_parallel_and_the_large_one_excludes_both():
 def test_cpu_models_beside_devices():
     slot = pack_slots({"a": ranks(2), "b": on_cpu(3), "c": ranks(1)}, [["a", "b", "c"]])["a"]
     assert (slot.size, slot.devices) == (3, 2)
-    assert slot.places["b"] == singles(0, 1, 2)
-    assert slot.places["c"] == singles(0), "a device model never lies on a place that is no device"
+    assert slot.positions["b"] == singles(0, 1, 2)
+    assert slot.positions["c"] == singles(0), "a device model never lies on a place that is no device"
 
 
 def test_spread():
@@ -127,8 +127,8 @@ def test_processes_and_their_devices(config, spmd, expected):
 
 
 def test_a_batch_has_as_many_shares_as_groups_of_ranks():
-    assert (ranks(8, together=4).parts, replicas(4, 2).parts, on_cpu(3).parts) == (2, 4, 3)
-    assert Footprint(8, 1, together=2, alike=2).parts == 2
+    assert tuple(f.data_parallel_size for f in (ranks(8, together=4), replicas(4, 2), on_cpu(3))) == (2, 4, 3)
+    assert Footprint(8, 1, together=2, alike=2).data_parallel_size == 2
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_every_process_has_its_own_places_and_every_group_one_unit(given_members
     unit_of = {place: unit for unit in slot.units for place in unit}
     assert slot.devices == max(footprint.total for footprint in given_members)
     for model, footprint in footprints.items():
-        mine = slot.places[model]
-        assert [len(places) for places in mine] == [footprint.places] * footprint.processes
+        mine = slot.positions[model]
+        assert [len(places) for places in mine] == [footprint.positions] * footprint.processes
         flat = [place for places in mine for place in places]
         assert len(set(flat)) == len(flat) and max(flat) < (slot.devices if footprint.devices else slot.size)
         for first in range(0, footprint.processes, footprint.together):

@@ -36,7 +36,7 @@ def test_three_independent_scorers_compute_at_once():
             scored = [cluster.models[name].forward_step(out) for name in scorers]
             joined = cluster.apply(_nothing, out, *scored).result().fetch()
             spans = [span for future in scored for span in future.spans]
-            assert {span.where for span in spans} == {f"{name}, replica 0" for name in scorers}
+            assert {span.worker for span in spans} == {f"{name}, replica 0" for name in scorers}
             # None of them waited for anything but its input: there is a moment at which all three compute.
             assert max(span.start for span in spans) <= min(span.start + span.seconds for span in spans)
             assert min(span.start for span in spans) >= max(span.start + span.seconds for span in out.spans) - 0.01

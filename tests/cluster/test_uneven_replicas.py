@@ -60,7 +60,7 @@ def test_groups_stay_whole_where_the_model_says_so(whole, expected):
     batch = Batch(torch.ones(40, dtype=torch.int64)).with_(tokens=torch.arange(40).int(), group=torch.zeros(40).long())
     with thread_cluster({"judge": {"module": "UnevenModule", "num_process": 2}}) as cluster:
         judge = cluster.models["judge"]
-        judge.setup(Context(model="judge", threads=1, whole_groups=whole)).result()
+        judge.setup(Context(model="judge", threads=1, keep_groups=whole)).result()
         scored = judge.forward_step(batch)
         assert scored.result().fetch()["reward"].tolist() == list(range(40))
         assert {handled.value for handled in scored.stats.values()} == expected

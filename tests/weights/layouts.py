@@ -152,7 +152,7 @@ class ParallelLayout:
             parts, padding = rule.cut.parts(shapes, *place)
             shape, joined = _joined(shapes, parts, rule.cut.dim, padding)
             lead = ((i, i + 1),) if rule.stacked else ()
-            pieces += [ShardBox(piece.name, piece.full, lead + piece.own) for piece in joined]
+            pieces += [ShardBox(piece.name, piece.full, lead + piece.local) for piece in joined]
         like = Named(self.specs, many[0]).full(parts[0][0])
         return Shard(rule.own.format_map(many[0]), (len(many), *shape) if rule.stacked else shape, like, tuple(pieces))
 

@@ -210,8 +210,8 @@ def check_pair(seed):
         assert found.keys() == wanted.keys()
         for name in wanted:
             assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), (seed, name)
-        moved = sum(_count(move.given) for each in moves.values() for move in each)
-        assert moved == sum(_count(piece.own) for shard in shards for piece in shard.pieces)  # nothing twice
+        moved = sum(_count(move.target_box) for each in moves.values() for move in each)
+        assert moved == sum(_count(piece.local) for shard in shards for piece in shard.pieces)  # nothing twice
 
 
 def _count(box):

@@ -27,15 +27,15 @@ class NoPlaceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A kind of device: torch's name, and the environment variable that makes devices ``visible`` to a process."""
+    """A type of device: torch's name, and the environment variable that makes devices ``visible`` to a process."""
 
     device: str
     visible: str
 
     def list_names(self, count: int) -> list[str]:
-        """Return the names of the ``count`` devices of this process, by which another one can be shown some of them.
+        """Return the names of this process's ``count`` devices, by which it can show some of them to another process.
 
-        A process that is shown few of a machine's devices counts them from 0, and the machine does not.
+        A process that sees some of a machine's devices counts them from 0, and the machine does not.
         """
         shown = os.environ.get(self.visible, "")
         return shown.split(",") if shown else [str(number) for number in range(count)]
@@ -54,7 +54,7 @@ NOT_SUPPORTED = ("xpu", "tpu", "mps", "mlu", "musa")
 
 
 def find_accelerator(resource: str) -> Accelerator:
-    """The kind of device behind a Ray resource; an unknown resource stands for devices on a machine without any.
+    """The type of device behind a Ray resource; an unknown resource stands for devices on a machine without any.
 
     ValueError for the name of a device that is no such resource, or that nothing here supports.
     """
@@ -65,7 +65,7 @@ def find_accelerator(resource: str) -> Accelerator:
 
 
 def find_device_kind(device: str) -> Accelerator:
-    """Return the kind of device that torch calls ``device``. ValueError for one that nothing here supports."""
+    """Return the type of device that torch calls ``device``. ValueError for one that nothing here supports."""
     for accelerator in ACCELERATORS.values():
         if accelerator.device == device:
             return accelerator
@@ -83,14 +83,14 @@ def group_devices(names: Sequence[str], buses: Mapping[str, str], pci: Path = PC
     ``buses`` gives the PCI address of a device (`0000:3b:00.0`), by any of its names.
     """
 
-    def place(name: str) -> tuple[int, str]:
+    def locate(name: str) -> tuple[int, str]:
         bus = pci / buses.get(name, "unknown")
         if not bus.exists():
             return 1 << 30, ""
         return int((bus / "numa_node").read_text()), str(bus.resolve())
 
-    ordered = sorted(names, key=place)
-    return [list(near) for _, near in groupby(ordered, key=lambda name: place(name)[0])]
+    ordered = sorted(names, key=locate)
+    return [list(near) for _, near in groupby(ordered, key=lambda name: locate(name)[0])]
 
 
 def read_nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict[str, str]:
@@ -102,7 +102,7 @@ def read_nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict
         return {}
     buses = {}
     for line in lines:
-        index, uuid, bus = (part.strip() for part in line.split(","))
+        index, uuid, bus = (field.strip() for field in line.split(","))
         # Eight digits of the PCI domain there, four in sysfs.
         buses[index] = buses[uuid] = bus.lower()[-12:]
     return buses
@@ -110,7 +110,7 @@ def read_nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict
 
 LISTED = 8  # nodes that a message lists one by one
 Domain = list[str]  # devices of one node that are close to each other, in their order
-Nodes = tuple[int, ...]  # of each place of a slot
+Nodes = tuple[int, ...]  # the node of each position of a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +133,29 @@ class ProcessPlacement:
 
 
 def assign_nodes(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
-    """Assign each place of each slot to a node. ValueError if the nodes do not have the devices.
+    """Assign each position of each slot to a node. ValueError if the nodes do not have the devices.
 
     A process on CPU goes to the node with the fewest processes per core.
     """
     units = _device_units(slots)
-    found = _fit(units, [node.free for node in nodes])
-    if found is None:
+    node_of_unit = _fit(units, [node.free for node in nodes])
+    if node_of_unit is None:
         raise ValueError(_refusal(slots, units, nodes))
-    where = {slot.name: [-1] * slot.size for slot in slots}
+    node_of = {slot.name: [-1] * slot.size for slot in slots}
     load = [node.processes for node in nodes]
-    for node, count in Counter(found).items():
+    for node, count in Counter(node_of_unit).items():
         load[node] += count
     for slot in slots:
-        mine = [(unit, node) for unit, node in zip(units, found, strict=True) if unit.slot is slot]
-        for unit, node in mine if slot.spread else _order_neighbours(mine):
-            for place in unit.places:
-                where[slot.name][place] = node
-        _place_on_cpu(slot, where[slot.name], nodes, load)
-    return {name: tuple(places) for name, places in where.items()}
+        slot_units = [(unit, node) for unit, node in zip(units, node_of_unit, strict=True) if unit.slot is slot]
+        for unit, node in slot_units if slot.spread else _order_neighbours(slot_units):
+            for position in unit.positions:
+                node_of[slot.name][position] = node
+        _place_on_cpu(slot, node_of[slot.name], nodes, load)
+    return {name: tuple(assigned) for name, assigned in node_of.items()}
 
 
 def place_processes(
-    slots: Sequence[Slot], where: Mapping[str, Nodes], devices: Sequence[Sequence[Domain]]
+    slots: Sequence[Slot], nodes: Mapping[str, Nodes], devices: Sequence[Sequence[Domain]]
 ) -> dict[str, list[ProcessPlacement]]:
     """Place each process, by model and rank. ``devices[node]``: the reserved devices in groups of close ones (domains).
 
@@ -164,35 +164,38 @@ def place_processes(
     left = [[list(domain) for domain in domains] for domains in devices]
     names: dict[tuple[str, int], str] = {}
     for unit in _device_units(slots):
-        chosen = _take(left[where[unit.slot.name][unit.places[0]]], unit.size)
-        names |= {(unit.slot.name, place): name for place, name in zip(unit.places, chosen, strict=False)}
-    found: dict[str, list[ProcessPlacement]] = {}
+        chosen = _take(left[nodes[unit.slot.name][unit.positions[0]]], unit.size)
+        names |= {(unit.slot.name, position): name for position, name in zip(unit.positions, chosen, strict=False)}
+    placements: dict[str, list[ProcessPlacement]] = {}
     for slot in slots:
-        for model, ranks in slot.places.items():
+        for model, ranks in slot.positions.items():
             on_device = slot.footprints[model].devices > 0
-            devices_of = [tuple(names[slot.name, place] for place in places) if on_device else () for places in ranks]
-            found[model] = [
-                ProcessPlacement(where[slot.name][p[0]], own) for p, own in zip(ranks, devices_of, strict=True)
+            placements[model] = [
+                ProcessPlacement(
+                    nodes[slot.name][positions[0]],
+                    tuple(names[slot.name, position] for position in positions) if on_device else (),
+                )
+                for positions in ranks
             ]
-    return found
+    return placements
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Places of a slot on one node. ``size``: the devices among them; there may be places of CPU processes, too."""
+    """Positions of a slot on one node. ``size``: the devices among them; the rest are for CPU processes."""
 
     slot: Slot
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     size: int
 
 
 def _device_units(slots: Sequence[Slot]) -> list[_Unit]:
-    """Large ones first."""
+    """The units with devices, large ones first."""
     units = [
-        _Unit(slot, places, sum(place < slot.devices for place in places))
+        _Unit(slot, positions, sum(position < slot.devices for position in positions))
         for slot in slots
-        for places in slot.units
-        if places[0] < slot.devices
+        for positions in slot.units
+        if positions[0] < slot.devices
     ]
     return sorted(units, key=lambda unit: -unit.size)
 
@@ -212,8 +215,8 @@ def _fit(units: Sequence[_Unit], free: list[int]) -> list[int] | None:
     dead: set[tuple[int, tuple[int, ...]]] = set()
     while len(chosen) < len(units):
         if len(options) == len(chosen):
-            unit, before = units[len(chosen)], units[len(chosen) - 1]
-            last = chosen[-1] if chosen and before.slot is unit.slot else -1
+            unit, previous = units[len(chosen)], units[len(chosen) - 1]
+            last = chosen[-1] if chosen and previous.slot is unit.slot else -1
             options.append(_candidates(unit, rests[len(chosen)], last, placed, free))
         node = next(options[-1], None)
         if node is None:
@@ -247,20 +250,20 @@ def _rests(units: Sequence[_Unit]) -> list[int]:
 def _order_neighbours(assigned: Sequence[tuple[_Unit, int]]) -> Iterator[tuple[_Unit, int]]:
     """Exchange the nodes of equally large units of one slot, so that neighbouring units are on one node."""
     left = Counter((unit.size, node) for unit, node in assigned)
-    whole = Counter()
+    unassigned = Counter()
     for unit, node in assigned:
-        whole[node] += unit.size
+        unassigned[node] += unit.size
     node = -1
-    for unit in sorted((unit for unit, _ in assigned), key=lambda unit: unit.places):
+    for unit in sorted((unit for unit, _ in assigned), key=lambda unit: unit.positions):
         if not left[unit.size, node]:
-            node = min((n for size, n in left.elements() if size == unit.size), key=lambda n: (whole[n], n))
+            node = min((n for size, n in left.elements() if size == unit.size), key=lambda n: (unassigned[n], n))
         left[unit.size, node] -= 1
-        whole[node] -= unit.size
+        unassigned[node] -= unit.size
         yield unit, node
 
 
 def _can_hold(units: Sequence[_Unit], free: Sequence[int]) -> bool:
-    """Whether the nodes can hold the units: cut into pieces of any one size, they have as many as the units.
+    """Whether the nodes have enough devices for the units, counted in pieces of each unit size.
 
     A necessary condition; sufficient where the sizes divide each other.
     """
@@ -281,7 +284,7 @@ def _candidates(
     name, size = unit.slot.name, unit.size
 
     def packed(node: int) -> tuple[bool, bool, int]:
-        """A node with units of its slot; else the smallest node for the whole rest, or the largest."""
+        """A node with units of its slot; else the smallest node for the rest of the slot, or the largest."""
         here = placed[name, node] > 0
         return not here, node != last, free[node] if free[node] >= rest else (1 << 30) - free[node]
 
@@ -289,11 +292,11 @@ def _candidates(
         return placed[name, node], -free[node]
 
     met = set()
-    if not unit.slot.spread and last >= 0 and free[last] >= size:  # the best one, without a look at the others
+    if not unit.slot.spread and last >= 0 and free[last] >= size:  # the best one, without a look at the rest
         met.add(free[last])
         yield last
     fitting = [node for node, number in enumerate(free) if number >= size and number not in met]
-    if not met and fitting:  # the others are sorted only if this one leads nowhere
+    if not met and fitting:  # the rest is sorted only if this one leads nowhere
         best = min(fitting, key=spread if unit.slot.spread else packed)
         met.add(free[best])
         yield best
@@ -303,19 +306,19 @@ def _candidates(
             yield node
 
 
-def _place_on_cpu(slot: Slot, where: list[int], nodes: Sequence[Node], load: list[int]) -> None:
-    """Assign the CPU places of a slot: each unit to the node with the fewest processes per core."""
+def _place_on_cpu(slot: Slot, node_of: list[int], nodes: Sequence[Node], load: list[int]) -> None:
+    """Assign the CPU positions of a slot: each unit to the node with the fewest processes per core."""
     latest: int | None = None
-    for places in slot.units:
-        if places[0] < slot.devices:
+    for positions in slot.units:
+        if positions[0] < slot.devices:
             continue
         node = latest
         if node is None or slot.spread:
-            node = min(range(len(nodes)), key=lambda n: ((load[n] + len(places)) / max(nodes[n].cores, 1e-3), n))
+            node = min(range(len(nodes)), key=lambda n: ((load[n] + len(positions)) / max(nodes[n].cores, 1e-3), n))
         latest = node
-        load[node] += len(places)
-        for place in places:
-            where[place] = node
+        load[node] += len(positions)
+        for position in positions:
+            node_of[position] = node
 
 
 def _take(domains: list[Domain], count: int) -> list[str]:
@@ -352,7 +355,7 @@ def _refusal(slots: Sequence[Slot], units: Sequence[_Unit], nodes: Sequence[Node
 
 
 def _list_nodes(texts: Mapping[str, str]) -> str:
-    """List what each node has; of many nodes, how many have the same."""
+    """List what each node has; for many nodes, how many have the same."""
     if len(texts) <= LISTED:
         return ", ".join(f"{name}: {text}" for name, text in texts.items())
     return ", ".join(f"{count} nodes: {text} each" for text, count in Counter(texts.values()).items())

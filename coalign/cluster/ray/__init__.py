@@ -2,6 +2,6 @@
 
 - ``actor.py`` is a model's process and the handle to it, ``store.py`` keeps payloads in Ray's object store.
 - ``connection.py`` joins a Ray cluster and leaves it; ``space.py`` has what can be said of Ray without importing it.
-- ``placements.py`` finds places for processes, also when nodes are lost; ``devices.py`` reserves their devices.
-- ``jobs.py`` submits whole runs, ``nodes.py`` calls functions on every node, ``tune.py`` ends trials of a sweep early.
+- ``placements.py`` places processes, also when nodes are lost; ``devices.py`` reserves their devices.
+- ``nodes.py`` calls functions on every node.
 """

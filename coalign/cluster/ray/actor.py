@@ -36,8 +36,7 @@ MEASURE_SECONDS = 2.0  # how long a worker waits to hear what its store has free
 class Actor:
     """A worker in a process of its own; ``arena``: the device whose memory is managed (None: no device's).
 
-    It obeys the driver of the newest ``epoch``. With ``orphan_seconds`` it ends when it has not heard of one for so
-    long.
+    It obeys the driver of the newest ``epoch``. With ``orphan_seconds`` it ends after so long without a driver.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Actor:
         self._stacks = listen()
         node = ray.get_runtime_context().get_node_id()
         self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None, node)
-        self._space: StoreSpace | None = None  # as it was measured first
+        self._space: StoreSpace | None = None  # the first measurement
         self._sources = LoadedSources()
         self._sources.note()
         self._epoch, self._heard = epoch, time.monotonic()
@@ -63,7 +62,7 @@ class Actor:
 
     @ray.method(concurrency_group="control")
     def peek(self) -> ProcessState:
-        """How this process is. It answers whatever it is doing, as the methods below."""
+        """Describe this process. It answers during other calls, as the methods below do."""
         return self._describe()
 
     @ray.method(concurrency_group="control")
@@ -135,9 +134,9 @@ class Actor:
             return None
 
     def _find_lack(self, payload: int) -> str | None:
-        """Describe a store that cannot take ``payload`` bytes: Ray would lose a result, and say nothing.
+        """Describe a store that cannot take ``payload`` bytes: Ray would lose a result without an error.
 
-        Where little can be spilled, so many bytes are stored for a moment. Free bytes do not tell: they lie in pieces.
+        Where little can be spilled, so many bytes are stored for a moment: free bytes may be fragmented.
         """
         self._space = self._space or self._measure_space()
         if self._space is None or self._space.can_spill(payload):
@@ -153,9 +152,9 @@ class RayWorker:
     """A handle to an Actor: process ``number`` of ``model``, at its ``placement``."""
 
     def __init__(
-        self, where: str, actor: Any, model: str, number: int, placement: ProcessPlacement, cluster: RayCluster
+        self, name: str, actor: Any, model: str, number: int, placement: ProcessPlacement, cluster: RayCluster
     ) -> None:
-        self.where, self.actor, self._cluster = where, actor, cluster
+        self.name, self.actor, self._cluster = name, actor, cluster
         self.model, self.number, self.placement = model, number, placement
 
     def replace(self) -> RayWorker:
@@ -164,7 +163,7 @@ class RayWorker:
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         # In a tuple, so that Ray does not fetch the references among them: the worker fetches the rows that it needs.
         meta, payload = self.actor.execute.remote(self._cluster.epoch, verb, arguments)
-        return WorkerTask(self.where, meta.future(), payload)
+        return WorkerTask(self.name, meta.future(), payload)
 
     def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
         return [self.execute(*verb) for verb in verbs]  # an actor keeps the order of one caller's calls

@@ -62,22 +62,22 @@ def _describe_refusal(address: str | None, error: ConnectionError) -> str:
 def _wait_for_answer(address: str) -> None:
     """Refuse (ValueError) an address at which nothing answers in time: ``ray.init`` would wait for minutes, deaf to
     signals."""
-    found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
-    if found is None or os.environ.get("RAY_USE_TLS") == "1":  # ray.init says what is missing; TLS needs certificates
+    target = canonicalize_bootstrap_address(address.removeprefix("ray://"))
+    if target is None or os.environ.get("RAY_USE_TLS") == "1":  # ray.init says what is missing; TLS needs certificates
         return
-    with grpc.insecure_channel(found) as channel:
+    with grpc.insecure_channel(target) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
         except grpc.FutureTimeoutError:
             raise ValueError(
-                f"runtime.ray_address: no Ray cluster answers at {address} ({found}) within {CONNECT_SECONDS:g} s. "
+                f"runtime.ray_address: no Ray cluster answers at {address} ({target}) within {CONNECT_SECONDS:g} s. "
                 "Does `ray status` work there, is the port that of `ray start --head` (6379 by default), and can this "
                 "machine reach it?"
             ) from None
 
 
 def _asks_for_token(node: Mapping[str, Any]) -> bool:
-    """Whether a node refuses who has no token: it is asked without one, whatever this process has."""
+    """Whether a node refuses calls without a token; it is asked without one, whatever this process has."""
     with grpc.insecure_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
         try:
             NodeManagerServiceStub(channel).GetNodeStats(GetNodeStatsRequest(), timeout=ANSWER_SECONDS)
@@ -101,5 +101,5 @@ def end_in_time(end: Callable[[], None]) -> None:
 
 def find_own_node() -> dict[str, Any]:
     """Ray's record of the node that this process is on."""
-    own = ray.get_runtime_context().get_node_id()
-    return next(node for node in ray.nodes() if node["NodeID"] == own)
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(node for node in ray.nodes() if node["NodeID"] == node_id)

@@ -1,4 +1,4 @@
-"""Finds places for processes on the nodes of a Ray cluster: at the start, for a model that grows, off lost nodes."""
+"""Places processes on the nodes of a Ray cluster: at the start, for a model that grows, and off lost nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from coalign.cluster.ray.ray_devices import DeviceReservations
 
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used
 POLL_SECONDS = 0.2  # between two queries of the free devices
-Placements = Mapping[str, Sequence[ProcessPlacement]]  # of each model's processes
+Placements = Mapping[str, Sequence[ProcessPlacement]]  # by model, then rank
 
 
 class ProcessPlacer:
-    """Finds places for the processes of a run, and reserves their devices; waits ``patience`` seconds for devices.
+    """Places the processes of a run, and reserves their devices; waits ``patience`` seconds for devices.
 
-    It does not keep where processes are: ``placements`` of those that run are arguments.
+    It does not keep the placements of running processes: they are arguments.
     """
 
     def __init__(self, devices: DeviceReservations, patience: float) -> None:
@@ -34,53 +34,55 @@ class ProcessPlacer:
     def place_more(
         self, model: str, needs: Footprint, count: int, separate: bool, placements: Placements
     ) -> list[ProcessPlacement]:
-        """Find places for ``count`` more processes; for ``separate`` replicas on devices perhaps fewer, and the others
-        wait. ValueError without enough devices."""
+        """Place ``count`` more processes; ``separate`` replicas on devices may get fewer, and the rest wait.
+
+        ValueError without enough devices.
+        """
         spare = self._spare.setdefault(model, [])
         living = self._devices.find_living()
-        found = [placement for placement in spare if placement.node in living][: max(0, count)]
-        self._spare[model] = [placement for placement in spare if placement not in found]
-        missing = max(0, count - len(found))
+        placed = [placement for placement in spare if placement.node in living][: max(0, count)]
+        self._spare[model] = [placement for placement in spare if placement not in placed]
+        missing = max(0, count - len(placed))
         if needs.devices and separate:
             beside = {placement.node for placement in (*placements[model], *spare)}
-            return found + self._devices.require(model, missing, needs.devices, beside)
+            return placed + self._devices.require(model, missing, needs.devices, beside)
         if not missing:
-            return found
+            return placed
         slots = list_slots(pack_slots({model: replace(needs, processes=missing)}, []))
-        return found + self._reserve(slots, self._assign_living(slots, placements))[model]
+        return placed + self._reserve(slots, self._assign_living(slots, placements))[model]
 
     def give_back(self, model: str, placement: ProcessPlacement) -> None:
-        """Free the place of a process that has ended; devices of the run are kept for the model's next process."""
+        """Free the devices of a process that has ended; those of the run are kept for the model's next process."""
         if not self._devices.give_back(placement):
             self._spare.setdefault(model, []).append(placement)
 
     def find_lost_nodes(self, slot: Slot, placements: Placements) -> list[int]:
         """Return the nodes that are lost and on which models of a slot have processes."""
-        placed = {placement.node for model in slot.places for placement in placements[model]}
+        placed = {placement.node for model in slot.positions for placement in placements[model]}
         return sorted(placed - self._devices.find_living())
 
     def leave_node(self, node: int, slot: Slot, placements: Placements) -> dict[str, list[ProcessPlacement]]:
-        """Place what the models of a slot had on a lost node on another one, all together; return where they are now.
+        """Move the processes of a slot's models from a lost node to another one; return the new placements by model.
 
         NoPlaceError if no node has so many free devices.
         """
-        placed = [each for model in slot.places for each in placements[model] if each.node == node]
-        devices = sorted({device for each in placed for device in each.devices})
+        placed = [placement for model in slot.positions for placement in placements[model] if placement.node == node]
+        devices = sorted({device for placement in placed for device in placement.devices})
         to = self._find_devices(slot, node, devices) if devices else {}
         moved: dict[str, list[ProcessPlacement]] = {}
-        for model in slot.places:
+        for model in slot.positions:
             now = {**placements, **moved}
-            moved[model] = [self._move(each, to, now) if each.node == node else each for each in placements[model]]
+            moved[model] = [self._move(p, to, now) if p.node == node else p for p in placements[model]]
         return moved
 
-    def _reserve(self, slots: list[Slot], where: Mapping[str, Nodes]) -> dict[str, list[ProcessPlacement]]:
+    def _reserve(self, slots: list[Slot], nodes: Mapping[str, Nodes]) -> dict[str, list[ProcessPlacement]]:
         """Reserve the devices of slots on their nodes, and place each process, by model and rank."""
-        used = Counter(where[slot.name][place] for slot in slots for place in range(slot.devices))
+        used = Counter(nodes[slot.name][position] for slot in slots for position in range(slot.devices))
         devices: list[list[Domain]] = [[] for _ in self._devices.nodes]
         if used:
             for node, domains in zip(used, self._devices.reserve(used), strict=True):
                 devices[node] = domains
-        return place_processes(slots, where, devices)
+        return place_processes(slots, nodes, devices)
 
     def _assign(self, slots: list[Slot]) -> dict[str, Nodes]:
         """The nodes of each slot. Waits for devices of other jobs."""
@@ -98,14 +100,14 @@ class ProcessPlacer:
             time.sleep(POLL_SECONDS)
 
     def _assign_living(self, slots: list[Slot], placements: Placements) -> dict[str, Nodes]:
-        """The nodes of slots that come to those that run, among nodes that live."""
+        """The nodes, among living ones, for slots that are added to the running ones."""
         nodes, living = self._devices.update(), sorted(self._devices.find_living())
         busy = Counter(placement.node for ranks in placements.values() for placement in ranks)
-        where = assign_nodes(slots, [replace(nodes[number], processes=busy[number]) for number in living])
-        return {name: tuple(living[place] for place in places) for name, places in where.items()}
+        indices = assign_nodes(slots, [replace(nodes[number], processes=busy[number]) for number in living])
+        return {name: tuple(living[index] for index in assigned) for name, assigned in indices.items()}
 
     def _find_devices(self, slot: Slot, lost: int, devices: Sequence[str]) -> dict[str, ProcessPlacement]:
-        """Reserve devices on one node in place of those on a lost one; where each is now. Waits for nodes to come.
+        """Reserve devices on one node for those on a lost one; the new placement of each. Waits for nodes to come.
 
         NoPlaceError if no node has so many.
         """
@@ -125,12 +127,12 @@ class ProcessPlacer:
             time.sleep(POLL_SECONDS)
 
     def _move(
-        self, before: ProcessPlacement, to: Mapping[str, ProcessPlacement], placements: Placements
+        self, former: ProcessPlacement, to: Mapping[str, ProcessPlacement], placements: Placements
     ) -> ProcessPlacement:
-        """Where a process goes that was on a lost node: to devices in place of its own, or to any node."""
-        self._devices.give_back(before)
-        if before.devices:
-            found = [to[device] for device in before.devices]
-            return ProcessPlacement(found[0].node, tuple(device for each in found for device in each.devices))
+        """The new placement of a process from a lost node: the devices that replace its own, or any node."""
+        self._devices.give_back(former)
+        if former.devices:
+            devices = [to[device] for device in former.devices]
+            return ProcessPlacement(devices[0].node, tuple(name for device in devices for name in device.devices))
         [slot] = list_slots(pack_slots({"moved": Footprint(processes=1, devices=0)}, []))
         return ProcessPlacement(self._assign_living([slot], placements)["moved"][0])

@@ -64,7 +64,7 @@ class RayCluster(Cluster):
 
     All devices of a run are reserved at once, in a placement group with one bundle per node, on the nodes that
     coalign.cluster.placement.nodes has chosen. An environment variable shows each process its devices. Ray itself
-    cannot do that: it shares a device only in fractions and several devices only whole, so a model with two devices per
+    cannot do that: it shares one device in fractions, but never several devices, so a model with two devices per
     process could not share them with a model with one.
     """
 
@@ -80,10 +80,10 @@ class RayCluster(Cluster):
         # Names of actors must be unique over all runs of a Ray cluster.
         self._run = f"{os.path.basename(os.path.normpath(config.output))}-{uuid.uuid4().hex[:6]}"
         self._record: WorkersRecord | None = None  # by which the next driver finds the processes
-        self._survivors: dict[str, Any] = {}  # of the driver before, by name, that have no role yet
+        self._survivors: dict[str, Any] = {}  # processes of the previous driver without a role yet, by name
         self.epoch = claim.epoch if claim else 0
         self._folder = claim.folder if claim else None
-        self._lifetime = "detached" if claim else None  # of processes and reserved devices; None: this driver's
+        self._lifetime = "detached" if claim else None  # processes and devices outlive this driver, or do not
         self._head: RayHead | None = None
         self._threads = config.runtime.threads
         self._resource = config.runtime.accelerator
@@ -91,13 +91,13 @@ class RayCluster(Cluster):
         self.nodes = self._devices.nodes
         self._placer = ProcessPlacer(self._devices, config.runtime.wait_for_devices)
         self._actors: list[Any] = []
-        self._started = Counter[str]()  # how often a process of this name was
-        self._kinds: dict[str, tuple[str, int | None, str | None]] = {}  # of a model's processes: name, threads, arena
+        self._started = Counter[str]()  # starts of a process, by name
+        self._process_options: dict[str, tuple[str, int | None, str | None]] = {}  # by model: role, threads, arena
         self._stack_files: dict[str, ray.ObjectRef] = {}  # by a process's name in errors
         self._starting = threading.Lock()  # no actor may start while all are being ended
         self._replacing = threading.Lock()  # the worker of functions
         self._moving = threading.Lock()  # processes to other nodes
-        self._numbers: dict[str, list[int]] = {}  # of a model's processes, in the order of their placements
+        self._numbers: dict[str, list[int]] = {}  # a model's process numbers, in the order of its placements
         self._owner = not ray.is_initialized()
         self._ended = threading.Event()
         self._call_seconds = config.runtime.call_timeout or STORE_SECONDS
@@ -110,7 +110,7 @@ class RayCluster(Cluster):
             if not self._survivors:
                 slots = list_slots(self.slots)
                 self.placements = self._placer.place(slots)
-                self.own_node = self._find_own_place()
+                self.driver_node = self._find_driver_node()
             if claim:
                 self._write_record(claim.folder, claim.fingerprint)
                 start_thread(self._send_signs_of_life, "coalign-ray-life")
@@ -124,12 +124,12 @@ class RayCluster(Cluster):
         if claim is None:
             return None
         self._head = RayHead(claim.folder, ORPHAN_SECONDS)
-        enable_token_auth_by_default()  # as Ray does where it starts
+        enable_token_auth_by_default()  # as Ray does for a cluster that it starts itself
         return self._head.address
 
     def _take_over(self, claim: RunClaim, former: WorkersRecord) -> None:
-        """Find the processes of the driver before. ValueError if it still goes."""
-        if former.epoch >= claim.epoch:  # somebody has deleted the lock, which counts
+        """Find the processes of the previous driver. ValueError if it still runs."""
+        if former.epoch >= claim.epoch:  # the lock, which counts drivers, has been deleted
             claim = replace(claim, epoch=former.epoch + 1)
         self.epoch = claim.epoch
         self._survivors = take_over(claim, former)
@@ -141,11 +141,11 @@ class RayCluster(Cluster):
             self._started[key] = max(self._started[key], int(count or 0) + 1)
         log.info("taking over %s", ", ".join(sorted(find_key(self._run, name) for name in self._survivors)))
         self._actors += self._survivors.values()
-        self.placements = {name: [*places] for name, places in former.placements.items()}
+        self.placements = {name: [*ranks] for name, ranks in former.placements.items()}
         self._devices.take_over(self._run, former.nodes, list_groups(self._run), self.placements)
-        self.own_node = self._find_own_place()
+        self.driver_node = self._find_driver_node()
 
-    def _find_own_place(self) -> int:
+    def _find_driver_node(self) -> int:
         return self._devices.ids.index(ray.get_runtime_context().get_node_id())
 
     def _write_record(self, folder: Path, fingerprint: str) -> None:
@@ -160,23 +160,23 @@ class RayCluster(Cluster):
                     actor.hear.remote(self.epoch)
 
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
-        kind = "rank" if spmd else "replica"
+        role = "rank" if spmd else "replica"
         device = find_accelerator(self._resource).device if slot.footprints[name].devices else "cpu"
         arena = device if slot.name in self.residency.slots and exclusive else None
-        self._kinds[name], self._numbers[name] = (kind, threads, arena), [*range(len(self.placements[name]))]
-        ranks = [self._start_process(name, number, place) for number, place in enumerate(self.placements[name])]
+        self._process_options[name], self._numbers[name] = (role, threads, arena), [*range(len(self.placements[name]))]
+        ranks = [self._start_process(name, number, placement) for number, placement in enumerate(self.placements[name])]
         if not spmd:
             return [DistActor([rank], device) for rank in ranks]
         return [DistActor(ranks, device, self.find_rendezvous(ranks))]
 
     def _start_process(self, model: str, number: int, placement: ProcessPlacement) -> RayWorker:
-        kind, threads, arena = self._kinds[model]
-        name = f"{model}:{kind}{number}" if kind else model
-        where = f"{model}, {kind} {number}" if kind else model
+        role, threads, arena = self._process_options[model]
+        name = f"{model}:{role}{number}" if role else model
+        process = f"{model}, {role} {number}" if role else model
         actor = self._start_actor(name, placement, threads, arena)
-        full = where + (f" on {self.nodes[placement.node].name}" if len(self.nodes) > 1 else "")
-        self._stack_files[full] = actor.stack_file.remote()
-        return RayWorker(full, actor, model, number, placement, self)
+        full_name = process + (f" on {self.nodes[placement.node].name}" if len(self.nodes) > 1 else "")
+        self._stack_files[full_name] = actor.stack_file.remote()
+        return RayWorker(full_name, actor, model, number, placement, self)
 
     def replace_process(self, worker: RayWorker) -> RayWorker:
         """End a process and start an empty one: in its place or, if that node is lost, in another one.
@@ -185,9 +185,9 @@ class RayCluster(Cluster):
         """
         with self._starting:
             ray.kill(worker.actor)
-            with suppress(ValueError):  # an attempt before has failed
+            with suppress(ValueError):  # an earlier attempt has failed
                 self._actors.remove(worker.actor)
-        self._stack_files.pop(worker.where, None)
+        self._stack_files.pop(worker.name, None)
         slot = self.slots[worker.model]
         with self._moving:
             for node in self._placer.find_lost_nodes(slot, self.placements):
@@ -205,7 +205,7 @@ class RayCluster(Cluster):
         except RayActorError as lost:
             raise self.error or lost from None  # killed, because another model could not start
         except GetTimeoutError:
-            raise RayStoreError(f"{first.where}: its process did not start within {LOAD_SECONDS:g} s") from None
+            raise RayStoreError(f"{first.name}: its process did not start within {LOAD_SECONDS:g} s") from None
 
     def _start_actor(self, name: str, placement: ProcessPlacement, threads: int | None, arena: str | None) -> Any:
         # Ray would set OMP_NUM_THREADS to the cores reserved, and results depend on the number of threads.
@@ -241,7 +241,7 @@ class RayCluster(Cluster):
     def _functions(self) -> RayWorker:
         if "functions" not in self.slots:
             self._add_slot("functions", Footprint(processes=1, devices=0))
-        self._kinds["functions"], self._numbers["functions"] = ("", self._threads, None), [0]
+        self._process_options["functions"], self._numbers["functions"] = ("", self._threads, None), [0]
         return self._start_process("functions", 0, self.placements["functions"][0])
 
     def _function_worker(self) -> WorkerHandle:
@@ -249,14 +249,14 @@ class RayCluster(Cluster):
 
     def open_keepers(self, run: Path, models: Sequence[str]) -> Keepers | None:
         if self.keepers is None and (len(self._devices.update()) > 1 or has_keepers(run)):
-            self.keepers = Keepers(run, self._devices.ids, self.own_node, self._call_seconds)
+            self.keepers = Keepers(run, self._devices.ids, self.driver_node, self._call_seconds)
         if self.keepers is not None:
-            ranks = {name: [place.node for place in self.placements[name]] for name in models}
+            ranks = {name: [placement.node for placement in self.placements[name]] for name in models}
             self.keepers.choose(ranks, [node.name for node in self.nodes])
         return self.keepers
 
     def _forget_placements(self) -> None:
-        """Processes are elsewhere than the record says: another driver cannot use them."""
+        """Drop the recorded placements, which no longer hold: another driver cannot use these processes."""
         if self._record and self._record.placements:
             self._record = replace(self._record, placements={})
             self._record.write()
@@ -264,16 +264,16 @@ class RayCluster(Cluster):
     def _add_processes(self, model: DistModel[Any], needs: Footprint, count: int) -> list[WorkerHandle]:
         self._forget_placements()
         name, placements = model.name, self.placements[model.name]
-        found = self._placer.place_more(name, needs, count, not model.spmd, self.placements)
+        added = self._placer.place_more(name, needs, count, not model.spmd, self.placements)
         free = (number for number in itertools.count() if number not in self._numbers[name])
-        numbers = [*itertools.islice(free, len(found))]
-        self.placements[name], self._numbers[name] = [*placements, *found], [*self._numbers[name], *numbers]
-        return [self._start_process(name, number, place) for number, place in zip(numbers, found, strict=True)]
+        numbers = [*itertools.islice(free, len(added))]
+        self.placements[name], self._numbers[name] = [*placements, *added], [*self._numbers[name], *numbers]
+        return [self._start_process(name, number, placement) for number, placement in zip(numbers, added, strict=True)]
 
     def _find_stranded(self) -> set[str]:
         living = self._devices.find_living()
         ranks = [cast(RayWorker, rank) for model in self.models.values() for rank in model.ranks]
-        return {rank.where for rank in ranks if rank.placement.node not in living}
+        return {rank.name for rank in ranks if rank.placement.node not in living}
 
     def has_place(self, name: str) -> bool:
         return self._devices.is_ready(name)
@@ -284,7 +284,7 @@ class RayCluster(Cluster):
             ray.kill(worker.actor)
             with suppress(ValueError):  # it was lost, and has been ended
                 self._actors.remove(worker.actor)
-            self._stack_files.pop(worker.where, None)
+            self._stack_files.pop(worker.name, None)
         self._forget_placements()
         index = self._numbers[worker.model].index(worker.number)
         del self._numbers[worker.model][index]
@@ -298,34 +298,34 @@ class RayCluster(Cluster):
                 self._functions = cast(RayWorker, worker.replace())
 
     def stacks(self) -> dict[str, str]:
-        found = dict.fromkeys(self._stack_files, "the process has not started, or its node does not answer\n")
+        texts = dict.fromkeys(self._stack_files, "the process has not started, or its node does not answer\n")
         if self._stack_files:
             asking = begin_in_thread(self._ask_nodes, "coalign-ray-stacks")  # Ray waits for its GCS without a limit
             if concurrent.futures.wait([asking], 3 * STACKS_SECONDS).done:
-                found |= asking.result()
+                texts |= asking.result()
             else:
-                found = dict.fromkeys(found, "Ray does not answer: its GCS or a raylet stands still\n")
-        return super().stacks() | found
+                texts = dict.fromkeys(texts, "Ray does not answer: its GCS or a raylet stands still\n")
+        return super().stacks() | texts
 
     def _ask_nodes(self) -> dict[str, str]:
         """The stacks that the nodes send in time, by a process's name in errors."""
         ready, _ = ray.wait([*self._stack_files.values()], num_returns=len(self._stack_files), timeout=STACKS_SECONDS)
         nodes: dict[str, dict[str, StackFile]] = {}
-        for where, reference in self._stack_files.items():
+        for process, reference in self._stack_files.items():
             if reference in ready:
                 node, file = ray.get(reference)
-                nodes.setdefault(node, {})[where] = file
+                nodes.setdefault(node, {})[process] = file
         answers = []
         for node, files in nodes.items():
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
             answers.append(ray.remote(collect_stacks).options(num_cpus=0, scheduling_strategy=on_node).remote(files))
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for answer in ray.wait(answers, num_returns=len(answers), timeout=STACKS_SECONDS)[0]:
-            found |= ray.get(answer)
-        return found
+            texts |= ray.get(answer)
+        return texts
 
     def _kill(self) -> None:
-        """Also ends Ray itself if it was started here. What another driver of the run leads goes on."""
+        """End all processes, and Ray if it was started here; those that another driver leads go on."""
         self._ended.set()
         record = read_workers(self._folder) if self._folder else None
         leads = record is None or record.epoch == self.epoch
@@ -353,7 +353,7 @@ class RayCluster(Cluster):
 def join_keepers(address: str, run: Path, seconds: float | None) -> Iterator[Keepers]:
     """Yield the keepers of a run's checkpoints, before the run has a cluster. ValueError if no Ray cluster answers.
 
-    They may take ``seconds`` for what they are asked (None: half an hour).
+    They may take ``seconds`` to answer a request (None: half an hour).
     """
     joined = ray.is_initialized()
     if not joined:

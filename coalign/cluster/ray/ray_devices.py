@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class DeviceReservations:
     """Devices that a run has reserved on the nodes of a Ray cluster, and those that its replicas wait for.
 
-    ``nodes[i]`` is node i as it was when it was seen last, ``ids[i]`` its id. ``lifetime``: `detached` for reservations
+    ``nodes[i]`` is node i as it was last seen, ``ids[i]`` its id. ``lifetime``: `detached` for reservations
     that outlive this driver.
     """
 
@@ -52,13 +52,13 @@ class DeviceReservations:
         self.lifetime = lifetime
         self.ids: list[str] = []
         self.nodes: list[Node] = []
-        self._kinds: dict[int, str] = {}  # of devices, by node; nodes that do not say are left out
-        self._wanted: dict[str, set[str]] = {}  # kinds of devices that a model's replicas wait for; empty: any
-        self._refused: set[tuple[str, int]] = set()  # models and nodes of another kind that the log has named
+        self._device_types: dict[int, str] = {}  # by node; nodes that do not report one are left out
+        self._wanted: dict[str, set[str]] = {}  # device types that a model's replicas wait for; empty: any
+        self._refused: set[tuple[str, int]] = set()  # models and nodes of another type that the log has named
         self._groups: list[PlacementGroup] = []
-        self._single: dict[ProcessPlacement, PlacementGroup] = {}  # of a process that has a group of its own
-        self._waiting: dict[str, list[PlacementGroup]] = {}  # of replicas, by model
-        self._numbers = itertools.count()  # of groups
+        self._single: dict[ProcessPlacement, PlacementGroup] = {}  # groups that hold one process
+        self._waiting: dict[str, list[PlacementGroup]] = {}  # groups that a model's replicas wait for
+        self._numbers = itertools.count()  # in the names of groups
         self._counted = Counter[int]()  # devices without names that were given one, by node
         self._lock = threading.Lock()
 
@@ -70,32 +70,32 @@ class DeviceReservations:
         self.update(ids)
         self._groups += [get_placement_group(name) for name in groups]
         self._numbers = itertools.count(1 + max((int(name.rpartition("devices")[2]) for name in groups), default=-1))
-        processes = [place for ranks in placements.values() for place in ranks]
-        self._counted = Counter(node for node, _ in {(each.node, name) for each in processes for name in each.devices})
+        processes = [placement for ranks in placements.values() for placement in ranks]
+        self._counted = Counter(node for node, _ in {(p.node, name) for p in processes for name in p.devices})
 
     def update(self, first: Sequence[str] = ()) -> list[Node]:
-        """Number the nodes that are new, and return all as they are now. Lost ones have no devices.
+        """Number new nodes, and return the current state of all; lost ones have no devices.
 
         The ``first`` ids are numbered before others, which follow by their names.
         """
-        places = {own: place for place, own in enumerate(first)}
+        order = {node_id: index for index, node_id in enumerate(first)}
         alive = [node for node in ray.nodes() if node["Alive"]]
-        alive.sort(key=lambda n: (places.get(n["NodeID"], len(places)), n["NodeName"], n["NodeID"]))
+        alive.sort(key=lambda n: (order.get(n["NodeID"], len(order)), n["NodeName"], n["NodeID"]))
         free, names = available_resources_per_node(), Counter(node["NodeName"] for node in alive)
         with self._lock:
             there: dict[int, Node] = {}
             for record in alive:
-                own, name, total = record["NodeID"], record["NodeName"], record["Resources"]
-                if own not in self.ids:
+                node_id, name, total = record["NodeID"], record["NodeName"], record["Resources"]
+                if node_id not in self.ids:
                     number = len(self.ids)
                     if names[name] > 1 or name in (node.name for node in self.nodes):
-                        name += f"#{own[:4]}"
-                    self.ids.append(own)
+                        name += f"#{node_id[:4]}"
+                    self.ids.append(node_id)
                     self.nodes.append(Node(name, 0, int(total.get(self.resource, 0)), cores=total.get("CPU", 0.0)))
-                    if kind := record.get("Labels", {}).get(DEVICE_KIND):
-                        self._kinds[number] = kind
-                number = self.ids.index(own)
-                count = int(free.get(own, {}).get(self.resource, 0))
+                    if device_type := record.get("Labels", {}).get(DEVICE_KIND):
+                        self._device_types[number] = device_type
+                number = self.ids.index(node_id)
+                count = int(free.get(node_id, {}).get(self.resource, 0))
                 self.nodes[number] = there[number] = replace(self.nodes[number], free=count)
             return [there.get(number, replace(node, free=0, total=0)) for number, node in enumerate(self.nodes)]
 
@@ -104,8 +104,9 @@ class DeviceReservations:
         return {self.ids.index(r["NodeID"]) for r in ray.nodes() if r["NodeID"] in self.ids and _is_reachable(r)}
 
     def list_alike(self, node: int) -> set[int]:
-        """Return the living nodes that have devices of the same kind as a node."""
-        return {other for other in self.find_living() if self._kinds.get(other) == self._kinds.get(node)}
+        """Return the living nodes that have devices of the same type as a node."""
+        wanted = self._device_types.get(node)
+        return {number for number in self.find_living() if self._device_types.get(number) == wanted}
 
     def reserve(self, used: Mapping[int, int]) -> list[list[Domain]]:
         """Reserve ``used`` devices by node; return their names, by node. Those that Ray only counts are numbered.
@@ -124,15 +125,15 @@ class DeviceReservations:
         return self._list_devices(group, used)
 
     def require(self, model: str, count: int, devices: int, beside: Collection[int]) -> list[ProcessPlacement]:
-        """Have ``count`` replicas of a model wait, each for ``devices`` on one node; return those that have them now.
+        """Let ``count`` replicas of a model wait, each for ``devices`` on one node; return the placements ready now.
 
-        The devices are of the kinds that the nodes ``beside`` have. Ray's autoscaler sees what waits as demand.
+        The devices are of the types that the nodes ``beside`` have. Ray's autoscaler sees waiting replicas as demand.
         """
         waiting = self._waiting.setdefault(model, [])
         while len(waiting) > count:
             remove_placement_group(waiting.pop())
-        kinds = self._wanted[model] = {self._kinds[node] for node in beside if node in self._kinds}
-        chosen = [{DEVICE_KIND: f"in({','.join(sorted(kinds))})"}] if kinds else [{}]
+        types = self._wanted[model] = {self._device_types[node] for node in beside if node in self._device_types}
+        chosen = [{DEVICE_KIND: f"in({','.join(sorted(types))})"}] if types else [{}]
         new = [self._create_group([{self.resource: float(devices)}], chosen) for _ in range(count - len(waiting))]
         waiting += new
         end = time.monotonic() + READY_SECONDS
@@ -145,11 +146,11 @@ class DeviceReservations:
         """Whether a replica that waits has its devices now, or none waits yet."""
         if not (waiting := self._waiting.get(model)):
             return True
-        self._report_others(model, self._wanted[model])
+        self._report_mismatches(model, self._wanted[model])
         return any(self._find_node(group) is not None for group in waiting)
 
     def give_back(self, placement: ProcessPlacement) -> bool:
-        """End the reservation of a process; return whether it had one of its own."""
+        """End the reservation of a process; return whether it had a separate one."""
         group = self._single.pop(placement, None)
         if group is not None:
             remove_placement_group(group)
@@ -157,7 +158,7 @@ class DeviceReservations:
 
     def release(self) -> None:
         """End all reservations."""
-        for group in (*self._groups, *self._single.values(), *(g for own in self._waiting.values() for g in own)):
+        for group in (*self._groups, *self._single.values(), *(g for groups in self._waiting.values() for g in groups)):
             remove_placement_group(group)
         self._groups, self._single, self._waiting = [], {}, {}
 
@@ -192,34 +193,34 @@ class DeviceReservations:
             task = ray.remote(_list_own_devices).options(num_cpus=0, scheduling_strategy=inside, **request)
             tasks.append(task.remote(self.resource))
         try:
-            found: list[list[Domain]] = ray.get(tasks, timeout=LOAD_SECONDS)
+            domains: list[list[Domain]] = ray.get(tasks, timeout=LOAD_SECONDS)
         except GetTimeoutError:
             names = ", ".join(self.nodes[node].name for node in used)
             raise RayStoreError(f"Ray started no process on {names} within {LOAD_SECONDS:g} s") from None
-        for place, (node, count) in enumerate(used.items()):
-            if not found[place]:
+        for bundle, (node, count) in enumerate(used.items()):
+            if not domains[bundle]:
                 first = self._counted[node]
-                found[place] = [[str(number) for number in range(first, first + count)]]
+                domains[bundle] = [[str(number) for number in range(first, first + count)]]
                 self._counted[node] += count
-        return found
+        return domains
 
-    def _report_others(self, model: str, kinds: Collection[str]) -> None:
-        """Log once that a node has free devices, but of a kind on which the model does not compute."""
+    def _report_mismatches(self, model: str, types: Collection[str]) -> None:
+        """Log once that a node has free devices, but of a type on which the model does not compute."""
         for number, node in enumerate(self.update()):
-            kind = self._kinds.get(number)
-            if kinds and node.free and kind not in kinds and (model, number) not in self._refused:
+            device_type = self._device_types.get(number)
+            if types and node.free and device_type not in types and (model, number) not in self._refused:
                 self._refused.add((model, number))
                 log.warning(
                     "node %s has %s and is not used for %s, which computes on %s",
                     node.name,
-                    kind or "devices of an unknown kind",
+                    device_type or "devices of an unknown kind",
                     model,
-                    ", ".join(sorted(kinds)),
+                    ", ".join(sorted(types)),
                 )
 
 
 def _is_reachable(node: Mapping[str, Any]) -> bool:
-    """Whether a node lives. Ray hears only after some time that one is lost."""
+    """Whether a node lives; Ray notices a lost one only after some time."""
     if not node["Alive"]:
         return False
     try:

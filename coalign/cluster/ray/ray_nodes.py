@@ -14,11 +14,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from coalign.cluster.ray.connection import connect
 
 Value = TypeVar("Value")
-CLOCK_CALLS = 5  # of which the quickest tells a clock's offset best
+CLOCK_CALLS = 5  # the quickest one tells a clock's offset best
 
 
 class NodeProcess:
-    """A process on one node, which calls functions of whoever asks."""
+    """A process on one node that calls functions on request."""
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
@@ -68,7 +68,7 @@ class RayNodes:
         self, function: Callable[..., Value], arguments: Mapping[str, Sequence[Any]], seconds: float
     ) -> dict[str, Value | Exception]:
         """Call ``function`` at once on each node that ``arguments`` names; its result, or the error, by node."""
-        tasks = {name: self._processes[name].call.remote(function, *own) for name, own in arguments.items()}
+        tasks = {name: self._processes[name].call.remote(function, *values) for name, values in arguments.items()}
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=seconds)
         results: dict[str, Value | Exception] = {}
         for name, task in tasks.items():
@@ -86,12 +86,12 @@ class RayNodes:
         offsets: dict[str, float] = {}
 
         def ask(name: str) -> None:
-            found: list[tuple[float, float]] = []
+            samples: list[tuple[float, float]] = []
             for _ in range(CLOCK_CALLS):
-                begun = time.time()
+                start = time.time()
                 there = cast(float, ray.get(self._processes[name].call.remote(time.time), timeout=seconds))
-                found.append((time.time() - begun, there - (begun + time.time()) / 2))
-            offsets[name] = min(found)[1]
+                samples.append((time.time() - start, there - (start + time.time()) / 2))
+            offsets[name] = min(samples)[1]
 
         threads = [threading.Thread(target=_survive, args=(ask, name), daemon=True) for name in self._processes]
         for thread in threads:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-LEAST_VERSION = "2.60"  # of ray: the first that asks for a token by default
+LEAST_VERSION = "2.60"  # the first Ray that asks for a token by default
 # Ray spills no more onto a disk of which so much is in use; the variable is Ray's.
 FULL_SHARE = float(os.environ.get("RAY_local_fs_capacity_threshold", "0.95"))  # noqa: SIM112
 MIB = 2**20

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 GCS_SECONDS = 60.0  # how long Ray's control store (GCS) may take to say which nodes there are
 STORE_SECONDS = 1800.0  # how long an object store may take to give or take a payload
 FULL_SECONDS = 120.0  # the same, while it can spill nothing more: Ray waits for ever for a payload that was not stored
-LOOK_SECONDS = 15.0  # between two looks at a store that has not answered
-WATCH_SECONDS = 30.0  # between two looks at what the stores have spilled
+LOOK_SECONDS = 15.0  # between two checks of a store that has not answered
+WATCH_SECONDS = 30.0  # between two checks of the bytes that stores have spilled
 Value = TypeVar("Value")
 
 
@@ -80,7 +80,7 @@ class NumpyBatch:
     def nbytes(self) -> int:
         """Bytes of its arrays; what lists hold is not counted."""
         columns = (*self.token.values(), *self.sequence.values())
-        return self.lengths.nbytes + sum(each.array.nbytes for each in columns if isinstance(each, NumpyColumn))
+        return self.lengths.nbytes + sum(column.array.nbytes for column in columns if isinstance(column, NumpyColumn))
 
     def select(self, rows: np.ndarray) -> Batch:
         """Copy the sequences ``rows`` (i64), in this order."""
@@ -88,10 +88,9 @@ class NumpyBatch:
         starts = ends[rows] - lengths
         # Token t comes from where its row starts, plus its distance from where the row starts in the result.
         moved = starts - lengths.cumsum() + lengths
-        whole = len(rows) > 0 and bool((moved == moved[0]).all())  # one piece
-        tokens = (
-            slice(starts[0], starts[0] + lengths.sum()) if whole else moved.repeat(lengths) + np.arange(lengths.sum())
-        )
+        is_contiguous = len(rows) > 0 and bool((moved == moved[0]).all())
+        total = lengths.sum()
+        tokens = slice(starts[0], starts[0] + total) if is_contiguous else moved.repeat(lengths) + np.arange(total)
         sequence: dict[str, Column] = {
             name: column.rows(rows) if isinstance(column, NumpyColumn) else [column[i] for i in rows]
             for name, column in self.sequence.items()
@@ -127,7 +126,7 @@ def measure_store(node: Mapping[str, Any]) -> StoreSpace:
     spilling = json.loads(state.get_system_config().get("object_spilling_config") or "{}")
     return StoreSpace(
         node["NodeName"],
-        stats.object_store_bytes_avail,  # of all, not of those that are free
+        stats.object_store_bytes_avail,  # despite its name the size of the store, not its free bytes
         stats.spilled_bytes_total,
         spilling.get("params", {}).get("directory_path", ""),
     )
@@ -135,12 +134,12 @@ def measure_store(node: Mapping[str, Any]) -> StoreSpace:
 
 def watch_stores(ended: threading.Event) -> None:
     """Log once for each node that its store has begun to spill, which makes every batch slower."""
-    known: set[str] = set()
+    reported: set[str] = set()
     while not ended.wait(WATCH_SECONDS):
         try:
-            for node in [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known]:
+            for node in [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in reported]:
                 if (space := measure_store(node)).spilled:
-                    known.add(node["NodeID"])
+                    reported.add(node["NodeID"])
                     log.warning("%s", space.describe_spilling())
         except Exception as problem:  # Ray has ended, or a node does not answer: calls will say so
             log.debug("the stores of Ray were not measured: %s", problem)
@@ -152,25 +151,25 @@ def _use_store(action: Callable[[], Value]) -> Value:
     Ray's own deadlines do not hold while a raylet is stopped, so a thread acts and this one waits.
     """
     done = begin_in_thread(action, "coalign-ray-store")
-    begun = time.monotonic()
+    start = time.monotonic()
     while True:
         if concurrent.futures.wait([done], LOOK_SECONDS).done:
             try:
                 return done.result()
             except (OutOfDiskError, ObjectStoreFullError) as full:
                 raise RayStoreError(measure_store(find_own_node()).describe()) from full
-            except (ObjectLostError, RayActorError) as lost:  # its node, or the process that was to make it
+            except (ObjectLostError, RayActorError) as lost:  # its node is lost, or the process that computes it
                 raise PayloadLost(str(lost).strip().partition("\n")[0]) from lost
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         asking = begin_in_thread(find_own_node, "coalign-ray-node")
         if not concurrent.futures.wait([asking], GCS_SECONDS).done:
             raise RayStoreError(f"Ray's control store (GCS) has not answered for {GCS_SECONDS:g} s: is it stopped?")
         node = asking.result()
-        where = f"the object store of Ray on node {node['NodeName']}"
+        store = f"the object store of Ray on node {node['NodeName']}"
         if not node["Alive"]:
-            raise RayStoreError(f"{where} is lost: its raylet is stopped, has ended, or cannot be reached")
+            raise RayStoreError(f"{store} is lost: its raylet is stopped, has ended, or cannot be reached")
         if seconds > STORE_SECONDS:
-            raise RayStoreError(f"{where} has not answered for {seconds:.0f} s; look at its raylet and at `ray memory`")
+            raise RayStoreError(f"{store} has not answered for {seconds:.0f} s; look at its raylet and at `ray memory`")
         with suppress(grpc.RpcError):  # one that does not answer has its own deadline
             if seconds > FULL_SECONDS and not (space := measure_store(node)).count_spillable():
                 raise RayStoreError(space.describe())

@@ -23,11 +23,11 @@ ORPHAN_SECONDS = 180.0  # without a driver, processes wait so long for the next 
 
 @dataclass(frozen=True, slots=True)
 class RunClaim:
-    """What a driver says of itself when it wants the processes of a run.
+    """A driver's request for the processes of a run.
 
     ``epoch`` counts the drivers of the run in ``folder``. Drivers of one ``fingerprint`` need the same processes.
-    ``begins``: there is no checkpoint to go on from, so none can be used. ``waits``: the driver before may still be
-    going (it was on another machine), which its processes know.
+    ``begins``: there is no checkpoint to go on from, so none can be used. ``waits``: the previous driver may still
+    run (it was on another machine), which its processes know.
     """
 
     folder: Path
@@ -39,10 +39,10 @@ class RunClaim:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What a process says of itself: whom it obeys, how many seconds ago it heard of it, and what it is doing.
+    """A process's report: the driver it obeys, the seconds since it heard of that one, and what it is doing.
 
     ``calls`` is the number of calls that it has begun. ``failed``: one of them raised. ``changed``: a source file that
-    it has loaded and that is another one now.
+    it has loaded and that has changed since.
     """
 
     epoch: int
@@ -78,14 +78,14 @@ class WorkersRecord:
 
 
 def read_workers(folder: Path) -> WorkersRecord | None:
-    """Return the record of the run in this folder; None if there is none, it is damaged, or of a copied folder."""
+    """Return the record of the run in this folder; None if it is missing, damaged, or from a copied folder."""
     try:
-        found = read_json_object(folder / NAME)
+        stored = read_json_object(folder / NAME)
         placements = {
-            name: [ProcessPlacement(place["node"], tuple(place["devices"])) for place in places]
-            for name, places in found["placements"].items()
+            name: [ProcessPlacement(rank["node"], tuple(rank["devices"])) for rank in ranks]
+            for name, ranks in stored["placements"].items()
         }
-        record = WorkersRecord(**{**found, "placements": placements})
+        record = WorkersRecord(**{**stored, "placements": placements})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record if record.folder == str(folder.absolute()) else None
@@ -100,27 +100,23 @@ class LoadedSources:
     """The source files of this process's modules, as they were when it loaded them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, int] | None] = {}
+        self._versions: dict[str, tuple[int, int] | None] = {}
 
     def note(self) -> None:
         """Take note of the modules that are loaded now."""
-        for file in _list_sources():
-            if file not in self._known:
-                self._known[file] = _measure(file)
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None)
+            if isinstance(file, str) and file.endswith(".py") and file not in self._versions:
+                self._versions[file] = _measure(file)
 
     def find_changed(self) -> str | None:
         """Return a file that has changed since it was noted."""
-        return next((file for file, before in self._known.items() if _measure(file) != before), None)
-
-
-def _list_sources() -> list[str]:
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    return [file for file in files if isinstance(file, str) and file.endswith(".py")]
+        return next((file for file, version in self._versions.items() if _measure(file) != version), None)
 
 
 def _measure(file: str) -> tuple[int, int] | None:
     try:
-        found = Path(file).stat()
+        status = Path(file).stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size

@@ -20,7 +20,7 @@ from coalign.files import delete_path, delete_report, read_report
 from coalign.run_files.checkpoints import MANIFEST, RUN, list_left_memory, list_steps, parse_manifest
 
 NAME = ".keepers"  # in the run folder: which nodes have files
-DIGITS = 16  # of a node's id that are in the name of its folder
+DIGITS = 16  # the length to which a node's id is cut in the name of its folder
 BLOCK = 8 << 20  # bytes of a file that travel at once
 
 
@@ -73,7 +73,7 @@ def find_missing(written: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """What one node holds of a checkpoint: the text of its manifest, and the bytes of each file."""
+    """The share of a checkpoint on one node: the text of its manifest, and the bytes of each file."""
 
     manifest: str
     files: Mapping[str, int]
@@ -85,7 +85,7 @@ class SpreadStep:
 
     manifest: str
     sizes: Mapping[str, int]
-    holders: dict[str, list[str]] = field(default_factory=dict)  # of each file; files that nobody holds are left out
+    holders: dict[str, list[str]] = field(default_factory=dict)  # nodes by file; files that nobody holds are left out
 
     @property
     def lost(self) -> list[str]:
@@ -116,38 +116,38 @@ def merge_steps(stored: Mapping[str, Mapping[int, StoredStep]]) -> dict[int, Spr
     Files of one step count together if their nodes have the same manifest: two drivers may have written it. Of two
     such checkpoints the one that lacks fewer files counts.
     """
-    found: dict[int, dict[str, SpreadStep]] = {}
+    candidates: dict[int, dict[str, SpreadStep]] = {}
     for node, steps in stored.items():
-        for step, own in steps.items():
+        for step, held in steps.items():
             try:
-                sizes = parse_manifest(own.manifest)
+                sizes = parse_manifest(held.manifest)
             except ValueError:  # the node's processes ended while it was written
                 continue
-            spread = found.setdefault(step, {}).setdefault(own.manifest, SpreadStep(own.manifest, sizes))
+            spread = candidates.setdefault(step, {}).setdefault(held.manifest, SpreadStep(held.manifest, sizes))
             for name, size in sizes.items():
-                if own.files.get(name) == size:
+                if held.files.get(name) == size:
                     spread.holders.setdefault(name, []).append(node)
-    return {step: min(found[step].values(), key=lambda each: len(each.lost)) for step in sorted(found)}
+    return {step: min(candidates[step].values(), key=lambda spread: len(spread.lost)) for step in sorted(candidates)}
 
 
 class Keeper:
     """Keeps checkpoints in the folder of its node; paths are relative to it.
 
-    ``step_N/`` holds a part of a checkpoint's files, and a manifest of all of them. What a step is written to has
-    another name before (coalign.files.write_atomically).
+    ``step_N/`` holds some of a checkpoint's files, and a manifest of all of them. While a step is written, its folder
+    has another name (coalign.files.write_atomically).
     """
 
     def __init__(self, base: str, node: str, run: str, living: Collection[str]) -> None:
-        """Delete what is left of nodes that do not live, and of runs that are gone; ``run`` is the run's folder."""
+        """Delete the folders of nodes that do not live, and of runs that are gone; ``run`` is the run's folder."""
         self._folder = Path(name_folder(base, node))
         self._run = run
-        memory, there = self._folder.parent, {name_folder(base, other) for other in living}
-        left = [path for path in memory.glob(f"{os.path.basename(base)}-*") if str(path) not in there]
+        memory, kept = self._folder.parent, {name_folder(base, living_node) for living_node in living}
+        left = [path for path in memory.glob(f"{os.path.basename(base)}-*") if str(path) not in kept]
         for path in (*left, *list_left_memory(memory)):
             delete_path(path)
 
     def open(self) -> None:
-        """Make the folder, and delete what was being written and is not complete. Raises PermissionError."""
+        """Make the folder, and delete incomplete files. Raises PermissionError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{self._folder} would hold checkpoints of {self._run}, and belongs to another user")
@@ -163,13 +163,13 @@ class Keeper:
         return {str(path.relative_to(top)): path.stat().st_size for path in files}
 
     def list_steps(self) -> dict[int, StoredStep]:
-        """Return what is here of each checkpoint that has a manifest."""
-        found = {}
+        """Return this node's share of each checkpoint that has a manifest."""
+        stored = {}
         for step in list_steps(self._folder):
             with suppress(OSError):
                 manifest = (self._folder / f"step_{step}" / MANIFEST).read_text()
-                found[step] = StoredStep(manifest, self.list_files(f"step_{step}"))
-        return found
+                stored[step] = StoredStep(manifest, self.list_files(f"step_{step}"))
+        return stored
 
     def read_report(self, path: str) -> str | None:
         """Return what rank 0 has reported of a directory, see coalign.files.read_report."""
@@ -208,7 +208,7 @@ class Keeper:
         (target / MANIFEST).write_text(manifest)
 
     def seal(self, directory: str, step: int, manifest: str) -> None:
-        """Make what was written to a directory this node's part of a checkpoint."""
+        """Turn a directory that was written into this node's share of a checkpoint."""
         aside, target = self._folder / directory, self._folder / f"step_{step}"
         aside.mkdir(parents=True, exist_ok=True)
         (aside / MANIFEST).write_text(manifest)

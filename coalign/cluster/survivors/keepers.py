@@ -39,8 +39,8 @@ from coalign.files import read_json_object, write_text_atomically
 from coalign.run_files.checkpoints import find_step, format_manifest, name_memory_folder
 
 log = logging.getLogger(__name__)
-AHEAD = 3  # blocks that are on their way at once
-THREADS = 16  # of a keeper: it sends while it receives
+BLOCKS_IN_FLIGHT = 3
+THREADS = 16  # a keeper sends while it receives
 LOOK_SECONDS = 60.0  # how long it may take to list or delete files
 KILL_SECONDS = 10.0  # how long the keeper of an earlier driver may take to end
 
@@ -59,7 +59,7 @@ def _read_ahead(source: Any, path: str, size: int) -> Iterator[np.ndarray[Any, A
     waiting: deque[ray.ObjectRef] = deque()
     for offset in range(0, size, BLOCK):
         waiting.append(source.read.remote(path, offset))
-        if len(waiting) == AHEAD:
+        if len(waiting) == BLOCKS_IN_FLIGHT:
             yield ray.get(waiting.popleft())
     while waiting:
         yield ray.get(waiting.popleft())
@@ -72,27 +72,27 @@ class Keepers:
     Nodes are known by Ray's ids; ``ids`` are those of the cluster's nodes, by number.
     """
 
-    def __init__(self, run: Path, ids: Sequence[str], own: int, seconds: float) -> None:
-        """``own``: the number of the driver's node; ``seconds``: how long keepers may take for what they are asked."""
+    def __init__(self, run: Path, ids: Sequence[str], driver_node: int, seconds: float) -> None:
+        """``driver_node``: the number of the driver's node; ``seconds``: how long keepers may take to answer."""
         self._run = run.absolute()
         self._base = str(name_memory_folder(run))
-        self._ids, self._own, self._seconds = ids, ids[own], seconds
-        self.folder = Path(name_folder(self._base, self._own))  # of the driver's node
+        self._ids, self._driver_node, self._seconds = ids, ids[driver_node], seconds
+        self.folder = Path(name_folder(self._base, self._driver_node))
         self._actors: dict[str, Any] = {}
-        self._nodes = [self._own]  # that take part
+        self._nodes = [self._driver_node]  # nodes with a keeper
         self._first: dict[str, str] = {}  # where rank 0 is, by model
         self._recorded = _read_record(run)  # nodes that may have files
         self._fetching = threading.Lock()  # models are loaded at the same time, and lie in one directory
 
     def choose(self, ranks: Mapping[str, Sequence[int]], names: Sequence[str]) -> None:
-        """Let the nodes take part that have ``ranks`` of trained models (numbers, by model and rank).
+        """Start keepers on the nodes that have ``ranks`` of trained models (numbers, by model and rank).
 
         ``names`` are those of the nodes, by number. Raises KeeperLost if a keeper cannot be started.
         """
         self._first = {model: self._ids[nodes[0]] for model, nodes in ranks.items()}
-        there = {self._own, *(self._ids[node] for nodes in ranks.values() for node in nodes)}
-        before, self._nodes = self._nodes, [node for node in self._ids if node in there]
-        if self._nodes != before:
+        needed = {self._driver_node, *(self._ids[node] for nodes in ranks.values() for node in nodes)}
+        former, self._nodes = self._nodes, [node for node in self._ids if node in needed]
+        if self._nodes != former:
             chosen = ", ".join(names[self._ids.index(node)] for node in self._nodes)
             copies = "each holds a copy of the one before it" if len(self._nodes) > 1 else "there is no copy"
             log.info("checkpoints in memory are on %s; %s", chosen, copies)
@@ -102,7 +102,7 @@ class Keepers:
     # ---- writing
 
     def open(self) -> None:
-        """Get ready for a checkpoint: forget those that have not become complete."""
+        """Prepare a checkpoint: delete incomplete ones."""
         self._ask("open", {node: () for node in self._nodes})
 
     def read_report(self, path: Path) -> str | None:
@@ -114,7 +114,7 @@ class Keepers:
         self._ask("delete_report", {self._first[path.name]: (self._relative(path),)})
 
     def copy(self, directory: Path, step: int) -> str:
-        """Let each node's files of a checkpoint be held by another node, too, and complete it on all nodes but here.
+        """Copy each node's files of a checkpoint to its partner, and complete it on all nodes but the driver's.
 
         Returns the text of its manifest. Raises OSError, KeeperLost.
         """
@@ -125,7 +125,7 @@ class Keepers:
         self._ask("fetch", calls)
         sizes = {path: size for files in written.values() for path, size in files.items()}
         manifest = format_manifest(sizes, uuid.uuid4().hex)
-        self._ask("seal", {node: (name, step, manifest) for node in self._nodes if node != self._own})
+        self._ask("seal", {node: (name, step, manifest) for node in self._nodes if node != self._driver_node})
         return manifest
 
     def keep(self, steps: Collection[int]) -> None:
@@ -146,12 +146,12 @@ class Keepers:
         return merge_steps(self._ask_living("list_steps"))
 
     def localize(self, directory: str) -> str | NodePath:
-        """Return the path on each node that a directory in this node's memory stands for; any other one as it is."""
+        """Translate a directory in this node's memory into a path on each node; return any other one as it is."""
         path = Path(directory)
         return NodePath(self._base, self._relative(path)) if path.is_relative_to(self.folder) else directory
 
     def fetch(self, directory: str, nodes: Collection[int]) -> None:
-        """Let nodes (by number) get what they lack of a directory of a checkpoint, if it is in memory.
+        """Copy missing files of a checkpoint's directory to nodes (by number), if it is in memory.
 
         Raises OSError, KeeperLost.
         """
@@ -161,11 +161,11 @@ class Keepers:
         self._fetch(find_step(Path(path.parts[0])), {self._ids[node] for node in nodes}, "/".join(path.parts[1:]), "")
 
     def fetch_state(self, step: int, models: str) -> Path:
-        """Get all files of a checkpoint to this node but those of its ``models``; return where they are.
+        """Copy all files of a checkpoint but those of its ``models`` to this node; return their folder.
 
         Raises OSError, KeeperLost.
         """
-        self._fetch(step, {self._own}, "", models)
+        self._fetch(step, {self._driver_node}, "", models)
         return self.folder / f"step_{step}"
 
     def _fetch(self, step: int, nodes: Collection[str], folder: str, without: str) -> None:
@@ -199,8 +199,8 @@ class Keepers:
         self._ask("list_files", {node: ("",) for node in missing})  # waits for their processes
 
     def _start_recorded(self) -> None:
-        """Start keepers on all living nodes that may have files; this one may have some of a run on it alone."""
-        missing = [node for node in (*self._recorded, self._own) if node not in self._actors]
+        """Start keepers on all living nodes that may have files; this one may have those of a run on it alone."""
+        missing = [node for node in (*self._recorded, self._driver_node) if node not in self._actors]
         living = self._find_living() if missing else set[str]()
         for node in missing:
             if node in living:
@@ -245,7 +245,7 @@ class Keepers:
         answers, problems = dict[str, Any](), dict[str, OSError | KeeperLost]()
         if gone := [node for node in arguments if node not in self._actors]:
             return {}, {node: KeeperLost(f"there is no keeper on node {node[:DIGITS]}") for node in gone}
-        tasks = {node: getattr(self._actors[node], method).remote(*own) for node, own in arguments.items()}
+        tasks = {node: getattr(self._actors[node], method).remote(*values) for node, values in arguments.items()}
         end = time.monotonic() + seconds
         for node, task in tasks.items():
             try:
@@ -255,17 +255,17 @@ class Keepers:
         return answers, problems
 
     def _describe(self, node: str, error: RayError, seconds: float) -> OSError | KeeperLost:
-        """Return what it means that a keeper has not done what it was asked; one that is lost is forgotten."""
-        where = f"the keeper of checkpoints on node {node[:DIGITS]}"
+        """Turn the error of a request to a keeper into one for the caller; a lost keeper is forgotten."""
+        keeper = f"the keeper of checkpoints on node {node[:DIGITS]}"
         if isinstance(error, GetTimeoutError):
-            return OSError(f"{where} has not answered within {seconds:g} s")
+            return OSError(f"{keeper} has not answered within {seconds:g} s")
         cause = error.cause if isinstance(error, RayTaskError) else error
         text = str(cause).strip().partition("\n")[0]
         if isinstance(error, RayTaskError) and not isinstance(cause, RayActorError | ObjectLostError):
-            return OSError(f"{where}: {type(cause).__name__}: {text}")
-        if not isinstance(error, RayTaskError):  # not the one that it was to read from
+            return OSError(f"{keeper}: {type(cause).__name__}: {text}")
+        if not isinstance(error, RayTaskError):  # this keeper is lost, not the one that it reads from
             self._end(node)
-        return KeeperLost(f"{where} is lost: {text}")
+        return KeeperLost(f"{keeper} is lost: {text}")
 
     def _end(self, node: str) -> None:
         with suppress(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,8 +15,8 @@ from ray.util.placement_group import get_placement_group, placement_group_table,
 from coalign.cluster.survivors.claim import LEASE_SECONDS, ProcessState, RunClaim, WorkersRecord
 
 log = logging.getLogger(__name__)
-ASK_SECONDS = 10.0  # how long processes may take to say how they are
-IDLE_SECONDS = 60.0  # how long one may go on with what the driver before has asked for
+ASK_SECONDS = 10.0  # how long processes may take to report their state
+IDLE_SECONDS = 60.0  # how long one may take to end the calls of the previous driver
 TORN_SECONDS = 3.0  # a rank that computes so long after another has ended its calls waits for that one in vain
 _POLL_SECONDS = 0.05
 
@@ -34,7 +34,8 @@ def take_over(claim: RunClaim, record: WorkersRecord) -> dict[str, Any]:
     _refuse_if_led(claim, actors, states)
     states = _ask(actors, "obey", claim.epoch)
     chosen: set[str] = set()
-    fits = record.fingerprint == claim.fingerprint and record.placements and _are_alive(record.nodes)
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    fits = record.fingerprint == claim.fingerprint and record.placements and alive.issuperset(record.nodes)
     if fits and not claim.begins:
         chosen = _choose({name: actors[name] for name in states}, record)
     for name in actors.keys() - chosen:
@@ -58,16 +59,12 @@ def list_groups(run: str) -> list[str]:
 
 
 def find_key(run: str, name: str) -> str:
-    """Return a process's name without the run, and without how often it was started again."""
+    """Return a process's name without the run and the number of restarts."""
     return name.removeprefix(f"{run}:").partition("#")[0]
 
 
-def _are_alive(nodes: Collection[str]) -> bool:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}.issuperset(nodes)
-
-
 def _ask(actors: Mapping[str, Any], method: str, *arguments: Any) -> dict[str, ProcessState]:
-    """Call a method of each process; return what those say that answer in time."""
+    """Call a method of each process; return the states of those that answer in time."""
     tasks = {name: getattr(actor, method).remote(*arguments) for name, actor in actors.items()}
     if tasks:
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=ASK_SECONDS)
@@ -82,9 +79,9 @@ def _refuse_if_led(claim: RunClaim, actors: Mapping[str, Any], states: Mapping[s
     """Raise ValueError if processes obey a newer driver, or (``claim.waits``) one that still gives signs of life."""
     if newest := max((state.epoch for state in states.values() if state.epoch >= claim.epoch), default=None):
         raise ValueError(f"{claim.folder}: its processes obey driver {newest} of the run, and this is {claim.epoch}")
-    begun = time.monotonic()
+    start = time.monotonic()
     while claim.waits and states:
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - start
         silence = min(state.silence for state in states.values())
         if silence < waited:  # a sign of life since then
             raise ValueError(f"{claim.folder} is led by another driver, which its processes heard {silence:.0f} s ago")
@@ -95,7 +92,7 @@ def _refuse_if_led(claim: RunClaim, actors: Mapping[str, Any], states: Mapping[s
 
 
 def _choose(actors: dict[str, Any], record: WorkersRecord) -> set[str]:
-    """Return the names of the processes that fit, once they have ended the calls of the driver before."""
+    """Return the names of the processes that fit, once they have ended the calls of the previous driver."""
     fit, busy = dict[str, ProcessState](), set(actors)
     ended, end = dict[str, float](), time.monotonic() + IDLE_SECONDS
     while busy and time.monotonic() < end:
@@ -112,7 +109,7 @@ def _choose(actors: dict[str, Any], record: WorkersRecord) -> set[str]:
         if torn and time.monotonic() - min(torn) > TORN_SECONDS:
             break
         time.sleep(_POLL_SECONDS if busy else 0)
-    return {name for name in fit if ":rank" not in name or _is_whole(name, fit, record)}
+    return {name for name in fit if ":rank" not in name or _is_complete(name, fit, record)}
 
 
 def _describe_misfit(state: ProcessState | None) -> str:
@@ -125,8 +122,8 @@ def _find_model(record: WorkersRecord, name: str) -> str:
     return find_key(record.name, name).partition(":")[0]
 
 
-def _is_whole(name: str, fit: Mapping[str, ProcessState], record: WorkersRecord) -> bool:
+def _is_complete(name: str, fit: Mapping[str, ProcessState], record: WorkersRecord) -> bool:
     """Whether all ranks of the process's model fit, and have had the same calls."""
     model = _find_model(record, name)
-    group = [state for other, state in fit.items() if _find_model(record, other) == model]
+    group = [state for process, state in fit.items() if _find_model(record, process) == model]
     return len(group) == len(record.placements.get(model, ())) and len({state.calls for state in group}) == 1

@@ -30,8 +30,9 @@ class SourceConfig(Section):
     weight: Drawn[NonNegativeFloat] = 1.0
     """Probability of drawing from this source, relative to the others'."""
     prompt_key: str | None = None
-    """None: `data.prompt_key`. Likewise below."""
+    """Key of the prompt in its rows; None: `data.prompt_key`."""
     answer_key: str | None = None
+    """Key of the answer in its rows; None: `data.answer_key`."""
     max_samples: PositiveInt | None = None
     keys: dict[str, str] = {}
     """This source's own names: {our key: its key}, e.g. {chosen: response_a}; nested keys with dots."""
@@ -60,14 +61,14 @@ class ImagesConfig(Section):
     max_file_pixels: PositiveInt = 50_000_000
     """A file that says it has more is refused before it is decoded."""
     video_fps: PositiveFloat = 2.0
-    """How many frames a second videos have whose files do not say so: lists and folders of frames."""
+    """Frames per second of videos whose files do not say so: lists and folders of frames."""
 
 
 class DataConfig(Section):
     train: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
     eval: Annotated[Continuable[Drawn[OneOrMore[SourceConfig]]], Field(examples=["eval.jsonl"])] = []
-    """Likewise, for evaluation. Metrics of several sources are also reported for each, as `eval/SOURCE/…`."""
+    """Sources for evaluation, like `train`. Metrics of several are also reported for each, as `eval/SOURCE/…`."""
     mixing: Drawn[Literal["weight", "size", "tokens"]] = "weight"
     """The probability of drawing from a source is proportional to its `weight`; with `size`, to weight x rows; with
     `tokens`, its share of all tokens is proportional to its weight."""
@@ -84,29 +85,29 @@ class DataConfig(Section):
     cache: Drawn[ResultNeutral[Annotated[str, OutputPath()] | None]] = None
     """A directory that keeps tokenised sources, by a hash of their contents, tokenizer, template and keys."""
     prompt_key: str = "prompt"
-    """A string, or a list of {role, content} messages."""
+    """Key of the prompt: a string, or a list of {role, content} messages."""
     answer_key: str = "answer"
-    """SFT: the response to learn, unless it is in the prompt's messages. Reward functions see the whole row."""
+    """Key of the response to learn (SFT), unless the prompt's messages have it. Reward functions see all keys."""
     messages_key: str = "messages"
-    """A whole conversation; if a row has one, it replaces prompt and answer."""
+    """Key of a complete conversation; if a row has one, it replaces prompt and answer."""
     text_key: str = "text"
-    """A document (pre-training)."""
+    """Key of a document (pre-training)."""
     chosen_key: str = "chosen"
-    """The better response: text, an assistant message, or the whole conversation."""
+    """Key of the better response: text, an assistant message, or the complete conversation."""
     rejected_key: str = "rejected"
     responses_key: str = "responses"
-    """Several responses, ranked best first or scored under `scores_key`."""
+    """Key of several responses, ranked best first or scored under `scores_key`."""
     scores_key: str = "scores"
     margin_key: str = "margin"
-    """How much better the chosen response is, if the row has a number."""
+    """Key of a number, if the row has one: how much better the chosen response is."""
     label_key: str = "label"
-    """Whether a single response is desirable (KTO): true or false, 1 or 0."""
+    """Key that says whether a single response is desirable (KTO): true or false, 1 or 0."""
     steps_key: str = "steps"
-    """The steps of a solution (process reward models): a list of texts."""
+    """Key of the steps of a solution (process reward models): a list of texts."""
     labels_key: str = "labels"
-    """Whether each step is right: true or false, or a probability."""
+    """Key of a list that says whether each step is right: true or false, or a probability."""
     tools_key: str = "tools"
-    """Descriptions of tools (JSON Schema functions) for the chat template."""
+    """Key of descriptions of tools (JSON Schema functions) for the chat template."""
     step_separator: str = "\n"
     """Ends each step; a process reward model scores a step at its last token."""
     step_tokens: Annotated[list[str], Field(min_length=2, max_length=2)] = ["+", "-"]
@@ -134,14 +135,14 @@ class DataConfig(Section):
     max_tokens: PositiveInt | None = None
     """Token limit of prompt and response together; longer documents are split into pieces of this length."""
     on_empty: Literal["drop", "error"] = "drop"
-    """For rows without a prompt, text or response. Dropped rows are counted and reported, here and below."""
+    """Treatment of rows without a prompt, text or response. Dropped rows are counted and reported, here and below."""
     bad_rows: Literal["drop", "error"] = "error"
-    """For rows that lack the key of the prompt or answer, and for those whose images cannot be read or do not match the
+    """Treatment of rows that lack the key of the prompt or answer, or whose images cannot be read or do not match the
     placeholders in their text."""
     on_identical: Literal["drop", "error"] = "drop"
-    """For responses to compare that are all the same, or all ranked the same."""
+    """Treatment of rows whose responses to compare are all the same, or all ranked the same."""
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
-    """For rows of too many tokens. `truncate_left` cuts the prompt, never the (last) response."""
+    """Treatment of rows with too many tokens. `truncate_left` cuts the prompt, never the (last) response."""
     shuffle: Drawn[bool] = True
 
     @field_validator("prompt_format")

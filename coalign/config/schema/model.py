@@ -22,10 +22,10 @@ from coalign.config.schema.section import (
     Section,
 )
 
-# Kinds of parallelism; each backend supports some of them.
+# Settings of parallelism; each backend supports some of them.
 PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "dp_replicate")
 
-# Parts of Megatron's layers that backward can recompute.
+# Modules of Megatron's layers that backward can recompute.
 Recomputed = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
 
@@ -97,17 +97,17 @@ class EmaConfig(Section):
 
 
 class VisionConfig(Section):
-    """What of a vision-language model learns, in a run that reads images (`data.images`)."""
+    """The components of a vision-language model that learn, in a run that reads images (`data.images`)."""
 
     tower: Literal["train", "freeze"] = "train"
     projector: Literal["train", "freeze"] = "train"
-    """What maps the tower's features to embeddings."""
+    """The layers that map the tower's features to embeddings."""
     language: Literal["train", "freeze"] = "train"
     tower_lr_scale: NonNegativeFloat = 1.0
     """Learning rate of the tower, as a multiple of `optimizer.lr`; likewise of the projector."""
     projector_lr_scale: NonNegativeFloat = 1.0
     cache_mib: PositiveInt = 512
-    """Host memory for pixels that each process keeps, those used last."""
+    """Host memory of each process for the pixels that it used last."""
 
     def check(self) -> None:
         if self.tower == self.projector == self.language == "freeze":
@@ -171,7 +171,7 @@ class QuestionsConfig(Function):
     """Show it the images of prompts (`data.images`); false for a judge that reads text alone."""
 
 
-# What belongs to the weights in `load`: a model with other weights does not take it by `like`, nor `lora.load`.
+# Settings that belong to the weights in `load`: a model with other weights does not take them by `like`.
 KEYS_OF_WEIGHTS = (
     *("tokenizer", "init", "head_init", "pickled_weights", "trust_remote_code"),
     *("chat_template", "chat_template_kwargs", "score_at"),
@@ -221,12 +221,12 @@ class ModelConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of matrix products; None: `dtype`."""
     num_gpu: Continuable[NonNegativeInt | Literal["auto"]] = "auto"
-    """Devices of the whole model; 0: CPU. A trained model has one process per device. A rollout engine or a frozen
-    model has num_gpu / (tensor_parallel × pipeline_parallel) replicas, one process each. `auto`: all devices that are
-    there and not asked for by other models; those models share them in turn, unless `runtime.colocation` says
-    otherwise. Without devices, for reward functions, and beside `num_process`: CPU."""
+    """Devices of the model, in all its processes; 0: CPU. A trained model has one process per device. A generator or a
+    frozen model has num_gpu / (tensor_parallel × pipeline_parallel) replicas, one process each. `auto`: all devices for
+    which no other model asks; models with `auto` share them in turn, unless `runtime.colocation` says otherwise.
+    Without devices, for reward functions, and beside `num_process`: CPU."""
     num_process: Continuable[PositiveInt | None] = None
-    """Processes of the whole model; None: one per device, or one on CPU."""
+    """Processes of the model, over all replicas; None: one per device, or one on CPU."""
     tensor_parallel: Continuable[PositiveInt] = 1
     """Devices that split each layer; they must be on one node."""
     pipeline_parallel: Continuable[PositiveInt] = 1
@@ -242,13 +242,13 @@ class ModelConfig(Section):
     """`pack` the model on few nodes, or `spread` it over many, tensor-parallel groups excepted. None: pack devices,
     spread CPU processes."""
     offload: Continuable[Literal["auto"] | list[Literal["weights", "gradients", "optimizer", "kv"]]] = "auto"
-    """What may be offloaded to host memory while other models of its `runtime.colocation` group need the device.
-    `auto`: everything on devices, nothing on CPU."""
+    """Components that may be offloaded to host memory while other models of the `runtime.colocation` group compute.
+    `auto`: all on devices, none on CPU."""
     shares_per_replica: PositiveInt = 1
     """Shards of a batch per replica, sent to replicas as they become free. More than 1 balances replicas of different
-    speed, but a rollout engine drains at the end of each shard."""
+    speed, but a generator drains at the end of each shard."""
     parts_per_call: PositiveInt = 1
-    """Policies only: each replica returns its groups in this many parts, each as soon as it is complete. Rewards and
+    """Policies only: each replica returns its groups in this many chunks, each as soon as it is complete. Rewards and
     models on other devices then score them while the rest is generated, but in smaller batches."""
     spread_samples: bool = False
     """Policies with several replicas: distribute single samples in place of prompts with all their samples. The load is
@@ -278,7 +278,7 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train adapters instead of the weights."""
     vision: VisionConfig | None = None
-    """What of the model learns in a run that reads images. None: all, or with `data.images: null` text alone."""
+    """The components that learn in a run that reads images. None: all, or with `data.images: null` text alone."""
     ema: EmaConfig | None = None
     """Keep a moving average of the weights, which checkpoints export as well."""
     cache: Annotated[str, OutputPath()] | None = None
@@ -332,20 +332,20 @@ class ModelConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of the whole model; 0 as long as nobody has counted what `auto` stands for (launch/devices.py)."""
+        """Devices of the model; 0 until launch/devices.py has counted those that `auto` stands for."""
         return 0 if self.num_gpu == "auto" else self.num_gpu
 
     @property
     def processes(self) -> int:
-        """Processes of the whole model: as configured, else one per GPU, or one on CPU."""
+        """Processes of the model: as configured, else one per GPU, or one on CPU."""
         return self.num_process or max(1, self.devices)
 
     def check(self) -> None:
         if self.trust_remote_code and is_code_refused():
             raise Conflict(("trust_remote_code",), "is true: with --no-code no code of a model is run")
         for key in PARALLEL:
-            if self.devices % (parts := getattr(self, key)):
-                raise Conflict((key,), f"is {parts}, which does not divide num_gpu ({self.num_gpu})")
+            if self.devices % (ways := getattr(self, key)):
+                raise Conflict((key,), f"is {ways}, which does not divide num_gpu ({self.num_gpu})")
         if self.devices % (self.tensor_parallel * self.pipeline_parallel):
             product = f"{self.pipeline_parallel}, which with tensor_parallel={self.tensor_parallel}"
             raise Conflict(("pipeline_parallel",), f"is {product} does not divide num_gpu ({self.num_gpu})")
@@ -354,10 +354,10 @@ class ModelConfig(Section):
         if self.lora and self.lora.base_bits and self.init == "random":
             raise Conflict(("lora", "base_bits"), "needs weights to quantise: `init: load`")
         if self.lora and self.lora.base_bits and self.processes > 1:
-            found = f"not in {self.processes}"
-            raise Conflict(("lora", "base_bits"), f"needs the whole model in one process (num_process: 1), {found}")
-        if self.fp8 and (found := self.compute_dtype or self.dtype) != "bfloat16":
-            raise Conflict(("fp8",), f"needs `compute_dtype: bfloat16` around the products; it is {found}")
+            message = f"needs the whole model in one process (num_process: 1), not in {self.processes}"
+            raise Conflict(("lora", "base_bits"), message)
+        if self.fp8 and (dtype := self.compute_dtype or self.dtype) != "bfloat16":
+            raise Conflict(("fp8",), f"needs `compute_dtype: bfloat16` around the products; it is {dtype}")
         if self.fp8 and self.lora is not None:
             raise Conflict(("fp8",), "is for training the weights; with `lora` most of them are frozen")
         if self.cpu_offload and self.processes == 1 and self.num_gpu != "auto":

@@ -1,4 +1,4 @@
-"""Sampling, the generation engine, environments, and the selection of samples to train on."""
+"""Sampling, generators, environments, and the selection of samples to train on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     min_p: Probability = 0.0
     repetition_penalty: PositiveFloat = 1.0
-    """For generation; a policy that is trained must have 1, because no trainer computes penalised log-probs."""
+    """Penalty of repeated tokens; a policy that is trained must have 1, as no trainer computes penalised log-probs."""
     stop: list[str] = []
     """Strings that end a response; they stay part of it."""
 
 
 class NativeConfig(Section):
-    """The embedded generation engine."""
+    """The generator of the module `native`."""
 
     max_sequences: PositiveInt = 256
     """Sequences decoded at the same time."""
@@ -40,7 +40,7 @@ class NativeConfig(Section):
 
 
 class TransformersConfig(Section):
-    """The engine on transformers' own cache."""
+    """The generator of the module `transformers`, on that library's own cache."""
 
     max_sequences: PositiveInt = 64
     """Sequences decoded at the same time."""
@@ -60,7 +60,7 @@ class RolloutConfig(Function):
     timeout: PositiveFloat = 300.0
     """Seconds that an environment may take besides the policy's turns, before its sample counts as failed."""
     oversample: Annotated[float, Field(ge=1.0)] = 1.0
-    """Prompts started per prompt that is trained on. Once enough groups are complete, the others are stopped: dropped
+    """Prompts started per prompt that is trained on. Once enough groups are complete, the rest are stopped: dropped
     or, with `round_tokens`, continued later."""
     round_tokens: PositiveInt | None = None
     """Partial rollout: at most this many new tokens per response and rollout. The next one continues it, with newer

@@ -101,12 +101,12 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     models: dict[str, ModelConfig] = {}
 
-    _places: KeyLocations = PrivateAttr(default_factory=lambda: KeyLocations({}))
+    _locations: KeyLocations = PrivateAttr(default_factory=lambda: KeyLocations({}))
 
     @property
-    def places(self) -> KeyLocations:
+    def locations(self) -> KeyLocations:
         """Where each key was written; empty if the configuration was not loaded from YAML."""
-        return self._places
+        return self._locations
 
     def check(self) -> None:
         self._check_model_names()
@@ -114,7 +114,7 @@ class RunConfig(Section):
         self._check_lengths()
 
     def _check_model_names(self) -> None:
-        known = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
+        names = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
         profiled = self.runtime.profile.models if self.runtime.profile else []
         named: list[tuple[Key, str]] = [
             *(
@@ -125,8 +125,8 @@ class RunConfig(Section):
             *((("runtime", "profile", "models", i), name) for i, name in enumerate(profiled)),
         ]
         for key, name in named:
-            if name not in known:
-                raise Conflict(key, f"there is no model '{name}'{suggest(name, known)}")
+            if name not in names:
+                raise Conflict(key, f"there is no model '{name}'{suggest(name, names)}")
         for name, model in self.models.items():
             if model.spread_samples and self.rollout.oversample > 1:
                 why = "ends a rollout by groups that are complete, which no replica sees where samples are spread"
@@ -153,13 +153,13 @@ class RunConfig(Section):
     def _check_lengths(self) -> None:
         every, runtime = self.sync.every, self.runtime
         for name, model in self.models.items():
-            where, config = ("models", name, "optimizer"), model.optimizer
+            key, config = ("models", name, "optimizer"), model.optimizer
             if config.unit == "tokens" and runtime.tokens is None:
-                raise Conflict((*where, "unit"), "is `tokens`, so the run needs `runtime.tokens`, its length in tokens")
+                raise Conflict((*key, "unit"), "is `tokens`, so the run needs `runtime.tokens`, its length in tokens")
             endless = self.data.stream and runtime.steps is None
             if config.unit == "steps" and config.schedule != "constant" and endless:
                 raise Conflict(
-                    (*where, "schedule"),
+                    (*key, "schedule"),
                     f"is `{config.schedule}`, and a stream (data.stream) has no known number of steps: set "
                     "`runtime.steps`, or `unit: tokens` and `runtime.tokens`",
                 )

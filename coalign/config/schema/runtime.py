@@ -40,7 +40,7 @@ class SyncConfig(Section):
     models share their devices in turn. `disk`: files in `directory`."""
     adapters: Literal["merged", "apart"] = "merged"
     """For a trainer with `lora`. `merged`: weights are sent with the adapters merged in. `apart`: after the first sync
-    only the adapters are sent, and the policy's engine (`vllm`) applies them beside its weights."""
+    only the adapters are sent, and the policy's generator (`vllm`) applies them beside its weights."""
     verify: ResultNeutral[Literal["all", "rotating"]] = "rotating"
     """Checksums of tensors in memory that processes of one host share: over `all` bytes or, after the first sync, over
     another eighth each time. Tensors sent by other ways are always verified completely."""
@@ -87,7 +87,7 @@ class TrackerConfig(Section):
     name: Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
     """Needs the extra of that name: `pip install 'coalign[mlflow]'`."""
     project: str = "coalign"
-    """Not for `tensorboard`, whose files are in the run folder. For `mlflow` the experiment."""
+    """Project of the run, for `mlflow` the experiment; not for `tensorboard`, whose files are in the run folder."""
     run: str | None = None
     """Name of the run; None: that of the run folder."""
     url: str | None = None
@@ -104,17 +104,17 @@ class AutoscaleConfig(Section):
     """When a model that samples or scores gets one more process, or one fewer; decided after each step."""
 
     min: PositiveInt = 1
-    """Fewest processes."""
+    """Minimum number of processes."""
     max: PositiveInt
-    """Most processes."""
+    """Maximum number of processes."""
     waiting: Probability = 0.2
-    """One more if the trainer waits for samples in this share of the step, or more, and..."""
+    """Share of a step. A process is added if the trainer waits for samples in this share or more, and..."""
     busy: Probability = 0.8
-    """...the processes compute in this share of it, or more."""
+    """...the processes compute in this share of the step or more."""
     free: Probability = 0.5
-    """One fewer if the others would compute in this share of the step, or less."""
+    """Share of a step. A process is removed if the remaining ones would compute in this share or less."""
     steps: PositiveInt = 3
-    """Steps in a row that have to say the same, all of them after the last change."""
+    """Consecutive steps since the last change that must agree before the number changes."""
 
     def check(self) -> None:
         if self.min > self.max:
@@ -129,7 +129,7 @@ class RuntimeConfig(Section):
     """`auto`: the processes of torchrun, if it started this one; Ray if an address is given or a model needs several
     processes; otherwise this process."""
     ray_address: ResultNeutral[str | None] = None
-    """None: start Ray locally if needed."""
+    """Address of a Ray cluster; None: start Ray locally if needed."""
     accelerator: Continuable[str] = "GPU"
     """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`. Any other name simulates devices on a
     machine without any: models take turns on them and compute on the CPU."""
@@ -161,7 +161,7 @@ class RuntimeConfig(Section):
     the checkpoints and metrics of an earlier run aside; or a checkpoint, as a directory or as a URL (it is downloaded
     first), such as `s3://bucket/run/step_100`."""
     allow_changed: ResultNeutral[OneOrMore[Literal["settings", "models", "data"]]] = []
-    """What may differ from what the checkpoint was made with; refused otherwise. `settings`: those that results depend
+    """Changes since the checkpoint was made that are allowed; others are refused. `settings`: those that results depend
     on; without it a run goes on with other devices, evaluation and length (`steps`, `epochs`, `tokens`) only. `models`:
     contents of `load`, `lora.load` and `tokenizer`. `data`: of the training data."""
     save_every: ResultNeutral[NonNegativeInt] = 0
@@ -171,12 +171,12 @@ class RuntimeConfig(Section):
     save_in_memory_every: ResultNeutral[NonNegativeInt] = 0
     """Steps between checkpoints in the memory (/dev/shm) of the machines that train, 0: none. With 1 a run that loses a
     trainer, its driver or, on several nodes of Ray, a node repeats at most one step. They take up to three times the
-    memory of a machine's part of the training state; on several nodes twice as much, as each holds another's part."""
+    memory of a machine's share of the training state; on several nodes twice as much, as each holds another's share."""
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
     save_copies_to: ResultNeutral[Annotated[str, OutputPath()] | None] = None
-    """Where a copy of each checkpoint goes while training goes on: `s3://bucket/my_run`, `gs://…`, any URL of fsspec. A
-    place for this run alone. Its package (`pip install s3fs`) reads credentials from the environment. None: nowhere."""
+    """URL to which each checkpoint is copied while training goes on: `s3://bucket/my_run`, `gs://…`, any of fsspec. No
+    other run may use it. Its package (`pip install s3fs`) reads credentials from the environment. None: no copy."""
     best: Continuable[str | None] = None
     """Metric whose best checkpoint is kept, e.g. `eval/mean`."""
     best_mode: Continuable[Literal["max", "min"]] = "max"
@@ -185,12 +185,12 @@ class RuntimeConfig(Section):
     eval_every: Continuable[NonNegativeInt] = 0
     eval_at_start: Continuable[bool] = True
     eval_prompts: Continuable[PositiveInt | None] = None
-    """Of each evaluation source; None: all."""
+    """Prompts that are evaluated, from each evaluation source; None: all."""
     eval_samples: Continuable[PositiveInt] = 1
-    """n for mean@n and pass@k."""
+    """Samples of each prompt in an evaluation: n for mean@n and pass@k."""
     eval_sampling: Continuable[EvalSamplingConfig] = EvalSamplingConfig()
     log_every: ResultNeutral[PositiveInt] = 1
-    """Of the steps, every so many get a line on the screen and in log.txt; metrics.jsonl has all."""
+    """Steps between two lines on the screen and in log.txt; metrics.jsonl has every step."""
     log_samples: ResultNeutral[NonNegativeInt] = 4
     """Samples per step to write to samples.jsonl: the first of a step, and some spread over the evaluation set."""
     keep_rollouts: ResultNeutral[NonNegativeInt] = 200
@@ -202,7 +202,7 @@ class RuntimeConfig(Section):
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
     trackers: ResultNeutral[Annotated[OneOrMore[TrackerConfig], Field(examples=[["tensorboard"]])]] = []
-    """Where metrics and samples go besides the run folder: names, or {name, project, …}."""
+    """Trackers that get metrics and samples besides the run folder: names, or {name, project, …}."""
     preemption_notice: ResultNeutral[PositiveFloat | None] = None
     """Seconds between SIGTERM and the end of a machine that can be taken away (a spot node). A step that waits for its
     samples is then given up, and the last one saved; one that trains ends first. None: every step ends first."""
@@ -247,6 +247,6 @@ class RuntimeConfig(Section):
         for index, group in enumerate(self.colocation):
             for name in group:
                 if name in first:
-                    where = "twice in one group" if first[name] == index else f"in groups {first[name]} and {index}"
-                    raise Conflict(("colocation", index), f"'{name}' is {where}; a model belongs to one group")
+                    groups = "twice in one group" if first[name] == index else f"in groups {first[name]} and {index}"
+                    raise Conflict(("colocation", index), f"'{name}' is {groups}; a model belongs to one group")
                 first[name] = index

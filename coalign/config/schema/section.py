@@ -34,7 +34,7 @@ class InputPath:
     A model is a directory, a GGUF file or a name of the hub; data are a file, a directory, a name of the hub or a URL.
     """
 
-    kind: Literal["file", "directory", "model", "data"]
+    content: Literal["file", "directory", "model", "data"]
 
 
 class OutputPath:
@@ -113,7 +113,7 @@ class LossConfig(Function):
     home = "coalign.algorithms.losses"
 
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """What the sum over the whole optimizer step is divided by. `token_mean`: tokens. `sequence_mean_token_mean`: token
+    """Divisor of the sum over all rows of an optimizer step. `token_mean`: tokens. `sequence_mean_token_mean`: token
     means are averaged over sequences. `sequence_mean_token_sum`: token sums are. `constant`: sequences x
     `constant_length` (Dr.GRPO)."""
     constant_length: PositiveInt | None = None
@@ -167,8 +167,8 @@ class RewardConfig(Function):
 
     def check(self) -> None:
         if (self.fn is None) == (self.model is None):
-            found = "both" if self.fn else "neither"
-            raise ValueError(f"has {found} of `fn` (a function) and `model` (a reward model of the run); expected one")
+            count = "both" if self.fn else "neither"
+            raise ValueError(f"has {count} of `fn` (a function) and `model` (a reward model of the run); expected one")
         if self.model:
             marked = [(n, f) for n, f in type(self).model_fields.items() if FunctionSetting in map(type, f.metadata)]
             for name in [*self.arguments, *(n for n, f in marked if getattr(self, n) != f.default)]:

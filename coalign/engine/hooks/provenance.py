@@ -50,7 +50,7 @@ class Provenance(Hook):
                 self.defaults.add(name)
             self.settings |= fingerprint_source(key, value)
             mark = find_input(key, type(config))
-            if value is not None and mark is not None and mark.kind == "model":
+            if value is not None and mark is not None and mark.content == "model":
                 if value not in hashes:
                     hashes[value] = hash_model(find_directory(value))
                 self.models[name] = hashes[value]

@@ -170,7 +170,7 @@ class Recovery(Hook):
         """Write the first checkpoint. ValueError if processes of a trained model cannot use the same memory."""
         cluster = engine.cluster
         nodes = {slot.node for name in engine.learning for slot in cluster.placements.get(name, ())}
-        if self.every and choose_cluster(engine.config) == "torchrun" and nodes.difference({cluster.own_node}):
+        if self.every and choose_cluster(engine.config) == "torchrun" and nodes.difference({cluster.driver_node}):
             raise ValueError(
                 f"runtime.save_in_memory_every is {self.every}: with processes that torchrun starts there are no "
                 "checkpoints in memory; set it to 0, and save_every to a few steps, or use `runtime.cluster: ray`"

@@ -61,7 +61,7 @@ class Timeline(Hook):
 
     def note(self, future: Future, outcome: Outcome) -> None:
         """Record a call that has ended. Any thread may call this."""
-        self._ended.append(CallEvent(future.call, future.made, tuple(future.spans), outcome.memory))
+        self._ended.append(CallEvent(future.call, future.created_at, tuple(future.spans), outcome.memory))
 
     def phase(self, name: str) -> None:
         """The engine enters a phase; `rollout` is the first one of a step."""
@@ -129,8 +129,8 @@ def list_running_calls(futures: Sequence[Future], now: float) -> list[CallEvent]
     events = []
     for future in futures:
         running = [task for task in future.running if not task.meta.done()]
-        busy = [Span(task.where, "", task.since, now - task.since) for task in running]
-        events.append(CallEvent(future.call, future.made, (*future.spans, *busy)))
+        busy = [Span(task.worker, "", task.submitted_at, now - task.submitted_at) for task in running]
+        events.append(CallEvent(future.call, future.created_at, (*future.spans, *busy)))
     return events
 
 
@@ -141,7 +141,7 @@ def compute_idle_shares(
     busy = dict.fromkeys(processes, 0.0)
     for event in events:
         for span in event.spans:
-            model = span.where.partition(",")[0]
+            model = span.worker.partition(",")[0]
             if model in busy and span.verb != MOVE:
                 busy[model] += max(0.0, min(ended_at, span.start + span.seconds) - max(started_at, span.start))
     duration = max(ended_at - started_at, 1e-9)
@@ -164,8 +164,8 @@ def build_trace(events: Sequence[CallEvent], started_at: float, ended_at: float)
             start, stop = to_micros(span.start), to_micros(span.start + span.seconds)
             name = MOVE if span.verb == MOVE else method
             out.append({"ph": "X", "name": name, "ts": start, "dur": stop - start, "args": arguments})
-            out[-1] |= rows.find(span.where)
-            starts.setdefault(span.where, start)
+            out[-1] |= rows.find(span.worker)
+            starts.setdefault(span.worker, start)
         for process, start in (starts or {event.call.model or method: to_micros(ended_at)}).items():
             if start - to_micros(event.made) > _MIN_WAIT_SECONDS * 1e6:
                 waiting = {"cat": "waiting", "name": f"{method} waits", "id": len(out), **rows.find(process)}

@@ -97,10 +97,10 @@ class Watchdog:
         """Yield a line for each process that is busy, and for each call that waits."""
         for call in self.cluster.list_pending_calls():
             if not _find_start_times(call):
-                yield f"{call.call}: waits since {_describe_time(call.begun)} (for its inputs, its turn or its devices)"
+                yield f"{call.call}: waits since {_describe_time(call.monotonic_start)} (for its inputs, its turn or its devices)"
             for task in call.running:
                 if not task.meta.done():
-                    yield f"{call.call}: at {task.where} since {_describe_time(task.begun)}"
+                    yield f"{call.call}: at {task.worker} since {_describe_time(task.monotonic_start)}"
 
     def _watch(self) -> None:
         pause = min(_MAX_POLL_SECONDS, self.seconds / 4) if math.isfinite(self.seconds) else None
@@ -129,7 +129,7 @@ def run_watchdog(cluster: Cluster, folder: Path, seconds: float | None) -> Itera
 
 
 def _find_start_times(call: Future) -> list[float]:
-    return [task.begun for task in call.running if not task.meta.done()]
+    return [task.monotonic_start for task in call.running if not task.meta.done()]
 
 
 def _describe_time(when: float) -> str:

@@ -1,6 +1,6 @@
 """Shards of full tensors on the ranks of a parallel model: how to cut, join and reshard them.
 
-Everything is boxes: a rank's own tensor is made of pieces, each a box of a full (Hugging Face) tensor. Whatever a
+Everything is boxes: a rank's local tensor is made of pieces, each a box of a full (Hugging Face) tensor. Whatever a
 backend does to its weights (cut, fuse, interleave, stack, pad, repeat) is a list of such pieces. So cutting, joining
 and resharding are written once, for both directions. coalign_megatron.layouts.megatron makes such lists.
 """
@@ -20,7 +20,7 @@ from coalign.weights.sync.transport import WeightError
 
 Box = tuple[tuple[int, int], ...]  # start and stop in each dimension
 Shape = tuple[int, ...]
-Fetch = Callable[[int, str], Tensor]  # (rank, name) → that rank's own tensor
+Fetch = Callable[[int, str], Tensor]  # (rank, name) → that rank's local tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +31,25 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShardBox:
-    """The box ``full`` of the full tensor ``name`` lies at ``own``, a box of the same sizes in a rank's own tensor.
+    """The box ``full`` of the full tensor ``name`` lies at ``local``, a box of the same sizes in a rank's local tensor.
 
     One of the two may have more dimensions in front, of size 1.
     """
 
     name: str
     full: Box
-    own: Box
+    local: Box
 
     def within(self, box: Box) -> Box:
-        """Return where a box of the full tensor, inside of this piece, lies in the rank's own tensor."""
-        lead, drop = max(0, len(self.own) - len(self.full)), max(0, len(self.full) - len(self.own))
-        shifts = [own[0] - full[0] for own, full in zip(self.own[lead:], self.full[drop:], strict=True)]
-        return self.own[:lead] + tuple((a + by, b + by) for (a, b), by in zip(box[drop:], shifts, strict=True))
+        """Return where a box of the full tensor, inside of this piece, lies in the rank's local tensor."""
+        lead, drop = max(0, len(self.local) - len(self.full)), max(0, len(self.full) - len(self.local))
+        shifts = [local[0] - full[0] for local, full in zip(self.local[lead:], self.full[drop:], strict=True)]
+        return self.local[:lead] + tuple((a + by, b + by) for (a, b), by in zip(box[drop:], shifts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's own tensor; it has the dtype of the full tensor ``like``. What no piece covers is padding, 0."""
+    """A rank's local tensor, with the dtype of the full tensor ``like``. Elements outside all pieces are padding, 0."""
 
     name: str
     shape: Shape
@@ -59,35 +59,35 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class BoxCopy:
-    """A copy of box ``taken`` of tensor ``source`` on ``rank`` to box ``given`` of the own tensor ``target``."""
+    """A copy of ``source_box`` of tensor ``source`` on ``rank`` to ``target_box`` of the local tensor ``target``."""
 
     rank: int
     source: str
-    taken: Box
+    source_box: Box
     target: str
-    given: Box
+    target_box: Box
 
 
 def cut(full: Callable[[str], Tensor], shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a rank's own tensors, made of full ones by name."""
+    """Yield a rank's local tensors, made of full ones by name."""
     for shard in shards:
         tensors = {name: full(name) for name in dict.fromkeys(piece.name for piece in shard.pieces)}
-        own = (tensors[shard.like] if tensors else full(shard.like)).new_zeros(shard.shape)
+        tensor = (tensors[shard.like] if tensors else full(shard.like)).new_zeros(shard.shape)
         for piece in shard.pieces:
-            _put(own, piece.own, tensors[piece.name][slices(piece.full)])
-        yield shard.name, own
+            _put(tensor, piece.local, tensors[piece.name][slices(piece.full)])
+        yield shard.name, tensor
 
 
 def join(
     specs: Mapping[str, TensorSpec], ranks: Sequence[Sequence[Shard]], fetch: Fetch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full tensors, made of the ranks' own: the inverse of ``cut``.
+    """Yield the full tensors, made of the ranks' local ones: the inverse of ``cut``.
 
-    Raises WeightError for what no rank has.
+    Raises WeightError for elements that no rank has.
     """
     boxes = {name: tuple((0, size) for size in spec.shape) for name, spec in specs.items()}
-    whole = [Shard(name, specs[name].shape, name, (ShardBox(name, box, box),)) for name, box in boxes.items()]
-    return reshard(specs, whole, dict(plan(whole, ranks)), fetch)
+    full_shards = [Shard(name, specs[name].shape, name, (ShardBox(name, box, box),)) for name, box in boxes.items()]
+    return reshard(specs, full_shards, dict(plan(full_shards, ranks)), fetch)
 
 
 def reshard(
@@ -97,17 +97,17 @@ def reshard(
     fetch: Fetch,
     new: Callable[..., Tensor] = torch.empty,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a rank's own tensors, made by the ``moves`` of ``plan`` from those of another layout's ranks.
+    """Yield a rank's local tensors, made by the ``moves`` of ``plan`` from those of another layout's ranks.
 
     ``new``: makes an empty tensor.
     """
     for shard in target:
-        own = new(shard.shape, dtype=specs[shard.like].dtype)
-        if sum(_size(move.given) for move in moves[shard.name]) < own.numel():
-            own.zero_()
+        tensor = new(shard.shape, dtype=specs[shard.like].dtype)
+        if sum(_size(move.target_box) for move in moves[shard.name]) < tensor.numel():
+            tensor.zero_()
         for move in moves[shard.name]:
-            _put(own, move.given, fetch(move.rank, move.source)[slices(move.taken)])
-        yield shard.name, own
+            _put(tensor, move.target_box, fetch(move.rank, move.source)[slices(move.source_box)])
+        yield shard.name, tensor
 
 
 def plan(
@@ -115,8 +115,8 @@ def plan(
 ) -> Iterator[tuple[str, list[BoxCopy]]]:
     """Yield for each tensor of a target rank the copies that fill it, every element once.
 
-    ``near``: the source rank to prefer for what several have, then those after it; different target ranks should not
-    all ask the same one. Raises WeightError naming what no source rank has.
+    ``near``: the source rank to prefer for boxes that several have, then those after it; different target ranks should
+    not all ask the same one. Raises WeightError naming what no source rank has.
     """
     held: dict[str, list[tuple[int, str, ShardBox]]] = {}
     for rank, shards in enumerate(sources):
@@ -128,7 +128,7 @@ def plan(
         for piece in shard.pieces:
             missing = [piece.full]
             asked = held.get(piece.name, [])
-            first = bisect_left(asked, near, key=lambda each: each[0])
+            first = bisect_left(asked, near, key=lambda entry: entry[0])
             for rank, name, source in chain(asked[first:], asked[:first]):
                 rest: list[Box] = []
                 for box in missing:
@@ -150,7 +150,7 @@ def plan(
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return what two boxes have in common, or None."""
+    """Return the intersection of two boxes, or None."""
     both = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -175,5 +175,5 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def _put(tensor: Tensor, box: Box, value: Tensor) -> None:
-    place = tensor[slices(box)]
-    place.copy_(value.reshape(place.shape))
+    target = tensor[slices(box)]
+    target.copy_(value.reshape(target.shape))

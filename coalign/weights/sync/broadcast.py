@@ -1,7 +1,7 @@
 """Transport between hosts: each sender broadcasts buckets to all readers, in a torch.distributed group of its own.
 
 All senders send at once, and each has two buckets under way: the next one is filled while the last one travels, and
-readers verify and install the last one while the next one comes. Readers hold a few buckets, never the whole model:
+readers verify and install the last one while the next one comes. Readers hold a few buckets, never the complete model:
 they install each tensor once it is verified. So a stream that breaks off leaves replicas that refuse to serve until
 the next complete sync. Both models must be able to compute at once.
 
@@ -56,11 +56,11 @@ from coalign.weights.sync.transport import (
 
 END = -1
 RendezvousAddress = tuple[str, int] | None  # host, port; None for a rank that does not send
-Entries = list[tuple[TensorEntry, int]]  # of a bucket: each tensor and its checksum
+Entries = list[tuple[TensorEntry, int]]  # the tensors of a bucket, each with its checksum
 
 
 class BroadcastTransport(Transport):
-    """Raises ValueError for models that take turns on their devices."""
+    """Broadcasts to the readers in groups of torch.distributed. ValueError for models that take turns on devices."""
 
     def __post_init__(self) -> None:
         if self.in_turns:
@@ -68,9 +68,9 @@ class BroadcastTransport(Transport):
                 f"sync.transport: `broadcast` needs {self.source.name} and {self.target.name} at once, and they take "
                 "turns on their devices; use shared_memory, object_store or disk"
             )
-        self.labels = [f"{self.source.name}, rank {rank}" for rank, each in enumerate(self.senders) if each.sends]
-        on_gpus = all(each.device.startswith("cuda") for each in [*self.senders, *self.readers])
-        self.kind = "cuda" if on_gpus else "cpu"
+        self.labels = [f"{self.source.name}, rank {rank}" for rank, sender in enumerate(self.senders) if sender.sends]
+        on_gpus = all(endpoint.device.startswith("cuda") for endpoint in [*self.senders, *self.readers])
+        self.device_type = "cuda" if on_gpus else "cpu"
         self.link: str | None = None
 
     def move(
@@ -92,11 +92,11 @@ class BroadcastTransport(Transport):
             raise
 
     def _connect(self, link: str) -> str:
-        addresses = self.source.run(open_rendezvous, link, self.kind, fatal=False).result()
-        own = self.source.run(join_own_group, link, len(self.readers), self.config.timeout, fatal=False)
+        addresses = self.source.run(open_rendezvous, link, self.device_type, fatal=False).result()
+        senders = self.source.run(join_own_group, link, len(self.readers), self.config.timeout, fatal=False)
         readers = [endpoint.identity for endpoint in self.readers]
-        arguments = link, self.kind, addresses, readers, self.config.timeout
-        wait_for_both(own, self.target.run(join_sender_groups, *arguments, fatal=False))
+        arguments = link, self.device_type, addresses, readers, self.config.timeout
+        wait_for_both(senders, self.target.run(join_sender_groups, *arguments, fatal=False))
         return link
 
 
@@ -132,37 +132,39 @@ class BroadcastLink:
         self.groups.append(cast("ProcessGroup", group))  # torch's stubs give only that class its `broadcast`
 
 
-def open_rendezvous(module: SyncModule, store: Store, link: str, kind: str) -> RendezvousAddress:
-    """Return where readers meet this rank, if it sends. ``kind``: of the memory that all ranks have."""
-    own = module.links[link] = BroadcastLink(torch.device(module.context.device if kind == "cuda" else kind))
+def open_rendezvous(module: SyncModule, store: Store, link: str, device_type: str) -> RendezvousAddress:
+    """Return where readers meet this rank, if it sends. ``device_type``: `cuda` if all ranks have GPUs, else `cpu`."""
+    device = module.context.device if device_type == "cuda" else device_type
+    rank_link = module.links[link] = BroadcastLink(torch.device(device))
     if not module.exports:
         return None
-    own.server = open_store(host := find_own_address())
-    return host, own.server.port
+    rank_link.server = open_store(host := find_own_address())
+    return host, rank_link.server.port
 
 
 def join_own_group(module: SyncModule, store: Store, link: str, readers: int, timeout: float) -> None:
     """Join a sender's group as rank 0. Raises RuntimeError if not all readers come within ``timeout`` s."""
-    own: BroadcastLink = module.links[link]
-    if own.server is not None:
-        own.join_group(own.server, 0, 1 + readers, timeout)
+    rank_link: BroadcastLink = module.links[link]
+    if rank_link.server is not None:
+        rank_link.join_group(rank_link.server, 0, 1 + readers, timeout)
 
 
 def join_sender_groups(
     module: SyncModule,
     store: Store,
     link: str,
-    kind: str,
+    device_type: str,
     addresses: list[RendezvousAddress],
     readers: Sequence[ProcessId],
     timeout: float,
 ) -> None:
     """Join the group of every sender. Raises RuntimeError if not all ranks come within ``timeout`` s."""
-    own = module.links[link] = BroadcastLink(torch.device(module.context.device if kind == "cuda" else kind))
+    device = module.context.device if device_type == "cuda" else device_type
+    rank_link = module.links[link] = BroadcastLink(torch.device(device))
     rank = 1 + readers.index(identify_process())
     for host, port in filter(None, addresses):
         server = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
-        own.join_group(server, rank, 1 + len(readers), timeout)
+        rank_link.join_group(server, rank, 1 + len(readers), timeout)
 
 
 def leave_groups(module: SyncModule, store: Store, link: str) -> None:
@@ -181,14 +183,14 @@ def broadcast(group: ProcessGroup, tensor: Tensor) -> Work:
 
 def send(module: SourceModule, store: Store, link: str, request: ExportRequest, size: int) -> SentWeights:
     """Broadcast this rank's weights in buckets of up to ``size`` bytes."""
-    own: BroadcastLink = module.links[link]
+    rank_link: BroadcastLink = module.links[link]
     sizes: dict[str, int] = {}
     with open_export(module, request) as weights:
-        if not own.groups:
+        if not rank_link.groups:
             if (item := next(weights, None)) is not None:
                 raise WeightError(f"rank {module.context.rank} yields '{item[0]}', but its `exports` is False")
             return SentWeights({})
-        sender = BroadcastSender(own, size, request.timeout)
+        sender = BroadcastSender(rank_link, size, request.timeout)
         try:
             for name, tensor in weights:
                 sizes[name] = tensor.nbytes
@@ -278,10 +280,10 @@ def receive_and_install(
     timeout: float,
 ) -> None:
     """Install weights as they come. Unless all of them arrive, it raises WeightError and the replica is unfit."""
-    own: BroadcastLink = module.links[link]
+    rank_link: BroadcastLink = module.links[link]
     ready: queue.SimpleQueue[BroadcastReceiver] = queue.SimpleQueue()
-    pairs = zip(own.groups, senders, strict=True)
-    streams = [BroadcastReceiver(group, own.device, sender, timeout, ready) for group, sender in pairs]
+    pairs = zip(rank_link.groups, senders, strict=True)
+    streams = [BroadcastReceiver(group, rank_link.device, sender, timeout, ready) for group, sender in pairs]
     with guard_installation(module, version), closing(merge_streams(streams, ready)) as weights:
         module.load_weights(weights, version=version, adopt=False)
         check_names([SentWeights(stream.sizes) for stream in streams], expected)
@@ -303,8 +305,8 @@ def merge_streams(
                 live.remove(stream)
                 continue
             sums, payload = dict(bucket[0]), bucket[1]
-            for entry, found in checksum_tensors((entry, entry.bytes(payload)) for entry in sums):
-                check_sum(entry.name, found, sums[entry])
+            for entry, computed in checksum_tensors((entry, entry.bytes(payload)) for entry in sums):
+                check_sum(entry.name, computed, sums[entry])
                 yield entry.name, entry.tensor(payload)
     finally:
         for stream in live:
@@ -352,7 +354,7 @@ class BroadcastReceiver:
         return bucket
 
     def drain(self) -> None:
-        """Take what still comes, so that the sender can end."""
+        """Take the remaining buckets, so that the sender can end."""
         while not self._ended:
             self._get()
 
@@ -366,7 +368,7 @@ class BroadcastReceiver:
             while True:
                 first, second = self._wait(2, torch.int64).tolist()
                 note = json.loads(self._wait(second).cpu().numpy().tobytes())
-                self._put(note if first == END else ([_read_entry(*each) for each in note], self._wait(first)))
+                self._put(note if first == END else ([_read_entry(*fields) for fields in note], self._wait(first)))
                 if first == END:
                     return
         except RuntimeError as problem:
@@ -377,7 +379,7 @@ class BroadcastReceiver:
         self.ready.put(self)
 
     def _wait(self, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        # New memory each time: the module may still hold tensors of the bucket before.
+        # New memory each time: the module may still hold tensors of the previous bucket.
         message = torch.empty(size, dtype=dtype, device=self.device)
         broadcast(self.group, message).wait(timedelta(seconds=self.timeout))
         return message

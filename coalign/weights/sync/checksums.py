@@ -2,9 +2,9 @@
 
 A checksum depends on a tensor's bytes alone, so it is equal on every machine and device. A tensor is cut into blocks of
 BLOCK bytes, which are the units of work of threads. The checksum of one block is a sum over its words, each times a
-factor of its place (ChecksumShares); that of several blocks is that sum over theirs.
+factor of its position (ChecksumShares); that of several blocks is that sum over theirs.
 
-To save time a check may look at a part of the bytes: with a ``turn`` (a count of syncs) at one of SHARES shares of
+To save time a check may look at some of the bytes: with a ``turn`` (a count of syncs) at one of SHARES shares of
 every block, another share each turn; without one (None) at everything.
 """
 
@@ -95,21 +95,23 @@ def checksum_tensors(tensors: Iterable[tuple[Key, Tensor]], turn: int | None = N
 def _gather(
     jobs: Iterable[tuple[Key, tuple[Tensor, ...]]],
 ) -> Iterator[tuple[list[tuple[Key, int]], list[tuple[Tensor, ...]]]]:
-    """Cut the tensors u8[n] of each job, all of one size, into blocks. Yield the jobs with how many blocks they have,
-    and the blocks, of AT_ONCE bytes or a little more at a time."""
+    """Cut the tensors u8[n] of each job, all of one size, into blocks; yield them about AT_ONCE bytes at a time.
+
+    Each item has the keys of the jobs with their numbers of blocks, and the blocks.
+    """
     keys: list[tuple[Key, int]] = []
     blocks: list[tuple[Tensor, ...]] = []
     size = 0
     for key, tensors in jobs:
-        own = tensors[0].numel()
-        if own <= BLOCK:
+        tensor_size = tensors[0].numel()
+        if tensor_size <= BLOCK:
             keys.append((key, 1))
             blocks.append(tensors)
         else:
-            cut = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in split_blocks(own)]
+            cut = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in split_blocks(tensor_size)]
             keys.append((key, len(cut)))
             blocks += cut
-        size += own
+        size += tensor_size
         if size >= AT_ONCE:
             yield keys, blocks
             keys, blocks, size = [], [], 0
@@ -126,23 +128,23 @@ def _combine_each(keys: list[tuple[Key, int]], sums: Sequence[int]) -> Iterator[
 
 def _checksum_block(block: Bytes, turn: int | None) -> int:
     """The checksum of one block u8[n] without a kernel."""
-    parts = [block[start:stop] for start, stop in select_pieces(len(block), turn)]
+    pieces = [block[start:stop] for start, stop in select_pieces(len(block), turn)]
     if not isinstance(block, Tensor) or block.device.type == "cpu":
-        return _sum_words([np.asarray(part) for part in parts])
-    return _sum_device_words(torch.cat([part for part in parts if isinstance(part, Tensor)]))
+        return _sum_words([np.asarray(piece) for piece in pieces])
+    return _sum_device_words(torch.cat([piece for piece in pieces if isinstance(piece, Tensor)]))
 
 
 def _sum_device_words(data: Tensor) -> int:
-    """What ``_sum_words`` returns, of data u8[n] on its device."""
+    """The result of ``_sum_words``, for data u8[n] on its device."""
     words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
     factors = torch.arange(len(words), device=data.device) * STEP + 1
     return (int((words * factors).sum()) + len(data)) % 2**64
 
 
-def _sum_words(parts: Sequence[np.ndarray]) -> int:
+def _sum_words(pieces: Sequence[np.ndarray]) -> int:
     """Return Σ word_i · (i · STEP + 1), and the number of bytes, mod 2^64: any change of a single word shows, and any
-    two words that change places. All ``parts`` u8[n] but the last are whole words."""
-    data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    two words that change places. All ``pieces`` u8[n] but the last are whole words."""
+    data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     words = np.pad(data, (0, -len(data) % 8)).view("<u8")
     factors = np.arange(len(words), dtype=np.uint64) * np.uint64(STEP) + np.uint64(1)
     return (int((words * factors).sum(dtype=np.uint64)) + len(data)) % 2**64

@@ -38,11 +38,11 @@ class TensorEntry:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Its number of bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def bytes(self, memory: Tensor) -> Tensor:
-        """Return the tensor's part of ``memory``, a view u8[size]."""
+        """Return the bytes of the tensor in ``memory``, a view u8[size]."""
         return memory[self.offset : self.offset + self.size]
 
     def tensor(self, memory: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _path(address: Address) -> str:
 
 # ---- the journal
 
-RECORDS = 256 * 2**20  # bytes of address space; memory is taken as records are written
+RECORDS = 256 * 2**20  # bytes of address space; memory is used as records are written
 HEADER = 64  # bytes before the records
 POLL = 0.0005  # seconds
 
@@ -128,9 +128,9 @@ class SyncJournal:
         self._records = self._memory.bytes.numpy().data[HEADER:]
 
     def begin(self, sync: int) -> None:
-        """Forget all records; those that follow are of this sync."""
+        """Forget all records; the next ones belong to this sync."""
         self.header[2], self.header[1] = JournalState.OPEN, 0
-        self.header[0] = sync  # last: a reader that sees it sees the others
+        self.header[0] = sync  # last: a reader that sees it sees the other two
 
     def append(self, record: Any) -> None:
         end, text = int(self.header[1]), pickle.dumps(record)

@@ -41,8 +41,8 @@ from coalign.weights.sync.transport import (
     wait_for_both,
 )
 
-SMALLEST = 16 * 2**20  # bytes of the first segment; later ones are as large as all before them together
-LARGEST = 2**30
+MIN_SEGMENT_BYTES = 16 * 2**20  # later segments are as large as all earlier ones together
+MAX_SEGMENT_BYTES = 2**30
 
 
 class DeviceSegment:
@@ -86,8 +86,8 @@ class SharedMemoryTransport(StagedTransport):
         self.adopt = any(endpoint.adopts and endpoint.device.startswith(self.memory) for endpoint in self.readers)
         self.journals: list[Address] = []
         self.side = 0
-        self.served = [0, 0]  # versions of each side since a sync failed
-        self.syncs = 0  # tried so far: a version may come again, after a failure or a roll-back
+        self.served = [0, 0]  # versions served by each side since a sync failed
+        self.syncs = 0  # syncs so far: a version may be sent again, after a failure or a roll-back
 
     def close(self) -> None:
         for model in (self.source, self.target):
@@ -106,7 +106,7 @@ class SharedMemoryTransport(StagedTransport):
         arguments = self.segment, self.source.name, self.journals, readers, self.syncs, turn, self.config.timeout
         receiving = self.target.run(receive, self.link, *arguments, fatal=False)
         sent = wait_for_both(sending, receiving, on_sent)
-        total = sum(len(part.sizes) for part in sent)
+        total = sum(len(rank.sizes) for rank in sent)
         if any(count != total for count in receiving.result()):
             raise WeightError(f"{total} weights were sent, and the readers found {receiving.result()}")
         self.served = served
@@ -130,24 +130,24 @@ class SenderMemory:
         self._create = partial(segment.create, device=device)
         self._segments: list[Segment] = []
         self._filled = 0  # bytes of the newest segment
-        self._places: tuple[dict[str, tuple[Segment, int, int]], ...] = ({}, {})
+        self._slots: tuple[dict[str, tuple[Segment, int, int]], ...] = ({}, {})
 
     def place(self, side: int, name: str, size: int) -> tuple[Segment, int]:
         """Return the segment and offset that a tensor keeps on a side. Raises HostMemoryFull."""
-        segment, offset, had = self._places[side].get(name, (None, 0, -1))
-        if segment is None or had != size:
+        segment, offset, previous_size = self._slots[side].get(name, (None, 0, -1))
+        if segment is None or previous_size != size:
             if not self._segments or self._filled + size > len(self._segments[-1].bytes):
-                before = sum(len(each.bytes) for each in self._segments)
-                self._segments.append(self._create(max(size, SMALLEST, min(before, LARGEST))))
+                allocated = sum(len(segment.bytes) for segment in self._segments)
+                self._segments.append(self._create(max(size, MIN_SEGMENT_BYTES, min(allocated, MAX_SEGMENT_BYTES))))
                 self._filled = 0
             segment, offset = self._segments[-1], self._filled
             self._filled += align(size)
-            self._places[side][name] = segment, offset, size
+            self._slots[side][name] = segment, offset, size
         return segment, offset
 
 
 class ReaderMemory:
-    """The senders' journals and segments, as a reader has them open."""
+    """The senders' journals and segments, which a reader has opened."""
 
     def __init__(self, segment: type[Segment], journals: list[Address]) -> None:
         self._open = segment.open
@@ -172,7 +172,7 @@ def open_sender_memory(module: SyncModule, store: Store, link: str, segment: typ
 def send(
     module: SourceModule, store: Store, link: str, sync: int, request: ExportRequest, side: int, turn: int | None
 ) -> SentWeights:
-    """Write this rank's weights to one side, and a journal of it. ``turn``: of the checksums."""
+    """Write this rank's weights, and a journal of them, to one side. ``turn``: see checksums.py."""
     memory: SenderMemory = module.links[link]
     journal, sizes = memory.journal, {}
     journal.begin(sync)
@@ -215,17 +215,17 @@ def receive(
         module.links[link] = ReaderMemory(segment, journals)
     memory: ReaderMemory = module.links[link]
     memory.entries, memory.received = [], 0
-    own = readers.index(identify_process())
+    reader = readers.index(identify_process())
 
-    def own_share() -> Iterator[tuple[WrittenTensor, Tensor]]:
+    def follow_share() -> Iterator[tuple[WrittenTensor, Tensor]]:
         for rank, journal in enumerate(memory.journals):
             for entry in journal.follow(sync, timeout, f"{source}, rank {rank}"):
                 memory.entries.append(entry)
-                if len(memory.entries) % len(readers) == own:
+                if len(memory.entries) % len(readers) == reader:
                     yield entry, entry.bytes(memory.memory(entry))
 
-    for entry, found in checksum_tensors(own_share(), turn):
-        check_sum(entry.name, found, entry.checksum)
+    for entry, computed in checksum_tensors(follow_share(), turn):
+        check_sum(entry.name, computed, entry.checksum)
     memory.received = sync
     return len(memory.entries)
 
@@ -240,7 +240,7 @@ def install(module: TargetModule, store: Store, link: str, sync: int, version: i
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """Raises ValueError unless all ranks are on one GPU."""
+    """Shares GPU memory by CUDA IPC. Raises ValueError unless all ranks are on one GPU."""
 
     segment = DeviceSegment
     memory = "cuda"

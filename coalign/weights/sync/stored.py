@@ -113,9 +113,9 @@ class DiskTransport(StagedTransport):
     def install(self, version: int, sent: list[SentWeights]) -> None:
         final = self._folder(version)
         self.target.run(install_buckets, _references(sent), version, str(final), fatal=False).result()
-        for other in final.parent.glob("version_*"):
-            if other != final and _is_version(other):
-                shutil.rmtree(other)
+        for folder in final.parent.glob("version_*"):
+            if folder != final and _is_version(folder):
+                shutil.rmtree(folder)
 
     def _folder(self, version: int) -> Path:
         assert self.config.directory is not None  # the run folder's, unless the user set one
@@ -128,10 +128,10 @@ def _is_version(folder: Path) -> bool:
 
 
 def _references(sent: list[SentWeights]) -> list[Any]:
-    return [reference for part in sent for reference in part.where]
+    return [reference for rank in sent for reference in rank.references]
 
 
-# ---- in the workers; ``directory``: of the files, or None for the object store
+# ---- in the workers; ``directory`` holds the files (None: the object store)
 
 
 def export_buckets(

@@ -1,4 +1,4 @@
-"""Weight sync between two models, by the transport that fits where their ranks are."""
+"""Weight sync between two models, by the transport that fits the placement of their ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
 
 log = logging.getLogger(__name__)
-MAX_DAMAGED = 2  # times that weights are sent again: then memory or a program is the cause
+MAX_DAMAGED = 2  # after so many damaged transfers memory or a program is the cause
 TRANSPORTS = {
     "broadcast": BroadcastTransport,
     "cuda_ipc": CudaIpcTransport,
@@ -58,7 +58,7 @@ class WeightSync:
         self.overlap = overlap
         self.transport: Transport | None = None
         target.takes_weights = True
-        self._names: dict[bool, frozenset[str]] = {}  # that arrived, by `changing`
+        self._names: dict[bool, frozenset[str]] = {}  # names of the weights that arrived, by `changing`
         self._under_way: concurrent.futures.Future[int] | None = None  # bytes of the newest sync, once all serve it
 
     @property
@@ -90,12 +90,12 @@ class WeightSync:
         return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - start)}
 
     def finish(self) -> int:
-        """Wait until every replica serves what was sent last; return its bytes. Raises what that sync raises."""
+        """Wait until every replica serves the newest weights; return their bytes. Raises what that sync raises."""
         under_way, self._under_way = self._under_way, None
         return under_way.result() if under_way else 0
 
     def reconnect(self) -> None:
-        """Forget a sync that has failed, and whom weights go to: processes of either model are new."""
+        """Forget a failed sync and the readers: processes of either model are new."""
         with suppress(Exception):
             self.finish()
         self._forget_readers()
@@ -121,13 +121,13 @@ class WeightSync:
             yield
 
     def _move(self, version: int, on_sent: Callable[[], None]) -> int:
-        """Return the bytes that were moved. Replicas that are lost are replaced, and all weights go to all of them.
+        """Move the weights; return the bytes. Lost replicas are replaced, and then all weights go to all replicas.
 
         Weights that arrive damaged are sent again, up to MAX_DAMAGED times.
         """
         slices, damaged = self.target.slices, 0
         while True:
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
                 if slices is not None and slices.joining:
                     self._forget_readers()
@@ -135,7 +135,7 @@ class WeightSync:
             except WorkerLost as lost:
                 if slices is None or lost.call.model != self.target.name:
                     raise
-                slices.recover(lost, begun)
+                slices.recover(lost, start)
             except WorkerError as error:
                 damaged += 1
                 if not isinstance(error.cause, DamagedWeights) or damaged > MAX_DAMAGED:
@@ -144,7 +144,7 @@ class WeightSync:
                 self._names = {}
 
     def _forget_readers(self) -> None:
-        """Connect to the replicas of now at the next move, and send them all weights."""
+        """Connect to the current replicas at the next move, and send them all weights."""
         if self.transport is not None:
             self.transport.close()
         self.transport, self._names = None, {}
@@ -159,15 +159,15 @@ class WeightSync:
             if self.config.transport != "auto" or not isinstance(problem.cause, HostMemoryFull | OSError):
                 raise
             log.warning("weights of %s: %s; they go through the object store instead", self.source.name, problem.cause)
-            before = self.transport
-            self.transport = ObjectStoreTransport(self.source, self.target, self.config, before.senders, before.readers)
+            failed = self.transport
+            self.transport = ObjectStoreTransport(self.source, self.target, self.config, failed.senders, failed.readers)
             sent = self.transport.move(version, changing, self._names.get(changing), on_sent)
-        self._names[changing] = frozenset(name for part in sent for name in part.sizes)
-        return sum(size for part in sent for size in part.sizes.values())
+        self._names[changing] = frozenset(name for rank in sent for name in rank.sizes)
+        return sum(size for rank in sent for size in rank.sizes.values())
 
 
 def choose_transport(source: DistModel, target: DistModel, config: SyncConfig, overlap: bool) -> Transport:
-    """Return the transport that ``config`` names or, for `auto`, the one that fits where the ranks are."""
+    """Return the transport that ``config`` names or, for `auto`, the one that fits the placement of the ranks."""
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
         return (TensorCopyTransport if overlap else LiveTensorTransport)(source, target, config)
     senders, readers = (model.run(describe_endpoint).result() for model in (source, target))
@@ -178,7 +178,7 @@ def choose_transport(source: DistModel, target: DistModel, config: SyncConfig, o
 
 
 def choose_transport_name(endpoints: Sequence[WeightEndpoint], in_turns: bool) -> str:
-    """Return the transport for ranks at these places. ``in_turns``: their models take turns on their devices."""
+    """Return the transport for ranks at these endpoints. ``in_turns``: their models take turns on their devices."""
     hosts, gpus = ({getattr(endpoint, what) for endpoint in endpoints} for what in ("host", "gpu"))
     if len(hosts) > 1:
         return "object_store" if in_turns else "broadcast"

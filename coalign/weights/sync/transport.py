@@ -37,11 +37,11 @@ class WeightError(RuntimeError):
 
 
 class DamagedWeights(WeightError):
-    """Bytes of a weight are others than those that were sent: sent again, they may arrive."""
+    """A weight arrived with other bytes than it was sent with; sent again, it may arrive intact."""
 
 
 class SyncModule(Protocol):
-    """What every transport uses of a worker's module (coalign.backends.base.Module)."""
+    """The members of a worker's module that every transport uses (coalign.backends.base.Module)."""
 
     adopts: ClassVar[bool]
     links: dict[str, Any]  # what transports keep from one sync to the next
@@ -93,9 +93,9 @@ class WeightEndpoint:
 
 
 def describe_endpoint(module: SyncModule, store: Store) -> WeightEndpoint:
-    device = module.context.device
-    gpu = find_gpu_uuid(device)
-    return WeightEndpoint(*identify_process(), device, gpu, module.exports, module.adopts, module.weights_dtype)
+    host, process = identify_process()
+    device, gpu = module.context.device, find_gpu_uuid(module.context.device)
+    return WeightEndpoint(host, process, device, gpu, module.exports, module.adopts, module.weights_dtype)
 
 
 def identify_process() -> ProcessId:
@@ -123,8 +123,8 @@ def open_store(host: str, port: int = 0) -> TCPStore:
     ``port`` 0: any free one.
     """
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    own = listener.getsockname()[1]
-    return TCPStore(host, own, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    free_port = listener.getsockname()[1]
+    return TCPStore(host, free_port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 # ---- transports
@@ -132,7 +132,7 @@ def open_store(host: str, port: int = 0) -> TCPStore:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What a source rank has to send.
+    """The weights that a source rank has to send.
 
     ``changing``: only the weights that training changes. ``dtype``: floating-point weights of a wider type are cast to
     it. ``timeout``: seconds that the next weight may take.
@@ -145,17 +145,17 @@ class ExportRequest:
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """What one rank sent: the bytes of each tensor by name, and ``where`` the transport finds them."""
+    """The weights that one rank sent: bytes by name, and ``references`` by which the transport finds them."""
 
     sizes: dict[str, int]
-    where: Any = None
+    references: Any = None
 
 
 @dataclass(eq=False)
 class Transport(ABC):
     """Moves the weights of one model to all replicas of another.
 
-    ``senders``, ``readers``: where the ranks of the two models are (none within one process).
+    ``senders``, ``readers``: the endpoints of the two models' ranks (none within one process).
     """
 
     source: DistModel
@@ -176,7 +176,7 @@ class Transport(ABC):
         return self.source.store.in_process or self.source.takes_turns_with(self.target)
 
     def request(self, changing: bool) -> ExportRequest:
-        """Wider weights are cast to what all replicas compute in, if it is one type, before they travel."""
+        """Build the request: wider weights are cast to the replicas' dtype before they travel, if all have the same."""
         dtypes = {endpoint.dtype for endpoint in self.readers}
         return ExportRequest(changing, dtypes.pop() if len(dtypes) == 1 else None, self.config.timeout)
 
@@ -190,7 +190,7 @@ class Transport(ABC):
     ) -> list[SentWeights]:
         """Return what each rank sent, once every replica serves ``version``.
 
-        ``changing``: send only the weights that training changes; the target has the others. ``expected``: the names
+        ``changing``: send only the weights that training changes; the target has the rest. ``expected``: the names
         that have to arrive, if known. ``on_sent()`` is called once the source may change its weights again.
         Raises WorkerError, or WeightError for a name that came twice or not at all.
         """
@@ -223,10 +223,10 @@ class StagedTransport(Transport):
 
 
 def check_names(sent: Sequence[SentWeights], expected: frozenset[str] | None) -> None:
-    """Raise WeightError for a name that two ranks sent, or that is missing or new compared with ``expected``."""
+    """Raise WeightError for a name that two ranks sent, or that ``expected`` lacks or has beyond those sent."""
     owner: dict[str, int] = {}
-    for rank, part in enumerate(sent):
-        for name in part.sizes:
+    for rank, weights in enumerate(sent):
+        for name in weights.sizes:
             if name in owner:
                 raise WeightError(f"weight '{name}' was sent twice: by rank {owner[name]} and by rank {rank}")
             owner[name] = rank
@@ -234,14 +234,14 @@ def check_names(sent: Sequence[SentWeights], expected: frozenset[str] | None) ->
         return
     for names, what in ((expected - owner.keys(), "was not sent"), (owner.keys() - expected, "was not expected")):
         if names:
-            others = f" (nor {len(names) - 1} others)" if len(names) > 1 else ""
-            raise WeightError(f"weight '{min(names)}' {what}{others}")
+            more = f" (nor {len(names) - 1} others)" if len(names) > 1 else ""
+            raise WeightError(f"weight '{min(names)}' {what}{more}")
 
 
-def check_sum(name: str, found: int, sent: int) -> None:
+def check_sum(name: str, computed: int, sent: int) -> None:
     """Raise DamagedWeights if a tensor's checksum is not the one that it was sent with."""
-    if found != sent:
-        raise DamagedWeights(f"weight '{name}' arrived damaged: checksum {found:016x}, sent with {sent:016x}")
+    if computed != sent:
+        raise DamagedWeights(f"weight '{name}' arrived damaged: checksum {computed:016x}, sent with {sent:016x}")
 
 
 def check_unique(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -274,8 +274,8 @@ def wait_for_both(first: Future, second: Future, on_first: Callable[[], None] = 
 def open_export(module: SourceModule, request: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Yield an iterator over this rank's weights, cast as ``request`` says.
 
-    It raises WeightError for a repeated name, and when a weight has come that took longer than the timeout. (Callers
-    have deadlines of their own for one that never comes.) On exit the export is run to its end even after an error,
+    It raises WeightError for a repeated name, and after a weight that took longer than the timeout. (Callers have
+    deadlines of their own for one that never comes.) On exit the export is run to its end even after an error,
     because other ranks wait for this one in its collectives.
     """
     weights = module.export_weights(changing=request.changing)
@@ -326,7 +326,7 @@ class LiveTensorTransport(Transport):
         [weights] = self.source.run(open_live_weights, changing, fatal=False).result()
         sent = self.target.run(load_weights, weights, version, self.adopt, fatal=False, beside=[self.source]).result()
         check_names(sent, expected)
-        return [SentWeights(dict.fromkeys(part.sizes, 0)) for part in sent] if self.adopt else sent
+        return [SentWeights(dict.fromkeys(rank.sizes, 0)) for rank in sent] if self.adopt else sent
 
 
 class TensorCopyTransport(LiveTensorTransport):

@@ -40,7 +40,7 @@ def size_cluster(config: RunConfig, nodes: int | None = None, devices: int | Non
             "is auto, so every device counts that is there: say how many with --nodes and --gpus-per-node "
             "(`--gpus-per-node 0`: compute on the CPU), or give a number here"
         )
-        raise ConfigError([config.places.on(ConfigProblem(("models", waiting[0], "num_gpu"), message))])
+        raise ConfigError([config.locations.on(ConfigProblem(("models", waiting[0], "num_gpu"), message))])
     slots = _find_slots(config)
     total = sum(slot.devices for slot in slots)
     if not total:

@@ -65,7 +65,7 @@ def plan_job(
     directory = Path.cwd()
     config = load(file, overrides, lambda algorithm: find_recipe(algorithm).defaults, planned=True, elsewhere=ships)
     shipment = list_shipment(directory) if ships else None
-    written = [Path(source) for source in config.places.sources if Path(source).is_file()]
+    written = [Path(source) for source in config.locations.sources if Path(source).is_file()]
     if shipment is not None:
         for each in written:
             if not each.resolve().is_relative_to(directory):
@@ -97,7 +97,7 @@ def list_unshipped(job: TrainingJob) -> Iterator[tuple[Key, Path]]:
 def refuse_unshipped(job: TrainingJob, advice: str) -> None:
     """Refuse (ConfigError) inputs that are here and will not be where the job runs; ``advice`` says what to do."""
     problems = [
-        job.config.places.on(ConfigProblem(key, f"{path} is too large, or in a folder that stays here: {advice}"))
+        job.config.locations.on(ConfigProblem(key, f"{path} is too large, or in a folder that stays here: {advice}"))
         for key, path in list_unshipped(job)
     ]
     if problems:

@@ -81,7 +81,7 @@ def check_code(config: RunConfig, shipment: Shipment) -> None:
     for key, name in _walk_names(config.model_dump()):
         module = name.partition(":")[0]
         if message := _find_lack(module, shipment):
-            problems.append(config.places.on(ConfigProblem(key, f"{name}: {message}")))
+            problems.append(config.locations.on(ConfigProblem(key, f"{name}: {message}")))
     if problems:
         raise ConfigError(problems)
 

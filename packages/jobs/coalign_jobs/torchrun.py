@@ -71,7 +71,7 @@ def _count_processes(job: TrainingJob) -> int:
     """Count the processes: each model has one of them, or all. ConfigError for other numbers, and for rollouts."""
     if find_recipe(job.config.algorithm).sync:
         message = f"`{job.config.algorithm}` samples while it trains; torchrun is for recipes that learn from data"
-        raise ConfigError([job.config.places.on(ConfigProblem(("algorithm",), message))])
+        raise ConfigError([job.config.locations.on(ConfigProblem(("algorithm",), message))])
     everywhere = max(job.size.nodes * job.size.devices, 1)
     counts = {
         name: everywhere if model.num_gpu == "auto" and not model.num_process else model.processes
@@ -81,7 +81,7 @@ def _count_processes(job: TrainingJob) -> int:
     for name, count in counts.items():
         if count not in (1, most):
             message = f"has {count} processes, and others have {most}: under torchrun a model has one of them, or all"
-            raise ConfigError([job.config.places.on(ConfigProblem(("models", name), message))])
+            raise ConfigError([job.config.locations.on(ConfigProblem(("models", name), message))])
     return most
 
 

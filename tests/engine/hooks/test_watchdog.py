@@ -29,9 +29,9 @@ class Calls:
 def call(label, *since):
     model, _, method = label.partition(".")
     future = Future(Call(model, method))
-    future.begun = since[0] if since else 0.0
+    future.monotonic_start = since[0] if since else 0.0
     future.running = [
-        WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, begun=each)
+        WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, monotonic_start=each)
         for i, each in enumerate(since)
     ]
     return future

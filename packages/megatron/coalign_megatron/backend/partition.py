@@ -103,7 +103,7 @@ class WeightPartition:
                 first, rows = dict(zip(sources, starts, strict=True)), [end] * shard.shape[0]
                 for piece in (piece for piece in shard.pieces if piece.name in first):
                     (start, stop), _ = piece.full[-2:]
-                    rows[slice(*piece.own[-2])] = range(first[piece.name] + start, first[piece.name] + stop)
+                    rows[slice(*piece.local[-2])] = range(first[piece.name] + start, first[piece.name] + stop)
                 layer, row = f"{chunk}/{shard.name.removesuffix('.weight')}", parameter.kind == "row"
                 expert = parameter.expert if parameter.sources[sources[0]].experts else None
                 yield AdaptedShard(layer, tuple(sources), expert, row, shard.pieces[0].full[-1], tuple(rows))
@@ -189,19 +189,19 @@ def _exchange(
     for owner, name in enumerate(names):
         for move in moves[name]:
             if move.rank == me and owner != me:
-                out[owner].append(_box(own[move.source], move.taken).reshape(-1))
+                out[owner].append(_box(own[move.source], move.source_box).reshape(-1))
     come: dict[int, list[BoxCopy]] = defaultdict(list)
     for move in mine:
         if move.rank != me:
             come[move.rank].append(move)
     like = next(iter(own.values()))
-    buffers = {r: like.new_empty(sum(_size(m.taken) for m in parts)) for r, parts in come.items()}
+    buffers = {r: like.new_empty(sum(_size(m.source_box) for m in parts)) for r, parts in come.items()}
     operations = [dist.P2POp(dist.isend, torch.cat(parts), stage[r]) for r, parts in sorted(out.items())]
     operations += [dist.P2POp(dist.irecv, buffer, stage[r]) for r, buffer in sorted(buffers.items())]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    pieces = {r: iter(buffer.split([_size(m.taken) for m in come[r]])) for r, buffer in buffers.items()}
-    return [(m, _box(own[m.source], m.taken) if m.rank == me else next(pieces[m.rank])) for m in mine]
+    pieces = {r: iter(buffer.split([_size(m.source_box) for m in come[r]])) for r, buffer in buffers.items()}
+    return [(m, _box(own[m.source], m.source_box) if m.rank == me else next(pieces[m.rank])) for m in mine]
 
 
 def _assemble(source: HuggingFaceTensor, parts: Sequence[tuple[BoxCopy, Tensor]]) -> Tensor:
@@ -210,7 +210,7 @@ def _assemble(source: HuggingFaceTensor, parts: Sequence[tuple[BoxCopy, Tensor]]
         return first  # a single rank exports its live tensors
     view = first.new_empty(source.shape)
     for move, part in parts:
-        place = _box(view, move.given)
+        place = _box(view, move.target_box)
         place.copy_(part.reshape(place.shape))
     return view
 

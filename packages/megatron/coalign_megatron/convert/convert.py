@@ -53,7 +53,7 @@ def compare_with_source(output: ConversionOutput, source: OpenedCheckpoint, fold
         for (box, part), (_, tensor) in zip(parts, reshard(specs, [p for _, p in parts], moves, fetch), strict=True):
             expected = own[slices(box)].to(tensor.dtype)
             for piece in part.pieces:
-                place = slices(piece.own)
+                place = slices(piece.local)
                 if not _same(tensor[place], expected[place]):
                     raise WeightError(
                         f"'{piece.name}' {list(piece.full)} in {folder} differs from '{shard.name}' in "
@@ -78,9 +78,9 @@ def _clip(shard: Shard, box: Box) -> Shard:
     """Return a box of a shard as a shard."""
     pieces = []
     for piece in shard.pieces:
-        if (both := overlap(piece.own, box)) is not None:
-            lead = len(piece.own) - len(piece.full)
-            pairs = zip(both[lead:], piece.own[lead:], piece.full, strict=True)
+        if (both := overlap(piece.local, box)) is not None:
+            lead = len(piece.local) - len(piece.full)
+            pairs = zip(both[lead:], piece.local[lead:], piece.full, strict=True)
             full = tuple((a - own[0] + there[0], b - own[0] + there[0]) for (a, b), own, there in pairs)
             own = tuple((a - start, b - start) for (a, b), (start, _) in zip(both, box, strict=True))
             pieces.append(ShardBox(piece.name, full, own))

@@ -63,8 +63,8 @@ def build_shard(
     It is a view of the source, if one box of one tensor of the same dtype covers it.
     """
     dtype = specs[shard.like].dtype
-    if len(moves) == 1 and moves[0].given == tuple((0, size) for size in shard.shape):
-        found = fetch(moves[0].rank, moves[0].source)[slices(moves[0].taken)]
+    if len(moves) == 1 and moves[0].target_box == tuple((0, size) for size in shard.shape):
+        found = fetch(moves[0].rank, moves[0].source)[slices(moves[0].source_box)]
         return found.reshape(shard.shape).to(dtype)
     return next(tensor for _, tensor in reshard(specs, [shard], {shard.name: moves}, fetch, scratch))
 

@@ -341,8 +341,8 @@ class Parameter(MegatronParameter):
         """
         own = ShardBox(self.name, there, here)
         for piece in self.pieces:
-            if (both := overlap(there, piece.own)) is not None:
-                back = ShardBox(piece.name, piece.own, piece.full)
+            if (both := overlap(there, piece.local)) is not None:
+                back = ShardBox(piece.name, piece.local, piece.full)
                 yield ShardBox(piece.name, back.within(both), own.within(both))
 
 

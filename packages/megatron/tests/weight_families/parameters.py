@@ -16,7 +16,7 @@ def to_hf(parameter, full):
     found = {}
     for name, source in parameter.sources.items():
         back = tuple(
-            ShardBox(parameter.name, piece.own, piece.full) for piece in parameter.pieces if piece.name == name
+            ShardBox(parameter.name, piece.local, piece.full) for piece in parameter.pieces if piece.name == name
         )
         views = cut(lambda _: full, [Shard(name, source.shape, parameter.name, back)])
         found[name] = source.write(next(tensor for _, tensor in views))

@@ -206,7 +206,7 @@ def list_loads(plan: Plan, estimates: Estimates) -> list[DeviceLoad]:
 def describe_loads(loads: Sequence[DeviceLoad], slots: Mapping[str, Slot], config: RunConfig) -> Iterator[str]:
     """Yield what the models that share devices take of each at most, and whether `runtime.device_memory` allows it."""
     limit = config.runtime.device_memory
-    shared = {slot.name for slot in list_slots(slots) if len(slot.places) > 1}
+    shared = {slot.name for slot in list_slots(slots) if len(slot.positions) > 1}
     seen = set()
     for load in loads:
         if load.slot not in shared or load.slot in seen:

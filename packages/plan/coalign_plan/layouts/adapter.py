@@ -170,7 +170,7 @@ def build_job(
     for model in run.models.values():
         slot = slots[model.base_of or model.name]
         base = run.models[model.base_of or model.name].config
-        shared = len(slot.places) > 1 and model.base_of is None and runtime.device_memory is None
+        shared = len(slot.positions) > 1 and model.base_of is None and runtime.device_memory is None
         parts = list_movable_parts(base, slot.footprints[model.base_of or model.name].devices, shared)
         group = slot.name if slot.devices else "CPU"  # where all models compute in turn
         work = build_work(run, model, group, is_moved=shared and "weights" in parts, cluster=cluster)

@@ -42,7 +42,7 @@ def list_device_loads(
         for here, places in found.items():
             own = {name: estimates[name][stage] for name, stage in here}
             moved = {
-                name: list_movable_parts(models[name], slot.footprints[name].devices, len(slot.places) > 1)
+                name: list_movable_parts(models[name], slot.footprints[name].devices, len(slot.positions) > 1)
                 for name in own
             }
             more = overhead * len(own) if slot.devices else 0
@@ -60,7 +60,7 @@ def _list_stages(
 ) -> dict[int, tuple[tuple[str, int], ...]]:
     """Return the models on each place of a slot, with the pipeline stage that is there."""
     here: dict[int, list[tuple[str, int]]] = {}
-    for name, ranks in slot.places.items():
+    for name, ranks in slot.positions.items():
         if name not in estimates:
             continue
         stages, own = len(estimates[name]), models[name]

@@ -124,7 +124,7 @@ def predict_configured(run: PlannedRun, request: PlanRequest) -> ConfiguredLayou
     problem = None
     for staleness in list_staleness(run):
         policy = next((name for name, model in run.models.items() if model.role == "rollout"), None)
-        if staleness and (policy is None or len(slots[policy].places) > 1):
+        if staleness and (policy is None or len(slots[policy].positions) > 1):
             continue  # it takes turns with its trainer, so neither can go on while the other computes
         try:
             job = build_job(run, slots, cluster, staleness)

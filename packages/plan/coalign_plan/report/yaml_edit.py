@@ -40,16 +40,13 @@ def _set(text: str, source: str, path: list[str], value: Any) -> str:
         ):
             raise ValueError(f"{source}:{key.start_mark.line + 1}: {'.'.join(path)} is an alias; write its keys there")
         if depth == len(path) - 1 or not isinstance(inner, yaml.MappingNode):
-            nested: Any = value
-            for inside in reversed(path[depth + 1 :]):
-                nested = {inside: nested}
-            return _replace(text, key, inner, nested)
+            return _replace(text, key, inner, _nest(value, path[depth + 1 :]))
         node = inner
     return text
 
 
 def _replace(text: str, key: yaml.Node, old: yaml.Node, value: Any) -> str:
-    """Write a value in the place of another one; an empty one stands right behind its key."""
+    """Replace a value by another one; an empty one stands right behind its key."""
     start, end = old.start_mark.index, old.end_mark.index
     if start == end:
         colon = text.index(":", key.end_mark.index)
@@ -63,24 +60,24 @@ def _replace(text: str, key: yaml.Node, old: yaml.Node, value: Any) -> str:
 
 def _add(text: str, node: yaml.MappingNode, path: list[str], value: Any) -> str:
     """Add a key at the end of a mapping, with the mappings on the way to it."""
+    entry = f"{path[0]}: {emit_inline(_nest(value, path[1:]))}"
     if node.flow_style:
-        nested: Any = value
-        for inside in reversed(path[1:]):
-            nested = {inside: nested}
         close = node.end_mark.index - 1
-        before = text[:close].rstrip()
-        separator = "" if before.endswith("{") else ", "
-        return f"{before}{separator}{path[0]}: {emit_inline(nested)}{text[close:]}"
-    column = node.start_mark.column
-    nested = value
-    for inside in reversed(path[1:]):
-        nested = {inside: nested}
-    line = f"{' ' * column}{path[0]}: {emit_inline(nested)}\n"
+        head = text[:close].rstrip()
+        separator = "" if head.endswith("{") else ", "
+        return f"{head}{separator}{entry}{text[close:]}"
+    line = f"{' ' * node.start_mark.column}{entry}\n"
     end = max(map(_find_end, node.value[-1]))
     stop = text.find("\n", end)  # behind a comment on the last line
     if stop < 0:
         return f"{text}\n{line}"
     return text[: stop + 1] + line + text[stop + 1 :]
+
+
+def _nest(value: Any, path: list[str]) -> Any:
+    for name in reversed(path):
+        value = {name: value}
+    return value
 
 
 def _find_end(node: yaml.Node) -> int:

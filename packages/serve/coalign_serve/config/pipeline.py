@@ -72,7 +72,7 @@ class GenerateConfig(JudgeConfig):
     sampling: SamplingConfig = SamplingConfig()
     seed: NonNegativeInt = 0
     module: Literal["native", "transformers"] = "native"
-    """The engine; `transformers` for architectures that `native` refuses."""
+    """The generator; `transformers` for architectures that `native` refuses."""
     native: ResultNeutral[NativeConfig] = NativeConfig()
     transformers: ResultNeutral[TransformersConfig] = TransformersConfig()
 
@@ -129,9 +129,9 @@ class StageConfig(Section):
     """One stage: one of `generate`, `score`, `select` and `train`, with its settings."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")] | None = None
-    """Name of its folder, and in `${stages.NAME.output}`; None: the kind."""
+    """Name of its folder, and in `${stages.NAME.output}`; None: `generate`, `score`, `select` or `train`."""
     generate: dict[str, Any] | None = None
-    """See GenerateConfig; likewise below."""
+    """Settings of this stage: see GenerateConfig. Likewise `score` (ScoreConfig) and `select` (SelectConfig)."""
     score: dict[str, Any] | None = None
     select: dict[str, Any] | None = None
     train: dict[str, Any] | None = None
@@ -139,17 +139,17 @@ class StageConfig(Section):
 
     @property
     def kind(self) -> str:
-        return next(kind for kind in STAGES if getattr(self, kind) is not None)
+        return next(name for name in STAGES if getattr(self, name) is not None)
 
     @property
     def called(self) -> str:
         return self.name or self.kind
 
     def check(self) -> None:
-        given = [kind for kind in STAGES if getattr(self, kind) is not None]
+        given = [name for name in STAGES if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(f"`{kind}`" for kind in given) or "nothing to do"
-            raise ValueError(f"has {found}; a stage is one of {' | '.join(STAGES)}")
+            tasks = " and ".join(f"`{name}`" for name in given) or "nothing to do"
+            raise ValueError(f"has {tasks}; a stage is one of {' | '.join(STAGES)}")
 
 
 class PipelineConfig(Section):

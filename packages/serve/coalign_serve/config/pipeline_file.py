@@ -29,28 +29,28 @@ class PipelineFile:
         """Validate the settings of a stage: a GenerateConfig, ScoreConfig, SelectConfig or RunConfig.
 
         ``names``: what references can refer to (model, round, stages). ``planned``: files that need not exist yet.
-        ``defaults``: of the recipes, see `coalign.config.load`. ConfigError as in `load`.
+        ``defaults``: those of the recipes, see `coalign.config.load`. ConfigError as in `load`.
         """
-        kind = self.header.stages[index].kind
-        key: Key = ("stages", index, kind)
-        data, places = self.layer.data["stages"][index][kind], self.layer.places.below(key)
+        stage_type = self.header.stages[index].kind
+        key: Key = ("stages", index, stage_type)
+        data, locations = self.layer.data["stages"][index][stage_type], self.layer.locations.below(key)
         outside = LoadContext(self.source.parent, names, planned)
         with self.located(index):
-            if kind == "train":
-                return load_run(read_includes(self.source, dict(data), places), outside, defaults)
-            return validate_layer(ConfigLayer(data, places, schema=STAGES[kind]), outside)
+            if stage_type == "train":
+                return load_run(read_includes(self.source, dict(data), locations), outside, defaults)
+            return validate_layer(ConfigLayer(data, locations, schema=STAGES[stage_type]), outside)
 
     @contextmanager
     def located(self, index: int) -> Iterator[None]:
-        """Add the place in the file to errors from inside: a ConfigError, or a Conflict of the settings."""
+        """Add the location in the file to errors from inside: a ConfigError, or a Conflict of the settings."""
         key: Key = ("stages", index, self.header.stages[index].kind)
         try:
             yield
         except ConfigError as error:
-            problems = [self.layer.places.on(replace(p, key=key + p.key)) for p in error.problems]
+            problems = [self.layer.locations.on(replace(p, key=key + p.key)) for p in error.problems]
             raise ConfigError(problems) from error.__cause__
         except Conflict as error:
-            raise ConfigError([self.layer.places.on(ConfigProblem(key + error.key, error.message))]) from None
+            raise ConfigError([self.layer.locations.on(ConfigProblem(key + error.key, error.message))]) from None
 
 
 def load_pipeline(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> PipelineFile:
@@ -62,7 +62,7 @@ def load_pipeline(source: str | os.PathLike[str], overrides: Sequence[str] = ())
     raise_problems(layer)
     if "algorithm" in layer.data and "stages" not in layer.data:
         message = f"makes this file a run, not a pipeline: start it with `coalign train {source}`"
-        raise ConfigError([layer.places.on(ConfigProblem(("algorithm",), message))])
+        raise ConfigError([layer.locations.on(ConfigProblem(("algorithm",), message))])
     _expand_stages(layer, folder)
     for override in overrides:
         apply_override(layer, _number_stage(override, _stages(layer)))
@@ -86,16 +86,16 @@ def _stages(layer: ConfigLayer) -> list[dict[str, Any]]:
 def _expand_stages(layer: ConfigLayer, folder: Path) -> None:
     """Expand the short forms of stages (`score: math`, `train: sft.yaml`), so that overrides can reach inside."""
     for stage in _stages(layer):
-        for kind, schema in STAGES.items():
-            if kind == "train" and isinstance(stage.get(kind), str):
-                path = Path(stage[kind])
-                stage[kind] = {"include": os.path.abspath(path if path.exists() else folder / path)}
-            elif kind in stage:
-                stage[kind] = expand_shorthands(stage[kind], (), schema)
+        for stage_type, schema in STAGES.items():
+            if stage_type == "train" and isinstance(stage.get(stage_type), str):
+                path = Path(stage[stage_type])
+                stage[stage_type] = {"include": os.path.abspath(path if path.exists() else folder / path)}
+            elif stage_type in stage:
+                stage[stage_type] = expand_shorthands(stage[stage_type], (), schema)
 
 
 def _without_settings(layer: ConfigLayer) -> dict[str, Any]:
-    """The data with only the names and kinds of the stages."""
+    """The data with only the names and types of the stages."""
     if not isinstance(layer.data.get("stages"), list):
         return layer.data
     stages = [
@@ -108,14 +108,14 @@ def _without_settings(layer: ConfigLayer) -> dict[str, Any]:
 
 
 def _number_stage(override: str, stages: Sequence[dict[str, Any]]) -> str:
-    """Replace the stage's name in ``stages.train.runtime.steps=5`` by its number and kind."""
+    """Replace the stage's name in ``stages.train.runtime.steps=5`` by its number and type."""
     match = re.match(r"stages\.([A-Za-z]\w*)([.=].*)", override, re.DOTALL)
     if not match:
         return override
-    kinds = [next((kind for kind in STAGES if kind in stage), "") for stage in stages]
-    names = [stage.get("name") or kind for stage, kind in zip(stages, kinds, strict=True)]
+    types = [next((stage_type for stage_type in STAGES if stage_type in stage), "") for stage in stages]
+    names = [stage.get("name") or stage_type for stage, stage_type in zip(stages, types, strict=True)]
     if match[1] not in names:
         problem = f"there is no stage '{match[1]}'{suggest(match[1], names)}"
         raise ConfigError([ConfigProblem(("stages",), problem, ConfigLocation(f"override '{override}'"))])
     index = names.index(match[1])
-    return f"stages[{index}].{kinds[index]}{match[2]}"
+    return f"stages[{index}].{types[index]}{match[2]}"

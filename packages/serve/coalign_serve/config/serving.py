@@ -83,7 +83,7 @@ class CompletionServerConfig(ServerConfig):
     queue: PositiveInt = 512
     """Answers that may be computed or wait; further requests are refused with status 429."""
     seed: NonNegativeInt = 0
-    """Of the engine; requests without a `seed` of their own get other answers every time."""
+    """Seed of the engine. Requests without a `seed` of their own get other answers every time."""
     images: ImagesConfig | None = None
     """For messages with images, and a model that sees. `root`: the folder that file paths must lead to; None: images
     come as data URLs only."""
