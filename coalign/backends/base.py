@@ -522,7 +522,7 @@ class TrainableModule(Module):
         batch = batch if logprobs is None else logprobs.batch
         updates, epochs = self.config.updates_per_batch, self.config.epochs_per_batch
         batches = epochs * _split_updates(batch, updates)
-        if objective.compares:  # and has no anchor: later updates are of other weights than those that sampled
+        if objective.compares:  # there is no anchor, and the weights of later updates are not those that sampled
             batches[1:] = [update.without("rollout_logprobs") for update in batches[1:]]
         mixed_in = epochs * ([None] * updates if ptx is None else _split_updates(ptx, updates))
         pairs = zip(batches, mixed_in, strict=True)

@@ -43,21 +43,21 @@ SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before every name in an adapter's file
 # key of LoraConfig -> field of peft.LoraConfig
 FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
-# Fields that adapters may have otherwise: an adapter's tensors tell where it is, the rest how it was trained.
+# Fields in which adapters may differ: an adapter's tensors show where it is, the others say how it was trained.
 FREE_FIELDS = {
     *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("target_parameters", "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_core", "runtime_config"),
     *("ensure_weight_tying", "qalora_group_size"),
 }
-# Values of a field that leave the weights beneath an adapter, and what it computes with them, as they are.
+# Values of fields that change neither the weights beneath an adapter nor what it computes with them.
 PLAIN_VALUES = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "modules_to_save": (["score"], ["classifier", "score"], ["score", "classifier"]),
 }
 # Fields of adapters that compute more, or elsewhere, than a sum of weights.
 UNMERGEABLE = ("alora_invocation_tokens", "arrow_config", "layer_replication", "monteclora_config")
-# For each factor in a file the axis of a linear layer's weight that its second axis has to match
+# factor in a file -> (axis of a linear layer's weight, axis of the factor) that have the same size
 FACTORS = {"lora_A": (1, 1), "lora_B": (0, 0), "lora_embedding_A": (0, 1), "lora_embedding_B": (1, 0)}
 # Between an embedding's name and `.weight`, in a file.
 EMBEDDING_INFIXES = ("", BASE, ".original_module", f".token_adapter{BASE}")
@@ -297,7 +297,7 @@ def write(model: PreTrainedModel, directory: str | Path, tensors: Mapping[str, T
     """Write what `collect` returned so that ``peft.PeftModel.from_pretrained(base, directory)`` loads it."""
     settings = cast("LoraConfig", copy(model.peft_config[ADAPTER]))
     settings.target_modules = sorted(settings.target_modules or ())
-    if has_towers(model.config):  # peft has shortened the names to what tells them apart here, not in the whole model
+    if has_towers(model.config):  # peft has shortened the names to what is unique here, not in the complete model
         layers = _find_adapted_layers(model).items()
         settings.target_modules = sorted(name for name, layer in layers if not hasattr(layer, "parameter_name"))
     if model.get_output_embeddings() is None:
@@ -415,7 +415,7 @@ def _check_shapes(
         owner, _, factor = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if (expected := shapes.get(key.removeprefix(PREFIX), tuple(tensor.shape))) != tensor.shape:
             wrong.append(f"{key.removeprefix(PREFIX)} is {expected}, there {tuple(tensor.shape)}")
-        # Of stacked experts the key does not name the parameter; peft compares their sizes.
+        # For stacked experts the key does not name the parameter; peft compares their sizes.
         if factor not in FACTORS or (settings.target_parameters and f"{owner}.weight" not in shapes):
             continue
         shape, (side, axis) = shapes.get(f"{owner}.weight"), FACTORS[factor]

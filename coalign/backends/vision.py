@@ -36,7 +36,7 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 PROJECTORS = ("projector", "connector", "merger", "downsample", "embed_vision")
 BLANK = "32x32"  # the size of a picture whose features nobody reads
 IMAGE, VIDEO = 1, 2  # `mm_token_type_ids`
-VIDEO_ARGUMENTS = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}  # by those for images
+VIDEO_ARGUMENTS = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}  # for images -> videos
 Features = list[Tensor]  # an image's [n, H] for the first layer, then what is added to the first layers (deepstack)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-KEPT_PIXELS = 2**28  # bytes: an engine needs those of the prompts that begin
+KEPT_PIXELS = 2**28  # bytes; an engine needs the pixels of the prompts that it starts
 # Largest difference of logits that rounding explains, relative to their spread; wrong tokens give about 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 

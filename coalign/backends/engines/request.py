@@ -244,7 +244,7 @@ class PartialResponse:
         self.submitted.on_done(self.offset, complete)
 
 
-PROMPT_COLUMNS = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # values where no policy chose
+PROMPT_COLUMNS = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # for tokens that no policy chose
 
 
 def begin_generation(

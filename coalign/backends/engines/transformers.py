@@ -251,7 +251,7 @@ class TransformersModel(MetaModel):
             except Exception as problem:  # some models fail on rows that others compute
                 reason = f"{type(problem).__name__}: {shorten(str(problem), 200)}"
                 continue
-            if not error > tolerance:  # weights that are not numbers are reported by generation
+            if not error > tolerance:  # generation reports weights that are NaN
                 if batching != declared:
                     log.warning("module transformers: %s is exact only with `batching: %s`", name, batching)
                 return self._probe_images()

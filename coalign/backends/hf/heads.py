@@ -185,7 +185,7 @@ class LanguageModelHead:
     def __init__(self, *, temperature: float = 1.0, top: int = 0, **settings: Any) -> None:
         self.temperature, self.top, self.settings = temperature, top, settings
         self.vocabulary: int | None = None  # ids from here on are forbidden; None: the model has no others
-        self.forbidden = torch.zeros(0, dtype=torch.int64)  # ids below these
+        self.forbidden = torch.zeros(0, dtype=torch.int64)  # forbidden ids below `vocabulary`
 
     def forbid(self, tokens: Sequence[int], vocabulary: int) -> None:
         """Give ``tokens`` of a ``vocabulary`` the probability 0. NotImplementedError for a model whose logits have a

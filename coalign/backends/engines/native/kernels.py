@@ -47,7 +47,7 @@ _COMPARED = (8, 16, 24, TILE, 72, 136)
 _MEASURED_ELEMENTS = 2**22  # a weight with more is measured by its first outputs
 _ROUNDS, _MAX_ROUNDS = 3, 12
 _FAR_SLOWER = 1.5  # a round is repeated if a kernel took this many times its best
-_MEASURE = "processor time of one thread"  # choices that were measured otherwise are made again
+_MEASURE = "processor time of one thread"  # choices that were measured in another way are made again
 _BETTER = 0.9  # a later kernel is chosen only if it takes less than this share of an earlier one's time
 
 
@@ -79,7 +79,7 @@ def _onednn_tiles(weight: Tensor, bias: Tensor | None) -> Product:
     return product
 
 
-# By dtype; of two that are equally fast the first is chosen.
+# dtype -> kernels by name; of two that are equally fast the first is chosen.
 KERNELS: dict[torch.dtype, dict[str, Callable[[Tensor, Tensor | None], Product]]] = {
     torch.float32: {"mkl": _mkl, "onednn": _onednn, "onednn_tiles": _onednn_tiles, "plain": _plain},
     torch.bfloat16: {"onednn_tiles": _onednn_tiles, "onednn": _onednn, "plain": _plain},

@@ -206,7 +206,7 @@ def check_against_transformers(model: NativeModel) -> None:
     except RuntimeError as problem:  # a layer that expects another layout in memory
         raise ValueError(REFUSAL.format(name, shorten(str(problem), 200))) from problem
     error = compare_logits(logits, expected)
-    if error > TOLERANCE[model.dtype]:  # false for NaN: weights that are not numbers are reported by generation
+    if error > TOLERANCE[model.dtype]:  # false for NaN: generation reports weights that are NaN
         raise ValueError(
             f"the native engine cannot run {name}: its logits would differ from those of a plain forward by "
             f"{error:.1e} of their spread"

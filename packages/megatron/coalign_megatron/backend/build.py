@@ -121,7 +121,7 @@ def _initialise_nothing(tensor: torch.Tensor) -> torch.Tensor:
 
 _joined: ParallelSizes | None = None  # the partition of all models of this process
 _models = 0  # models that use the groups
-_owns_process_group = False  # whether `leave` ends torch's process group
+_owns_process_group = False  # whether `leave_ranks` ends torch's process group
 
 
 def join_ranks(sizes: ParallelSizes, context: Context) -> None:

@@ -63,7 +63,7 @@ class LowRankAdapter(nn.Module):
         """Return A and scaling · B of this rank's shard of the weight: [ranks, columns] and [rows, ranks]."""
         a = torch.cat([factor[:, slice(*self.shard.columns)] for factor in self.lora_A])
         scaled = [b * scale for b, scale in zip(self.lora_B, self.scaling, strict=True)]
-        b = F.pad(torch.block_diag(*scaled), (0, 0, 0, 1))  # the last row is of rows without an adapter
+        b = F.pad(torch.block_diag(*scaled), (0, 0, 0, 1))  # rows without an adapter take the last one, of zeros
         return a, b.index_select(0, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ class _AddLoss(torch.autograd.Function):
 class MegatronRouters:
     """The routers of a rank's chunks. ``layers``: for each layer of the whole model, whether it has experts.
 
-    ``place`` says before each forward which tokens it has. ``counts`` f64[L, E] grow by the tokens of each expert; L
-    counts the layers with experts of the whole model, of which this rank has some.
+    ``set_tokens`` says before each forward which tokens it has. ``counts`` f64[L, E] grow by the tokens of each expert;
+    L counts the layers with experts of the whole model, of which this rank has some.
     """
 
     def __init__(self, models: Sequence[nn.Module], layers: Sequence[int], experts: int) -> None:
@@ -91,7 +91,7 @@ class MegatronRouters:
             number = numbers[cast(int, router.layer_number) - 1]
             router.routing = partial(self._route, number, router.routing)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def place(self, layout: Layout, *, idle: bool) -> None:
+    def set_tokens(self, layout: Layout, *, idle: bool) -> None:
         """Take the tokens of the next forward; with sequence parallelism the routers of a rank see some of them."""
         ranks, rank = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -198,7 +198,7 @@ class MegatronPipeline:
             number = next(numbers)
             shard = shards[number]
             layout = shard.layout.to(next(model.parameters()).device)
-            self.routers.place(layout, idle=number >= len(micros) or micros[number] is idle)
+            self.routers.set_tokens(layout, idle=number >= len(micros) or micros[number] is idle)
 
             def finish(shard_outputs: Outputs) -> tuple[Tensor, Tensor, Any]:
                 outputs = self.rows.gather(shard_outputs, shard)
