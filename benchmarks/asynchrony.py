@@ -83,7 +83,7 @@ class SleepingSession(GenerationSession):
                 ended.append((response, status))
         self.active = [response for response in self.active if all(response is not done for done, _ in ended)]
         for response, status in ended:
-            response.submitted.on_done(response.place, response.response(status))
+            response.submitted.on_done(response.offset, response.response(status))
 
 
 class SleepingEngine(InferenceEngine):

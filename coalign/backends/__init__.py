@@ -34,13 +34,13 @@ CLASSES = {
 def require_package(module: str, title: str, supported: str, extra: str, *names: str, more: str = "") -> None:
     """Raises ImportError, with the command that installs it, unless a ``supported`` version of a package is installed.
 
-    ``names`` of its distributions; ``more``: a remark on the command.
+    ``names``: those of its distributions; ``more``: a remark on the command.
     """
-    install, found = f"pip install 'coalign[{extra}]' ({title} {supported}{more})", None
+    install, version = f"pip install 'coalign[{extra}]' ({title} {supported}{more})", None
     for name in names:
         with suppress(metadata.PackageNotFoundError):
-            found = found or metadata.version(name)
-    if found is None:
+            version = version or metadata.version(name)
+    if version is None:
         raise ImportError(f"module `{module}` needs {title}: {install}")
-    if not fnmatch(found, supported):
-        raise ImportError(f"module `{module}` works with {title} {supported}; {found} is installed: {install}")
+    if not fnmatch(version, supported):
+        raise ImportError(f"module `{module}` works with {title} {supported}; {version} is installed: {install}")

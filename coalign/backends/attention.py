@@ -59,7 +59,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **other: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, P, D], key and value [1, kv_heads, P, D] -> [1, P, heads, D].
 
@@ -71,7 +71,7 @@ def packed_attention(
         raise UnsupportedAttention(
             f"{type(module).__name__} cannot compute packed sequences: its layer does not hand keyword arguments to it"
         )
-    unknown = sorted(k for k, v in other.items() if v is not None and v is not False and k not in HARMLESS)
+    unknown = sorted(k for k, v in options.items() if v is not None and v is not False and k not in HARMLESS)
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
         what = unknown or (["attention_mask"] if attention_mask is not None else ["is_causal=False"])
         raise UnsupportedAttention(f"packed attention does not know {what} of {type(module).__name__}")
@@ -138,7 +138,7 @@ def choose_kernel(dtype: torch.dtype, device: torch.device, *, plain: bool = Tru
 
 
 def check_kernel(kernel: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError for a kernel that does not compute values of ``dtype`` on this kind of device."""
+    """Raise ValueError for a kernel that does not compute values of ``dtype`` on this type of device."""
     if kernel in ("flex", "varlen") and device.type != "cuda":
         raise ValueError(f"is {kernel}, which computes on CUDA only; on {device.type} use `blocks`")
     if kernel == "varlen" and dtype not in FLASH_DTYPES:
@@ -207,26 +207,26 @@ def _attend_flex(
 def _compile_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)  # of rows of any length
+    return torch.compile(flex_attention, dynamic=True)  # rows have any length
 
 
 def _flex_mask(plan: RowPlan, window: int | None) -> BlockMask:
     """A token sees the tokens of its span up to itself, and those of the span that it continues, within ``window``."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    own, continued = plan.owners
+    owner, continued = plan.owners
     # The index of a token within its sequence: a span continues where its prefix ends.
     positions = plan.positions
     groups = plan.two_way_groups if plan.two_way else None
 
     def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = ((own[q] == own[k]) & (k <= q)) | (continued[q] == own[k])
+        seen = ((owner[q] == owner[k]) & (k <= q)) | (continued[q] == owner[k])
         if groups is not None:
             seen = seen | ((groups[q] == groups[k]) & (groups[q] >= 0))
         return seen if window is None else seen & (positions[q] - positions[k] < window)
 
     on_cuda = plan.device.type == "cuda"
-    return create_block_mask(sees, None, None, len(own), len(own), device=plan.device, _compile=on_cuda)
+    return create_block_mask(sees, None, None, len(owner), len(owner), device=plan.device, _compile=on_cuda)
 
 
 def _attend_blocks(
@@ -267,9 +267,9 @@ def _attend_blocks(
     return torch.cat(out).to(dtype)
 
 
-def _stack(own: Tensor, block: Block, into: Tensor | None) -> Tensor:
+def _stack(tokens: Tensor, block: Block, into: Tensor | None) -> Tensor:
     """[sum(lengths), H, D] -> [n, longest, H, D]; shorter spans are padded with their last token."""
-    rows = own if into is None else own.index_select(0, into)
+    rows = tokens if into is None else tokens.index_select(0, into)
     return rows.unflatten(0, (len(block.lengths), -1))
 
 
@@ -279,12 +279,12 @@ def _add_bias(
     """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look (``seen``; None: at
     later keys). The bias of the query's own position is subtracted: softmax does not see the difference, but bf16 would
     otherwise round the nearest keys of a late query all to one number."""
-    before = block.prefix[1] - block.prefix[0] if block.prefix else 0
+    prefix = block.prefix[1] - block.prefix[0] if block.prefix else 0
     longest = max(block.lengths)
     if seen is None:
         seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-    biases = bias(torch.arange(before + longest, device=device))
-    return (biases[:, None] - biases[:, before:, None]).masked_fill(~seen, -torch.inf).to(dtype)
+    biases = bias(torch.arange(prefix + longest, device=device))
+    return (biases[:, None] - biases[:, prefix:, None]).masked_fill(~seen, -torch.inf).to(dtype)
 
 
 def _apply_softcap(

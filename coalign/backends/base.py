@@ -54,11 +54,11 @@ FIELDS = {
     "old_values": "values",
 }
 
-OWN_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
+STEP_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
 
 
 class Objective:
-    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's part of the global loss."""
+    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss."""
 
     def __init__(
         self,
@@ -66,20 +66,20 @@ class Objective:
         *,
         aggregation: str = "token_mean",
         constant_length: int | None = None,
-        where: str = "loss",
+        section: str = "loss",
         **arguments: Any,
     ) -> None:
-        """``fn`` names the loss; ``where`` is the dotted path of its section, for errors.
+        """``fn`` names the loss; ``section`` is the dotted path of its section, for errors.
 
         Raises ConfigError for wrong arguments, ValueError for a loss that is not there or an aggregation that has no
         meaning for it.
         """
-        with located_at(*parse_key(where), "fn"):
+        with located_at(*parse_key(section), "fn"):
             loss = resolve(fn, LossConfig.home)
-        arguments = bind(loss, arguments, where)
-        check_aggregation(loss, fn, aggregation, where)
+        arguments = bind(loss, arguments, section)
+        check_aggregation(loss, fn, aggregation, section)
         self.name = fn
-        self.where = where
+        self.section = section
         self.loss = partial(loss, **arguments)
         self.needs = required_inputs(loss, arguments)
         self.per = value_unit(loss)
@@ -87,13 +87,13 @@ class Objective:
         self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
 
     @classmethod
-    def of(cls, config: LossConfig, where: str) -> Objective:
-        """The loss that the section at ``where`` describes."""
+    def of(cls, config: LossConfig, section: str) -> Objective:
+        """The loss that ``section`` of the configuration describes."""
         return cls(
             config.fn,
             aggregation=config.aggregation,
             constant_length=config.constant_length,
-            where=where,
+            section=section,
             **config.arguments,
         )
 
@@ -112,7 +112,7 @@ class Objective:
                 f"the loss returned {len(result.value)} values; expected {len(weights)}, one per {self.per} (its "
                 "attribute `per` says which: token, sequence, group or batch)"
             )
-        if taken := OWN_STATISTICS & set(result.stats):
+        if taken := STEP_STATISTICS & set(result.stats):
             raise ValueError(
                 f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
             )
@@ -143,7 +143,7 @@ class Objective:
 
 
 def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
-    """What a loss reads: the trained tokens of ``micro`` and the model's outputs, on the outputs' device. Without an
+    """Build what a loss reads: the trained tokens of ``micro`` and the model's outputs, on their device. Without an
     ``old_logprobs`` column the anchor of the importance ratio is the current policy itself."""
     mask = get_loss_mask(micro)
     device = next(iter(outputs.values())).device
@@ -152,7 +152,7 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
     sequence = {("column", name): column for name, column in micro.sequence.items() if isinstance(column, Tensor)}
     derived = {("derived", "segment"): micro.segment[mask], ("derived", "group"): groups}
     moved = move_tensors(token | sequence | derived, device)
-    columns = {**micro.sequence, **{name: tensor for (kind, name), tensor in moved.items() if kind == "column"}}
+    columns = {**micro.sequence, **{name: tensor for (source, name), tensor in moved.items() if source == "column"}}
     fields = {field: columns.get(column) for field, column in FIELDS.items()}
     if fields["old"] is None and "logprobs" in outputs:
         fields["old"] = outputs["logprobs"].detach()
@@ -191,10 +191,10 @@ class Module:
     ``spmd``: the processes of a trainable model form one group, whose ranks call every method together; otherwise they
     are independent replicas. ``exclusive``: a call computes, so no other model computes on its devices meanwhile; False
     for modules that mostly wait (rewards). ``adopts``: ``load_weights(…, adopt=True)`` uses the given tensors without a
-    copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``exact``: it supports
-    `reduction: exact`. ``adapters``: low-rank adapters can be sent or received beside the weights
-    (Context.adapter_rank). ``reads_images``: it computes rows with images. ``needs``: for each method, the parts of the
-    model (coalign.memory.PARTS) that it computes with; a method that is not listed needs all of them on the device.
+    copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``exact``: it supports `reduction:
+    exact`. ``adapters``: low-rank adapters can be sent or received beside the weights (Context.adapter_rank).
+    ``reads_images``: it computes rows with images. ``needs``: for each method, the components of the model
+    (coalign.memory.PARTS) that it computes with; a method that is not listed needs all of them on the device.
     """
 
     spmd: ClassVar[bool] = False
@@ -256,8 +256,8 @@ class Module:
         )
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
-        """What the model at ``where`` takes at once of rows; a policy, of prompts. No weights are read."""
+    def list_limits(cls, config: ModelConfig, section: str) -> list[RowLimit]:
+        """The limits on one row (for a policy: on one prompt) of the model at ``section``. No weights are read."""
         return []
 
     @classmethod
@@ -273,7 +273,7 @@ class Module:
 
     @classmethod
     def tune(cls, config: ModelConfig) -> None:
-        """Measure what the model's processes on this CPU choose by, and keep it for them. No weights are read."""
+        """Time the alternatives of the model's processes on this CPU, and store the result. No weights are read."""
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config
@@ -290,7 +290,7 @@ class Module:
 
     @property
     def exports(self) -> bool:
-        """Whether ``export_weights`` yields anything on this rank. Several ranks may, each other weights."""
+        """Whether ``export_weights`` yields anything on this rank. Several ranks may, each some of the weights."""
         return self.context.rank == 0
 
     def setup(self) -> None:
@@ -300,7 +300,7 @@ class Module:
         """Release what ``setup`` took."""
 
     def forget_calls(self) -> None:
-        """Drop what calls so far have begun and not ended: nobody will ask for the rest."""
+        """Drop the state of unfinished calls: nobody will ask for their results."""
 
     def check_fit(self) -> None:
         """Raises RuntimeError while this replica must not serve."""
@@ -311,25 +311,25 @@ class Module:
 
     @property
     def constant(self) -> Sequence[str]:
-        """The parts of the model that never change."""
+        """The components of the model that never change."""
         return ()
 
-    def tensors(self, part: str) -> Iterable[Tensor]:
-        """The live tensors of one part of the model, between two calls."""
+    def tensors(self, component: str) -> Iterable[Tensor]:
+        """The live tensors of one component of the model (coalign.memory.PARTS), between two calls."""
         return ()
 
-    def move(self, to: str, parts: Sequence[str]) -> None:
-        """Move these parts to the ``host`` or to the ``device``. They come back bit for bit the same. Raises
+    def move(self, to: str, components: Sequence[str]) -> None:
+        """Move these components to the ``host`` or to the ``device``. They come back bit for bit the same. Raises
         coalign.memory.OutOfDeviceMemory if they do not fit."""
         if to == "host":
-            self.arena.offload(self.context.model, parts, constant=self.constant)
+            self.arena.offload(self.context.model, components, constant=self.constant)
         else:
-            self.arena.reload(self.context.model, parts)
+            self.arena.reload(self.context.model, components)
 
     def measure_memory(self) -> Mapping[str, int]:
-        """Bytes on the device, by part of the model. Called after each call."""
-        for part in PARTS:
-            self.arena.settle(self.context.model, part, self.tensors(part))
+        """Bytes on the device, by component of the model. Called after each call."""
+        for component in PARTS:
+            self.arena.settle(self.context.model, component, self.tensors(component))
         return self.arena.list_resident(self.context.model)
 
     def begin_saves(self) -> bool:
@@ -347,8 +347,8 @@ class Module:
 class TrainableModule(Module):
     """A model that scores and learns (coalign.roles.Trainable), on the methods that a backend supplies.
 
-    Over several ranks each one gets a part of the batch and all of them call the same method. ``version`` counts the
-    finished train_steps, ``updates`` the optimizer steps tried, ``tokens`` the tokens trained on, over all ranks.
+    Each rank gets a shard of the batch, and all ranks call the same method. ``version`` counts the finished
+    train_steps, ``updates`` the optimizer steps tried, ``tokens`` the tokens trained on, over all ranks.
     """
 
     spmd = True
@@ -363,20 +363,20 @@ class TrainableModule(Module):
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
-        self._shards = len(set(config.shares(context.world_size)))  # of a batch: ranks may compute rows together
-        self._objectives: dict[str, Objective] = {}  # of calls that name another loss than the configured one
+        self._batch_shards = len(set(config.shares(context.world_size)))  # ranks may compute rows together
+        self._named_objectives: dict[str, Objective] = {}  # for calls that name another loss than the configured one
 
     @property
     def constant(self) -> Sequence[str]:
         return ("weights",) if self.config.frozen else ()
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
+    def list_limits(cls, config: ModelConfig, section: str) -> list[RowLimit]:
         limits = []
         if config.max_tokens_per_micro is not None:
-            limits.append(RowLimit(config.max_tokens_per_micro, f"{where}.max_tokens_per_micro"))
+            limits.append(RowLimit(config.max_tokens_per_micro, f"{section}.max_tokens_per_micro"))
         if config.vision is not None and config.max_patches_per_micro is not None:
-            key = f"{where}.max_patches_per_micro"
+            key = f"{section}.max_patches_per_micro"
             limits.append(RowLimit(config.max_patches_per_micro, key, "patches"))
         return limits
 
@@ -396,7 +396,7 @@ class TrainableModule(Module):
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor), one at a time. A collective.
 
-        Ranks with ``exports`` yield, each other weights; the rest take part and yield nothing. In one process the
+        Ranks with ``exports`` yield, each different weights; the rest take part and yield nothing. In one process the
         tensors are the live parameters, which later training steps change. A weight with an adapter is yielded merged,
         as a new tensor. ``changing``: only what training changes.
         """
@@ -426,16 +426,16 @@ class TrainableModule(Module):
 
     @property
     def learning_rate(self) -> float:
-        """Of the optimizer step under way, whose tokens are counted already."""
-        own, context = self.config, self.context
-        if own.optimizer.unit == "tokens":
-            return compute_learning_rate(self.tokens - 1, own.optimizer, total=context.tokens or 0)
-        total = (context.steps - own.learns_after) * own.updates_per_batch * own.epochs_per_batch
-        return compute_learning_rate(self.updates, own.optimizer, total=total)
+        """The learning rate of the current optimizer step, whose tokens are counted already."""
+        config, context = self.config, self.context
+        if config.optimizer.unit == "tokens":
+            return compute_learning_rate(self.tokens - 1, config.optimizer, total=context.tokens or 0)
+        total = (context.steps - config.learns_after) * config.updates_per_batch * config.epochs_per_batch
+        return compute_learning_rate(self.updates, config.optimizer, total=total)
 
     @property
     def progress(self) -> dict[str, int]:
-        """What a checkpoint notes beside the tensors."""
+        """The counts that a checkpoint stores beside the tensors."""
         return {"version": self.version, "updates": self.updates, "tokens": self.tokens}
 
     def restore_progress(self, progress: Mapping[str, int]) -> None:
@@ -466,8 +466,8 @@ class TrainableModule(Module):
             computed = self.compute_outputs(batch)
         result = torch.zeros(len(batch) if output == "scores" else batch.tokens_total)
         for micro, out in computed:
-            where = micro["row"] if output == "scores" else micro.token["token"][get_loss_mask(micro)]
-            result[where] = out[output].float().cpu()
+            positions = micro["row"] if output == "scores" else micro.token["token"][get_loss_mask(micro)]
+            result[positions] = out[output].float().cpu()
         return {into or column: result}
 
     def top_logprobs(self, batch: Batch) -> dict[str, Tensor]:
@@ -495,7 +495,7 @@ class TrainableModule(Module):
     ) -> dict[str, Any]:
         """Train on ``batch``: epochs_per_batch passes, each cut into updates_per_batch optimizer steps.
 
-        Updates are consecutive parts of the batch, with groups whole and tokens balanced, or as the column `update`
+        Updates are consecutive rows of the batch, with groups whole and tokens balanced, or as the column `update`
         says. The first `learns_after` calls learn nothing: they return only how far the sampler is from this model.
 
         ``loss`` names another loss than the configured one. ``ptx`` holds rows of other data, cut over the updates as
@@ -518,17 +518,17 @@ class TrainableModule(Module):
             return self._compare_with_sampler(batch)
         objective = self._objective(loss)
         batch = batch if objective.compares else self._with_old_logprobs(batch)
-        own = TrainedLogprobs(batch) if self.context.records_logprobs and self.config.head == "lm" else None
-        batch = batch if own is None else own.batch
+        logprobs = TrainedLogprobs(batch) if self.context.records_logprobs and self.config.head == "lm" else None
+        batch = batch if logprobs is None else logprobs.batch
         updates, epochs = self.config.updates_per_batch, self.config.epochs_per_batch
-        parts = epochs * _split_updates(batch, updates)
-        if objective.compares:  # and has no anchor: later updates are of other weights than those that sampled
-            parts[1:] = [part.without("rollout_logprobs") for part in parts[1:]]
+        batches = epochs * _split_updates(batch, updates)
+        if objective.compares:  # there is no anchor, and the weights of later updates are not those that sampled
+            batches[1:] = [update.without("rollout_logprobs") for update in batches[1:]]
         mixed_in = epochs * ([None] * updates if ptx is None else _split_updates(ptx, updates))
-        pairs = zip(parts, mixed_in, strict=True)
-        stats = merge_stats(self._update(part, objective, rows, ptx_coef, own) for part, rows in pairs)
+        pairs = zip(batches, mixed_in, strict=True)
+        stats = merge_stats(self._update(update, objective, rows, ptx_coef, logprobs) for update, rows in pairs)
         self.version += 1
-        return stats if own is None else {**stats, "old_logprobs": own.values}
+        return stats if logprobs is None else {**stats, "old_logprobs": logprobs.values}
 
     def eval_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
         """loss/value and loss/<name> over ``batch``, as means that merge exactly; nothing is learned."""
@@ -546,7 +546,7 @@ class TrainableModule(Module):
     # ---- one update
 
     def _update(
-        self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float, own: TrainedLogprobs | None
+        self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float, logprobs: TrainedLogprobs | None
     ) -> Stats:
         first = float(self.context.rank == 0)
         if self.config.reduction == "exact" and self.context.world_size > 1 and "leaf" not in batch:
@@ -554,7 +554,7 @@ class TrainableModule(Module):
         totals = self._count_totals(batch)
         if totals.tokens == 0:  # nothing to learn; a step on momentum alone would still move the weights
             return {"loss/skipped_updates": Total(first)}
-        micros, measure, seen = self._prepare(batch, objective, totals, own)
+        micros, measure, seen = self._prepare(batch, objective, totals, logprobs)
         # Dropout depends on the position in the run, not on what ran before in this process: no RNG state to save.
         with seed_generator(self.context.device, hash((self.context.seed, self.context.rank, self.updates))):
             self.run(micros, measure, needs=objective.needs)
@@ -592,21 +592,21 @@ class TrainableModule(Module):
         return LossTotals(*self.all_reduce([float(count) for count in counts]))
 
     def _prepare(
-        self, batch: Batch, objective: Objective, totals: LossTotals, own: TrainedLogprobs | None = None
+        self, batch: Batch, objective: Objective, totals: LossTotals, logprobs: TrainedLogprobs | None = None
     ) -> tuple[list[Batch], Measure, list[Stats]]:
         """The micro-batches, the function from (micro-batch, outputs) to a loss, and the list it adds statistics to.
-        ``own`` takes the log-probs."""
+        ``logprobs`` records those of the trained tokens."""
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:
             if micro is IDLE:
                 return sum((out.sum() for out in outputs.values()), torch.zeros(())) * 0.0
-            if own is not None:
-                own.note(micro, outputs)
+            if logprobs is not None:
+                logprobs.note(micro, outputs)
             value, stats = objective(micro, outputs, totals)
             seen.append({f"loss/{name}": stat for name, stat in stats.items()})
             # Statistics of data-parallel ranks are averaged when they are merged; the loss is a sum over the ranks.
-            seen.append({"loss/value": Stat(value.item() * self._shards, 0.0)})
+            seen.append({"loss/value": Stat(value.item() * self._batch_shards, 0.0)})
             return value
 
         if objective.per == "token":  # a row without trained tokens adds nothing and would cost as much as any other
@@ -622,44 +622,47 @@ class TrainableModule(Module):
                 raise ValueError("this loss compares all rows of an update: train on one process (num_process: 1)")
             return [batch] if len(batch) else []
         if "leaf" in batch:
-            micros = [micro for part in _list_updates(batch) for micro in self._take_leaves(part)]
+            update = cast(Tensor, batch["update"])
+            batches = [batch.select(update == number) for number in update.unique().tolist()]
+            micros = [micro for update_batch in batches for micro in self._take_leaves(update_batch)]
         else:
-            micros = self._pack_micros(batch, whole=per == "group")
-        (most,) = self.all_reduce([float(len(micros))], "max")
-        return micros + [IDLE] * (int(most) - len(micros))
+            micros = self._pack_micros(batch, keep_groups=per == "group")
+        (count,) = self.all_reduce([float(len(micros))], "max")
+        return micros + [IDLE] * (int(count) - len(micros))
 
     def _take_leaves(self, update: Batch) -> list[Batch]:
         """The leaves of one update that this rank computes, in order; idle ones where nothing of a leaf is trained."""
         leaf = cast(Tensor, update["leaf"])
         numbers = range(self.context.rank, int(leaf.max()) + 1, self.context.world_size)
-        own = leaf.unique().tolist() if self.config.frozen else numbers  # frozen ones add nothing up
-        return [part if len(part := update.select(leaf == number)) else IDLE for number in own]
+        if self.config.frozen:  # nothing is added up over the ranks
+            numbers = leaf.unique().tolist()
+        return [micro if len(micro := update.select(leaf == number)) else IDLE for number in numbers]
 
-    def _pack_micros(self, batch: Batch, *, whole: bool) -> list[Batch]:
-        sizes = torch.bincount(groups_of(batch) if whole else torch.arange(len(batch)), batch.lengths)
+    def _pack_micros(self, batch: Batch, *, keep_groups: bool) -> list[Batch]:
+        sizes = torch.bincount(groups_of(batch) if keep_groups else torch.arange(len(batch)), batch.lengths)
         budget = self.token_budget(int(sizes.max()) if len(sizes) else 0)
         patches = None if "images" not in batch else self.config.max_patches_per_micro
-        return batch.micro(budget, keep=_group_column(batch), intact=whole, max_patches=patches)
+        return batch.micro(budget, keep=_group_column(batch), intact=keep_groups, max_patches=patches)
 
     def _objective(self, name: str | None) -> Objective:
         """The loss of the configuration, or the one called ``name``. ValueError without any."""
         if name is not None:
-            if name not in self._objectives:
-                self._objectives[name] = Objective(name)
-            return self._objectives[name]
+            if name not in self._named_objectives:
+                self._named_objectives[name] = Objective(name)
+            return self._named_objectives[name]
         if self.context.loss is None:
-            where = f"models.{self.context.model}.loss"
+            model = self.context.model
             raise ValueError(
-                f"model '{self.context.model}' is to be trained, but there is neither a `loss` nor a `{where}`"
+                f"model '{model}' is to be trained, but there is neither a `loss` nor a `models.{model}.loss`"
             )
         return self.context.loss
 
     def _compare_with_sampler(self, batch: Batch) -> Stats:
         if self.config.head != "lm" or "rollout_logprobs" not in batch:
             return {}
-        own, mask = self.forward_step(batch, into="old_logprobs")["old_logprobs"], get_loss_mask(batch)
-        found = mismatch_stats(own[mask], batch.token["rollout_logprobs"][mask])
-        return {f"loss/{name}": stat for name, stat in found.items()}
+        logprobs, mask = self.forward_step(batch, into="old_logprobs")["old_logprobs"], get_loss_mask(batch)
+        stats = mismatch_stats(logprobs[mask], batch.token["rollout_logprobs"][mask])
+        return {f"loss/{name}": stat for name, stat in stats.items()}
 
     def _with_old_logprobs(self, batch: Batch) -> Batch:
         """Add the anchor of the importance ratio, where it will differ from the policy that is being updated."""
@@ -673,23 +676,23 @@ class TrainableModule(Module):
 
 
 class TrainedLogprobs:
-    """The log-probs of a batch's trained tokens by the weights of now, as a training step computes them anyway.
+    """Records the log-probs of a batch's trained tokens before the first update, which a training step computes anyway.
 
-    ``values`` f32[T], NaN where there is none. ``batch`` is to be cut into the step's micro-batches.
+    ``values`` f32[T], NaN where there is none. ``batch`` is the one to cut into micro-batches.
     """
 
     def __init__(self, batch: Batch) -> None:
-        known = batch.token.get("old_logprobs")
-        self.values = torch.full((batch.tokens_total,), torch.nan) if known is None else known
+        recorded = batch.token.get("old_logprobs")
+        self.values = torch.full((batch.tokens_total,), torch.nan) if recorded is None else recorded
         token = {**batch.token, "token": torch.arange(batch.tokens_total)}
-        self.batch = batch if known is not None else Batch(batch.lengths, token, batch.sequence)
+        self.batch = batch if recorded is not None else Batch(batch.lengths, token, batch.sequence)
 
     def note(self, micro: Batch, outputs: Outputs) -> None:
-        """Take the log-probs of a micro-batch, unless they come from weights that have moved since."""
+        """Record the log-probs of a micro-batch, unless an update came between: the first ones count."""
         if "token" in micro.token:
-            where = micro.token["token"][get_loss_mask(micro)]
-            first = self.values[where].isnan()
-            self.values[where[first]] = outputs["logprobs"].detach().float().cpu()[first]
+            positions = micro.token["token"][get_loss_mask(micro)]
+            first = self.values[positions].isnan()
+            self.values[positions[first]] = outputs["logprobs"].detach().float().cpu()[first]
 
 
 def _split_updates(batch: Batch, count: int) -> list[Batch]:
@@ -697,12 +700,6 @@ def _split_updates(batch: Batch, count: int) -> list[Batch]:
         return batch.split(count, keep=_group_column(batch))
     update = cast(Tensor, batch["update"])
     return [batch.select(update == number) for number in range(count)]
-
-
-def _list_updates(batch: Batch) -> list[Batch]:
-    """The updates that have rows in ``batch``."""
-    update = cast(Tensor, batch["update"])
-    return [batch.select(update == number) for number in update.unique().tolist()]
 
 
 def _group_column(batch: Batch) -> str | None:

@@ -177,10 +177,10 @@ class DeepSpeedModule(HuggingFaceModule):
         _, client = self.engine.load_checkpoint(str(dir), tag=TAG)
         self.restore_progress(cast(Any, client)["progress"])
 
-    def tensors(self, part: str) -> Iterable[Tensor]:
-        if self.engine is None or part not in ("weights", "optimizer"):
-            return super().tensors(part)
-        if part == "weights":  # small parameters are kept whole, beside their shards
+    def tensors(self, component: str) -> Iterable[Tensor]:
+        if self.engine is None or component not in ("weights", "optimizer"):
+            return super().tensors(component)
+        if component == "weights":  # small parameters are kept whole, beside their shards
             parameters: list[Any] = list(self.model.parameters())
             return [*(p for p in parameters if p.numel()), *(p.ds_tensor for p in parameters if _is_sharded(p))]
         state = self.optimizer.state if self.optimizer else {}
@@ -209,13 +209,13 @@ class DeepSpeedModule(HuggingFaceModule):
 
     def _settings(self) -> dict[str, Any]:
         """DeepSpeed's configuration. An update ends where `step` is called."""
-        config, own = self.config, self.config.deepspeed
+        config, section = self.config, self.config.deepspeed
         host = {"device": "cpu", "pin_memory": is_accelerator(self.device)}
         # DeepSpeed allocates a whole bucket, whatever the size of the model.
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        zero = {"stage": own.stage, "reduce_bucket_size": min(max(trained, 1), LARGEST_BUCKET), **own.zero}
-        zero |= {"offload_optimizer": host} if own.offload_optimizer else {}
-        zero |= {"offload_param": host} if own.offload_parameters else {}
+        zero = {"stage": section.stage, "reduce_bucket_size": min(max(trained, 1), LARGEST_BUCKET), **section.zero}
+        zero |= {"offload_optimizer": host} if section.offload_optimizer else {}
+        zero |= {"offload_param": host} if section.offload_parameters else {}
         low = (config.compute_dtype or config.dtype) == "bfloat16"
         return {
             "train_micro_batch_size_per_gpu": 1,
@@ -267,15 +267,15 @@ def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import the package for ``device``. ValueError where this process uses it on another kind of device already."""
+    """Import the package for ``device``. ValueError where this process uses it on another type of device already."""
     os.environ["LOCAL_RANK"] = "0"  # a process sees only its own device
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    if (other := cast(Any, deepspeed.get_accelerator()).device_name()) != device.type:
+    if (current := cast(Any, deepspeed.get_accelerator()).device_name()) != device.type:
         raise ValueError(
-            f"a model is to compute on {device.type}, and DeepSpeed computes on {other} in this process already"
+            f"a model is to compute on {device.type}, and DeepSpeed computes on {current} in this process already"
         )
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for minutes; gloo does its work
@@ -286,10 +286,10 @@ def check_zero_keys(options: Iterable[str], model: str) -> None:
     """Raises ValueError for a key that DeepSpeed's section `zero_optimization` does not have."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    if unknown := [name for name in options if name not in known]:
-        where, close = f"models.{model}.deepspeed.zero.{unknown[0]}", suggest(unknown[0], known - OWNED.keys())
-        raise ValueError(f"{where} is no key of DeepSpeed's zero_optimization{close}")
+    keys = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    if unknown := [name for name in options if name not in keys]:
+        key, close = f"models.{model}.deepspeed.zero.{unknown[0]}", suggest(unknown[0], keys - OWNED.keys())
+        raise ValueError(f"{key} is no key of DeepSpeed's zero_optimization{close}")
 
 
 def _read_weights_only(engine: DeepSpeedEngine) -> None:

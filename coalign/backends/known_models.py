@@ -77,7 +77,7 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {
 class KnownModel:
     """A decoder with causal attention over all tokens and plain rotary positions.
 
-    ``context``: tokens of the longest sequence. ``shapes``: of the language model's tensors, by their names in files.
+    ``context``: tokens of the longest sequence. ``shapes``: the language model's, by the tensors' names in files.
     """
 
     context: int
@@ -108,8 +108,8 @@ def find_known_model(config: ModelConfig) -> KnownModel | None:
         return None
     directory = find_directory(config.load)
     fields = read_model_config(directory) if (directory / "config.json").is_file() else {}
-    known = REQUIRED | HARMLESS
-    if not REQUIRED.keys() <= fields.keys() <= known.keys() or not all(known[key](fields[key]) for key in fields):
+    checks = REQUIRED | HARMLESS
+    if not REQUIRED.keys() <= fields.keys() <= checks.keys() or not all(checks[key](fields[key]) for key in fields):
         return None
     width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     if not _is_consistent(fields, width):

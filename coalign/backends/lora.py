@@ -37,29 +37,30 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTER = "default"  # peft's name for an unnamed adapter
-PART = ".lora_"  # in the name of every parameter of an adapter
+INFIX = ".lora_"  # in the name of every parameter of an adapter
 BASE = ".base_layer"
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name in an adapter's file
+PREFIX = "base_model.model."  # before every name in an adapter's file
 # key of LoraConfig -> field of peft.LoraConfig
 FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
-# Fields that adapters may have otherwise: an adapter's tensors tell where it is, the rest how it was trained.
+# Fields in which adapters may differ: an adapter's tensors show where it is, the others say how it was trained.
 FREE_FIELDS = {
     *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("target_parameters", "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_core", "runtime_config"),
     *("ensure_weight_tying", "qalora_group_size"),
 }
-# Values of a field that leave the weights beneath an adapter, and what it computes with them, as they are.
+# Values of fields that change neither the weights beneath an adapter nor what it computes with them.
 PLAIN_VALUES = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "modules_to_save": (["score"], ["classifier", "score"], ["score", "classifier"]),
 }
 # Fields of adapters that compute more, or elsewhere, than a sum of weights.
 UNMERGEABLE = ("alora_invocation_tokens", "arrow_config", "layer_replication", "monteclora_config")
-# For each factor in a file the axis of a linear layer's weight that its second axis has to match
+# factor in a file -> (axis of a linear layer's weight, axis of the factor) that have the same size
 FACTORS = {"lora_A": (1, 1), "lora_B": (0, 0), "lora_embedding_A": (0, 1), "lora_embedding_B": (1, 0)}
-WHOLE = ("", BASE, ".original_module", f".token_adapter{BASE}")  # between an embedding's name and `.weight`, in a file
+# Between an embedding's name and `.weight`, in a file.
+EMBEDDING_INFIXES = ("", BASE, ".original_module", f".token_adapter{BASE}")
 GatherTensor = Callable[[Tensor], Tensor]
 
 
@@ -164,20 +165,20 @@ def _head(model: PreTrainedModel) -> nn.Module:
 
 
 def _examples(names: list[str], pattern: str) -> str:
-    """The layers whose last names are most like the pattern's, or one of each kind, for messages."""
-    kinds = {name.rpartition(".")[2]: name for name in reversed(names)}
-    near = get_close_matches(pattern.rpartition(".")[2].strip("*?"), kinds, n=3, cutoff=0.5)
-    return ", ".join(kinds[kind] for kind in near or sorted(kinds)) + ", …" if kinds else "there are none"
+    """The layers whose last names are most like the pattern's, or one of each name, for messages."""
+    layers = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = get_close_matches(pattern.rpartition(".")[2].strip("*?"), layers, n=3, cutoff=0.5)
+    return ", ".join(layers[key] for key in near or sorted(layers)) + ", …" if layers else "there are none"
 
 
 def find_trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The live parameters of the adapters, and of a `score` head, by their names in an adapter's file."""
-    found = {name: parameter for name, parameter in model.named_parameters() if PART in name}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if INFIX in name}
     if model.get_output_embeddings() is None:
-        found |= {f"score.{name}": parameter for name, parameter in _head(model).named_parameters()}
+        parameters |= {f"score.{name}": parameter for name, parameter in _head(model).named_parameters()}
     # On disk peft gives the parameter of DoRA's module the name of the module.
-    short = {name: name.replace(f".{ADAPTER}.", ".").replace("vector.weight", "vector") for name in found}
-    return {PREFIX + short[name]: parameter for name, parameter in found.items()}
+    short = {name: name.replace(f".{ADAPTER}.", ".").replace("vector.weight", "vector") for name in parameters}
+    return {PREFIX + short[name]: parameter for name, parameter in parameters.items()}
 
 
 def get_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -188,11 +189,11 @@ def get_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def export_merged(
-    model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
+    model: nn.Module, gather: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of all weights, with adapters merged in, in the dtype of the frozen weights.
 
-    Weights without an adapter are the live tensors; others are new tensors, made one at a time. ``whole`` gathers the
+    Weights without an adapter are the live tensors; others are new tensors, made one at a time. ``gather`` returns the
     full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights in the same
     block as an adapted one (queries, keys, values), because engines fuse some of them.
     """
@@ -200,26 +201,26 @@ def export_merged(
     blocks = {find_block(name) for name in layers}
     for name, tensor in get_weights(model).items():
         fusible = name.endswith(".weight") or tensor.dim() == 3
-        if PART in name or (changing and not (tensor.requires_grad or (fusible and find_block(name) in blocks))):
+        if INFIX in name or (changing and not (tensor.requires_grad or (fusible and find_block(name) in blocks))):
             continue
-        value, layer = whole(_dense(tensor)), layers.get(name)
-        yield name.replace(BASE, ""), value if layer is None else _merge(layer, value, whole)
+        value, layer = gather(_dense(tensor)), layers.get(name)
+        yield name.replace(BASE, ""), value if layer is None else _merge(layer, value, gather)
 
 
 @torch.no_grad()
 def export_separate(
-    model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
+    model: nn.Module, gather: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """As ``export_merged``, but adapters come beside the frozen weights, by their names in an adapter's file. B is
     multiplied by the scaling. Not for DoRA, whose magnitudes are left out."""
     layers = _find_adapted_layers(model)
     for name, tensor in get_weights(model).items():
-        owner, part, _ = name.partition(PART)
-        if part:
-            value, scaling = whole(tensor), layers[owner].scaling[ADAPTER]
-            yield PREFIX + name.replace(f".{ADAPTER}.", "."), value * scaling if f"{PART}B." in name else value
+        owner, infix, _ = name.partition(INFIX)
+        if infix:
+            value, scaling = gather(tensor), layers[owner].scaling[ADAPTER]
+            yield PREFIX + name.replace(f".{ADAPTER}.", "."), value * scaling if f"{INFIX}B." in name else value
         elif tensor.requires_grad or not changing:
-            yield name.replace(f"{BASE}.", "."), whole(_dense(tensor))
+            yield name.replace(f"{BASE}.", "."), gather(_dense(tensor))
 
 
 def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -231,13 +232,13 @@ def find_adapted_weights(model: nn.Module) -> dict[str, Any]:
 
     An adapter of stacked experts belongs to a parameter. Those of one module are nested in each other.
     """
-    found = {}
+    layers = {}
     for name, layer in _find_adapted_layers(model).items():
         inner = layer
         while hasattr(inner, "base_layer"):
             name, inner = f"{name}{BASE}", inner.base_layer
-        found[f"{name}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
-    return found
+        layers[f"{name}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
+    return layers
 
 
 def find_block(name: str) -> str:
@@ -246,10 +247,10 @@ def find_block(name: str) -> str:
 
 
 @torch.no_grad()
-def _merge(layer: Any, base: Tensor, whole: GatherTensor) -> Tensor:
+def _merge(layer: Any, base: Tensor, gather: GatherTensor) -> Tensor:
     """base + scaling · B A; with DoRA, rows are then scaled to its magnitudes (2402.09353, eq. 5). Stacked experts have
-    a product each: rows of A [E r, in] are of one expert after the other, columns of B [out, r E] of all in turn."""
-    a, b = (whole(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
+    a product each: A [E r, in] has the rows of one expert after the other, B [out, r E] columns of all in turn."""
+    a, b = (gather(factor[ADAPTER].weight).float() for factor in (layer.lora_A, layer.lora_B))
     if base.dim() == 3:
         experts = len(base)
         product = torch.einsum("ore,eri->eoi", b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1)))
@@ -257,7 +258,7 @@ def _merge(layer: Any, base: Tensor, whole: GatherTensor) -> Tensor:
         return (base.float() + layer.scaling[ADAPTER] * (product.mT if turned else product)).to(base.dtype)
     total = base.float().addmm(b, a, alpha=layer.scaling[ADAPTER])
     if layer.use_dora[ADAPTER]:
-        magnitude = whole(layer.lora_magnitude_vector[ADAPTER].weight).float()
+        magnitude = gather(layer.lora_magnitude_vector[ADAPTER].weight).float()
         total.mul_((magnitude / total.norm(dim=1))[:, None])
     return total.to(base.dtype)
 
@@ -287,16 +288,16 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def collect(model: PreTrainedModel, whole: GatherTensor) -> dict[str, Tensor]:
-    """Return the adapters' tensors by the names of an adapter's file. A collective, if ``whole`` gathers."""
-    return {name: whole(parameter.detach()) for name, parameter in find_trained_parameters(model).items()}
+def collect(model: PreTrainedModel, gather: GatherTensor) -> dict[str, Tensor]:
+    """Return the adapters' tensors by the names of an adapter's file. A collective, if ``gather`` is one."""
+    return {name: gather(parameter.detach()) for name, parameter in find_trained_parameters(model).items()}
 
 
 def write(model: PreTrainedModel, directory: str | Path, tensors: Mapping[str, Tensor]) -> None:
     """Write what `collect` returned so that ``peft.PeftModel.from_pretrained(base, directory)`` loads it."""
     settings = cast("LoraConfig", copy(model.peft_config[ADAPTER]))
     settings.target_modules = sorted(settings.target_modules or ())
-    if has_towers(model.config):  # peft has shortened the names to what tells them apart here, not in the whole model
+    if has_towers(model.config):  # peft has shortened the names to what is unique here, not in the complete model
         layers = _find_adapted_layers(model).items()
         settings.target_modules = sorted(name for name, layer in layers if not hasattr(layer, "parameter_name"))
     if model.get_output_embeddings() is None:
@@ -310,17 +311,17 @@ def write(model: PreTrainedModel, directory: str | Path, tensors: Mapping[str, T
 @torch.no_grad()
 def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
     """Copy the values of a trained adapter into ``model``. Raises ValueError, naming keys under ``models.<name>.lora``,
-    unless it has the same kind, rank and layers, and nothing besides."""
+    unless it has the same settings, rank and layers, and nothing besides."""
     (theirs, tensors), ours = read_adapter(directory), model.peft_config[ADAPTER]
     for key, field in FIELDS.items():
         if (there := getattr(theirs, field)) != (here := getattr(ours, field)):
             raise ValueError(f"models.{name}.lora.{key} is {here}, but {there} in the adapter {directory}")
     _check_plain(theirs, directory, name)
-    own = find_trained_parameters(model)
-    sides = [(own.keys() - tensors.keys(), "not there"), (tensors.keys() - own.keys(), "only there")]
+    parameters = find_trained_parameters(model)
+    sides = [(parameters.keys() - tensors.keys(), "not there"), (tensors.keys() - parameters.keys(), "only there")]
     if differences := [f"{key.removeprefix(PREFIX)} is {side}" for keys, side in sides for key in sorted(keys)[:3]]:
         raise ValueError(f"models.{name}.lora.target is not that of {directory}: {', '.join(differences)}")
-    for key, parameter in own.items():
+    for key, parameter in parameters.items():
         if tensors[key].shape != parameter.shape:
             raise ValueError(
                 f"the adapter {directory} is of another model than models.{name}.load: {key.removeprefix(PREFIX)} is "
@@ -345,7 +346,7 @@ def _check_plain(settings: LoraConfig, directory: str | Path, name: str) -> None
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
-    """Merge an adapter of any kind of LoRA that peft can merge into the weights of ``model``.
+    """Merge a LoRA adapter of any type that peft can merge into the weights of ``model``.
 
     Embeddings have the adapter's rows if it holds them all. Embeddings and a head that share a weight have one each if
     the adapter changes them unequally. Raises ValueError for an adapter of layers that the model lacks, or has in
@@ -355,9 +356,9 @@ def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedMo
     for field in UNMERGEABLE:
         if value := getattr(settings, field, None):
             raise ValueError(f"{directory}/{SETTINGS} has {field}: {value!r}, which no weights can hold merged")
-    if "_niter_" in str(begun := settings.init_lora_weights):
+    if "_niter_" in str(init := settings.init_lora_weights):
         raise ValueError(
-            f"{directory}/{SETTINGS} has init_lora_weights: {begun!r}, so it belongs to weights that were drawn at "
+            f"{directory}/{SETTINGS} has init_lora_weights: {init!r}, so it belongs to weights that were drawn at "
             "random and not saved; save it with peft's path_initial_model_for_weight_conversion"
         )
     _resize_embeddings(model, tensors, directory)
@@ -389,17 +390,17 @@ def _resize_embeddings(model: PreTrainedModel, tensors: Mapping[str, Tensor], di
     rows = {
         layer: tensors[key].shape[0]
         for layer in (embeddings, head)
-        for suffix in WHOLE
+        for suffix in EMBEDDING_INFIXES
         if (key := f"{PREFIX}{names.get(layer)}{suffix}.weight") in tensors
     }
-    before = cast(nn.Embedding, embeddings).weight.shape[0]
-    if not rows or {*rows.values()} == {before}:
+    model_rows = cast(nn.Embedding, embeddings).weight.shape[0]
+    if not rows or {*rows.values()} == {model_rows}:
         return
     separate = head is not None and head.weight is not embeddings.weight
     if len({*rows.values()}) > 1 or (separate and len(rows) == 1):
         there = " and ".join(f"{names[layer]} of {count} rows" for layer, count in rows.items())
         raise ValueError(
-            f"the adapter {directory} holds {there}; the model has {before} in embeddings and head, and needs both"
+            f"the adapter {directory} holds {there}; the model has {model_rows} in embeddings and head, and needs both"
         )
     model.resize_token_embeddings(rows.popitem()[1], mean_resizing=False)
 
@@ -412,9 +413,9 @@ def _check_shapes(
     wrong = []
     for key, tensor in tensors.items():
         owner, _, factor = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if (whole := shapes.get(key.removeprefix(PREFIX), tuple(tensor.shape))) != tensor.shape:
-            wrong.append(f"{key.removeprefix(PREFIX)} is {whole}, there {tuple(tensor.shape)}")
-        # Of stacked experts the key does not name the parameter; peft compares their sizes.
+        if (expected := shapes.get(key.removeprefix(PREFIX), tuple(tensor.shape))) != tensor.shape:
+            wrong.append(f"{key.removeprefix(PREFIX)} is {expected}, there {tuple(tensor.shape)}")
+        # For stacked experts the key does not name the parameter; peft compares their sizes.
         if factor not in FACTORS or (settings.target_parameters and f"{owner}.weight" not in shapes):
             continue
         shape, (side, axis) = shapes.get(f"{owner}.weight"), FACTORS[factor]
@@ -453,9 +454,9 @@ def read_settings(directory: str | Path) -> LoraConfig:
     if settings.peft_type != peft.PeftType.LORA:
         said = getattr(settings.peft_type, "value", None)
         raise ValueError(f"'{directory}' holds an adapter of type {said}; expected LORA")
-    known = {field.name for field in fields(settings)}
+    field_names = {field.name for field in fields(settings)}
     for field, value in read_json_object(Path(directory) / SETTINGS).items():
-        if field not in known and value and (value is True or not isinstance(value, int | float)):
+        if field not in field_names and value and (value is True or not isinstance(value, int | float)):
             raise ValueError(
                 f"{directory}/{SETTINGS} has {field}: {value!r}, which peft {peft.__version__} does not know; update it"
             )

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from coalign.config.schema import OptimizerConfig
 
 Optimizer = torch.optim.Optimizer
-MOMENTUM = 0.95  # of Muon
-BETA2_DECAY = -0.8  # of Adafactor: the second moment forgets with 1 - step ** BETA2_DECAY
-SMALLEST_RMS = 1e-3  # of Adafactor: a parameter moves at least as if its entries were this large
+MUON_MOMENTUM = 0.95
+ADAFACTOR_BETA2_DECAY = -0.8  # beta2 of a step is 1 - step ** ADAFACTOR_BETA2_DECAY
+ADAFACTOR_MIN_RMS = 1e-3  # a parameter moves at least as if its entries were this large
 
 
 def build_optimizer(
@@ -49,11 +49,11 @@ def build_optimizer(
         if scales:
             raise ValueError("optimizer.name is muon, which has one learning rate: leave out vision.*_lr_scale")
         inside = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
-        parts = (
+        builders = (
             (build_muon, [p for p in trained if p in inside]),
             (build_adamw, [p for p in trained if p not in inside]),
         )
-        return CombinedOptimizer(*(make(own, config) for make, own in parts if own))
+        return CombinedOptimizer(*(make(members, config) for make, members in builders if members))
     return build_adamw(trained, config, exact=exact, scales=scales)
 
 
@@ -81,7 +81,7 @@ def build_adamw(
 def build_muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
     """Muon with steps of AdamW's size (2502.16982), so that one learning rate suits both. torch gathers sharded
     matrices to orthogonalise them."""
-    settings = {"weight_decay": config.weight_decay, "momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
+    settings = {"weight_decay": config.weight_decay, "momentum": MUON_MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
     optimizer = torch.optim.Muon(parameters, lr=config.lr, **settings)
     for p in parameters:
         optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
@@ -100,7 +100,7 @@ class Adafactor(Optimizer):
         for p in (p for group in self.param_groups for p in group["params"]):
             zeros = torch.zeros_like(p)
             factors = {"row_var": zeros[..., :1], "col_var": zeros[..., :1, :]} if p.ndim > 1 else {"variance": zeros}
-            self.state[p] = {"step": torch.zeros(())} | {name: part.clone() for name, part in factors.items()}
+            self.state[p] = {"step": torch.zeros(())} | {name: factor.clone() for name, factor in factors.items()}
 
     @torch.no_grad()
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (without a closure)
@@ -114,9 +114,9 @@ class Adafactor(Optimizer):
 def _adafactor(p: nn.Parameter, grad: Tensor, state: dict[str, Tensor], *, lr: float, weight_decay: float) -> None:
     state["step"] += 1
     step = float(state["step"])
-    size = max(SMALLEST_RMS, _rms(p)) * min(lr, step**-0.5)
+    size = max(ADAFACTOR_MIN_RMS, _rms(p)) * min(lr, step**-0.5)
     p.mul_(1.0 - lr * weight_decay)
-    tiny, fresh, square = torch.finfo(p.dtype).eps, step**BETA2_DECAY, grad.square()
+    tiny, fresh, square = torch.finfo(p.dtype).eps, step**ADAFACTOR_BETA2_DECAY, grad.square()
     if p.ndim > 1:
         row = state["row_var"].lerp_(square.mean(-1, keepdim=True), fresh)
         column = state["col_var"].lerp_(square.mean(-2, keepdim=True), fresh)
@@ -130,35 +130,35 @@ def _adafactor(p: nn.Parameter, grad: Tensor, state: dict[str, Tensor], *, lr: f
 class CombinedOptimizer:
     """Several optimizers, each with its own parameters, behind the interface of one."""
 
-    def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts for group in part.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        states = {p: state for part in self.parts for p, state in part.state.items()}
+        states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
         return cast(dict[nn.Parameter, dict[str, Any]], states)
 
     def step(self) -> None:
-        for part in self.parts:
-            part.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, *, exact: bool = False) -> float:
-    """Scale the gradients down to the L2 norm ``limit`` if they exceed it; returns their norm before. A collective.
+    """Scale the gradients down to the L2 norm ``limit`` if they exceed it; returns the unclipped norm. A collective.
 
     ``exact``: the bits of the norm do not depend on how the gradients are sharded, since each is gathered.
     """
     alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
     if exact:
-        total = math.hypot(*torch.stack([_measure_whole(g) for own in alike for g in own]).tolist())
+        total = math.hypot(*torch.stack([_measure_whole(g) for gradients in alike for g in gradients]).tolist())
     else:
         total = math.hypot(*(_to_float(nn.utils.get_total_norm(gradients)) for gradients in alike))
     if limit is not None and limit < total < math.inf:
@@ -174,7 +174,7 @@ def _groups(
         alike: dict[float, list[nn.Parameter]] = {}
         for p in parameters:
             alike.setdefault(scales.get(p, 1.0), []).append(p)
-        return [group | {"lr_scale": scale} for scale, own in alike.items() for group in _groups(own, config, {})]
+        return [group | {"lr_scale": scale} for scale, scaled in alike.items() for group in _groups(scaled, config, {})]
     decayed, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
     groups = [{"params": alike, "weight_decay": config.weight_decay} for alike in _by_mesh(decayed)]
     return groups + [{"params": alike, "weight_decay": 0.0} for alike in _by_mesh(rest)]
@@ -182,10 +182,10 @@ def _groups(
 
 def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by the ranks that they are sharded over: operations on lists of tensors do not mix them."""
-    found: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return list(found.values())
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
 
 
 def _rms(tensor: Tensor) -> float:
@@ -196,8 +196,8 @@ def _measure_whole(gradient: Tensor) -> Tensor:
     """The norm f32[] of a gradient that may be sharded, gathered for it."""
     from torch.distributed.tensor import DTensor  # slow to import, and every recipe imports this file
 
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return torch.linalg.vector_norm(whole, dtype=torch.float32)
+    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return torch.linalg.vector_norm(full, dtype=torch.float32)
 
 
 def _to_float(norm: Tensor) -> float:
@@ -266,12 +266,12 @@ class WeightAverage:
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """Within this context the model's weights are the average; afterwards its own again, bit for bit."""
-        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        """Within this context the model's weights are the average; afterwards the trained ones again, bit for bit."""
+        trained = {name: p.detach().clone() for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
             p.detach().copy_(self.tensors[name])
         try:
             yield
         finally:
             for name, p in self.parameters.items():
-                p.detach().copy_(own[name])
+                p.detach().copy_(trained[name])

@@ -1,4 +1,4 @@
-"""The layout of a micro-batch in one packed row of tokens, where a group's responses share one copy of its prompt.
+"""Packs a micro-batch into one row of tokens, in which a group's responses share one copy of its prompt.
 
     batch     [p p p a a] [p p p b b b] [q q c]          three sequences, the first two of one group
     row       p p p a a b b b q q c                      position_ids 0 1 2 3 4 3 4 5 0 1 2
@@ -67,11 +67,11 @@ class Spans:
 class RowPlan:
     """The indices and masks of a row's blocks on the device that computes it, made once for all layers.
 
-    ``kernel``: how attention is computed (coalign.backends.attention.KERNELS). ``stacking[i]``: of block i, the tokens
-    i64[n · longest] that stack its spans, each padded with its last token, and those i64[tokens] that take the stack
-    apart; (None, None) for spans of one length. ``index``: `index_stacking` of the blocks, if it is there already.
-    ``two_way``: (start, stop) of places in the row that see each other in both directions; a block that has any holds
-    one span.
+    ``kernel``: how attention is computed (coalign.backends.attention.KERNELS). ``stacking[i]``: the indices i64[n ·
+    longest] that stack the spans of block i, each padded with its last token, and those i64[tokens] that undo it;
+    (None, None) for spans of one length. ``index``: `index_stacking` of the blocks, if it is there already.
+    ``two_way``: (start, stop) of positions in the row that see each other in both directions; a block that has any
+    holds one span.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RowPlan:
 
     @property
     def two_way_groups(self) -> Tensor:
-        """i32[P]: the number of the two-way group of each place of the row; -1: none."""
+        """i32[P]: the number of the two-way group of each position of the row; -1: none."""
         return self.keep("two_way", self._find_two_way_groups)
 
     def _find_two_way_groups(self) -> Tensor:
@@ -135,11 +135,11 @@ class RowPlan:
     def _find_spans(self) -> Spans:
         queries, keys, source = [0], [0], []
         for block in self.blocks:
-            start, before = block.start, range(*block.prefix) if block.prefix else range(0)
+            start, prefix = block.start, range(*block.prefix) if block.prefix else range(0)
             for length in block.lengths:
                 queries.append(start + length)
-                keys.append(keys[-1] + len(before) + length)
-                source += [torch.arange(before.start, before.stop), torch.arange(start, start + length)]
+                keys.append(keys[-1] + len(prefix) + length)
+                source += [torch.arange(prefix.start, prefix.stop), torch.arange(start, start + length)]
                 start += length
         ends = torch.tensor([queries, keys], dtype=torch.int32)
         longest = ends.diff(dim=1).amax(1).tolist()
@@ -150,13 +150,13 @@ class RowPlan:
     def _find_positions(self) -> Tensor:
         ranges = []
         for block in self.blocks:
-            before = block.prefix[1] - block.prefix[0] if block.prefix else 0
-            ranges += [torch.arange(before, before + length, dtype=torch.int32) for length in block.lengths]
+            prefix = block.prefix[1] - block.prefix[0] if block.prefix else 0
+            ranges += [torch.arange(prefix, prefix + length, dtype=torch.int32) for length in block.lengths]
         return torch.cat(ranges).to(self.device)
 
     def _find_owners(self) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor([length for block in self.blocks for length in block.lengths])
-        first: dict[int, int] = {}  # the number of the span that begins at a place
+        first: dict[int, int] = {}  # start in the row -> the number of the span that begins there
         continued, number = [], 0
         for block in self.blocks:
             first[block.start] = number
@@ -168,33 +168,33 @@ class RowPlan:
 
 
 def index_stacking(blocks: Iterable[Block]) -> Tensor:
-    """i64: for each block of spans of several lengths, the tokens of the block that stack its spans, then the places in
+    """i64: for each block of spans of several lengths, the indices of tokens that stack its spans, then the indices in
     the stack of its tokens; one block after the other."""
-    found = [torch.empty(0, dtype=torch.int64)]
+    indices = [torch.empty(0, dtype=torch.int64)]
     for block in blocks:
         if block.is_ragged:
             lengths = torch.tensor(block.lengths)
             starts, column = lengths.cumsum(0) - lengths, torch.arange(max(block.lengths))
-            found.append((starts[:, None] + column.clamp(max=lengths[:, None] - 1)).flatten())
-            found.append((column < lengths[:, None]).flatten().nonzero().flatten())
-    return torch.cat(found)
+            indices.append((starts[:, None] + column.clamp(max=lengths[:, None] - 1)).flatten())
+            indices.append((column < lengths[:, None]).flatten().nonzero().flatten())
+    return torch.cat(indices)
 
 
 def _mask(
     block: Block, window: int | None, device: torch.device, two_way: Sequence[tuple[int, int]] = ()
 ) -> Tensor | None:
-    before = block.prefix[1] - block.prefix[0] if block.prefix else 0
+    prefix = block.prefix[1] - block.prefix[0] if block.prefix else 0
     longest = max(block.lengths)
     inside = [(a, b) for a, b in two_way if block.start <= a and b <= block.stop]
-    if not before and not inside and (window is None or window >= longest):
+    if not prefix and not inside and (window is None or window >= longest):
         return None
-    query = torch.arange(before, before + longest, device=device)[:, None]
-    key = torch.arange(before + longest, device=device)
+    query = torch.arange(prefix, prefix + longest, device=device)[:, None]
+    key = torch.arange(prefix + longest, device=device)
     mask = key <= query
     for start, stop in inside:
-        own = slice(start - block.start, stop - block.start)
-        mask[own, own.start + before : own.stop + before] = True
-    return mask if window is None or window >= before + longest else mask & (key > query - window)
+        span = slice(start - block.start, stop - block.start)
+        mask[span, span.start + prefix : span.stop + prefix] = True
+    return mask if window is None or window >= prefix + longest else mask & (key > query - window)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Layout:
     stacking: Tensor | None = None  # i64, `index_stacking` of the blocks
     kernel: str = "auto"  # how attention over the row is computed (coalign.backends.attention.KERNELS)
     images: tuple[ImageSpan, ...] = ()  # where images stand in the whole row; those of a shared prompt once
-    offset: int = 0  # the place in the row of the first of ``tokens``, where these are a part of it
+    offset: int = 0  # the position in the row of the first of ``tokens``, where these are one rank's chunk of it
     axes: Tensor | None = None  # i64[3, P], positions of rotary embeddings, where they are not `positions`
     two_way: tuple[tuple[int, int], ...] = ()  # (start, stop) in the row of tokens that see each other
 
@@ -228,7 +228,7 @@ class Layout:
 
     @cached_property
     def plan(self) -> RowPlan:
-        """What attention needs to know of the blocks, on the device of the tokens."""
+        """The indices and masks of the blocks for attention, on the device of the tokens."""
         return RowPlan(self.blocks, self.tokens.device, self.kernel, self.stacking, self.two_way)
 
 
@@ -251,7 +251,7 @@ def get_loss_mask(batch: Batch) -> Tensor:
 def pack(
     batch: Batch, *, share_prefix: bool = True, axes: Tensor | None = None, two_way_images: bool = False
 ) -> Layout:
-    """The layout of ``batch``.
+    """Pack ``batch`` into one row.
 
     ``axes`` i64[3, sum T]: rotary positions of its tokens. ``two_way_images``: the tokens of an image see each other.
 
@@ -259,7 +259,7 @@ def pack(
     one copy of the prompt; a batch without these columns shares nothing. Exact for models that mix tokens by attention
     alone. Raises what `get_loss_mask` raises.
     """
-    where = get_loss_mask(batch).nonzero().flatten()
+    trained = get_loss_mask(batch).nonzero().flatten()
     runs = list(_runs(batch, share_prefix))
     # The row is the batch without the prompts that repeat the one in the first row of their run.
     repeated, first = torch.zeros(len(batch), dtype=torch.int64), torch.arange(len(batch))
@@ -268,29 +268,29 @@ def pack(
     segment, tokens = batch.segment, batch.token["tokens"].to(torch.int64)
     position = torch.arange(batch.tokens_total) - batch.offsets[segment]
     kept = position >= repeated[segment]
-    place = kept.cumsum(0) - 1
-    place = torch.where(kept, place, place[batch.offsets[first][segment] + position])
+    row_index = kept.cumsum(0) - 1
+    row_index = torch.where(kept, row_index, row_index[batch.offsets[first][segment] + position])
     blocks: list[Block] = []
     for start, stop, shared in runs:
-        at = int(place[batch.offsets[start]])
+        at = int(row_index[batch.offsets[start]])
         if shared:
             blocks.append(Block(at, (shared,)))
-        own = [n - shared for n in batch.lengths[start:stop].tolist() if n > shared]
-        blocks += _blocks(at + shared, own, (at, at + shared) if shared else None)
-    images = _place_images(batch, place, repeated)
+        lengths = [n - shared for n in batch.lengths[start:stop].tolist() if n > shared]
+        blocks += _blocks(at + shared, lengths, (at, at + shared) if shared else None)
+    images = _place_images(batch, row_index, repeated)
     two_way = join_neighbours(images) if two_way_images else ()
     if two_way:
-        blocks = [part for block in blocks for part in _split_block(block, two_way)]
+        blocks = [cut for block in blocks for cut in _split_block(block, two_way)]
     return Layout(
         tokens=tokens[kept],
         positions=position[kept],
         blocks=tuple(blocks),
-        predictors=place[where - 1],
-        targets=tokens[where],
-        segment=segment[where],
-        last=place[batch.offsets[1:] - 1],
-        candidates=batch.token["candidates"][where].to(torch.int64) if "candidates" in batch else None,
-        copies=place.bincount(minlength=int(kept.sum())),
+        predictors=row_index[trained - 1],
+        targets=tokens[trained],
+        segment=segment[trained],
+        last=row_index[batch.offsets[1:] - 1],
+        candidates=batch.token["candidates"][trained].to(torch.int64) if "candidates" in batch else None,
+        copies=row_index.bincount(minlength=int(kept.sum())),
         stacking=index_stacking(blocks),
         experts=batch.token["routed_experts"][kept] if "routed_experts" in batch else None,
         images=images,
@@ -299,13 +299,13 @@ def pack(
     )
 
 
-def _place_images(batch: Batch, place: Tensor, repeated: Tensor) -> tuple[ImageSpan, ...]:
+def _place_images(batch: Batch, row_index: Tensor, repeated: Tensor) -> tuple[ImageSpan, ...]:
     """The spans of the batch's images in the row. Of a prompt that is laid down once there is one of each."""
     if (column := batch.get("images")) is None:
         return ()
     starts, hidden = batch.offsets.tolist(), repeated.tolist()
     return tuple(
-        replace(span, start=int(place[starts[row] + span.start]))
+        replace(span, start=int(row_index[starts[row] + span.start]))
         for row, spans in enumerate(column)
         for span in spans
         if span.start >= hidden[row]
@@ -324,7 +324,7 @@ def join_neighbours(images: Iterable[ImageSpan]) -> tuple[tuple[int, int], ...]:
 
 
 def _split_block(block: Block, two_way: Iterable[tuple[int, int]]) -> Iterator[Block]:
-    """Give each span a block of its own, if any has a mask of its own."""
+    """Give each span a block of its own, if any of them has two-way attention."""
     if len(block.lengths) == 1 or not any(block.start <= start < block.stop for start, _ in two_way):
         yield block
         return
@@ -336,12 +336,12 @@ def _split_block(block: Block, two_way: Iterable[tuple[int, int]]) -> Iterator[B
 
 def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> Iterator[Block]:
     """Cut spans that lie end to end from ``start`` into blocks, where padding to one length would waste a third."""
-    before = prefix[1] - prefix[0] if prefix else 0
+    prefix_length = prefix[1] - prefix[0] if prefix else 0
     taken: list[int] = []
     for n in lengths:
         longest = max([n, *taken])
-        needed = sum(m * (before + m) for m in [n, *taken])
-        if taken and (len(taken) + 1) * longest * (before + longest) > 1.5 * needed:
+        needed = sum(m * (prefix_length + m) for m in [n, *taken])
+        if taken and (len(taken) + 1) * longest * (prefix_length + longest) > 1.5 * needed:
             yield Block(start, tuple(taken), prefix)
             start += sum(taken)
             taken = []
@@ -379,7 +379,7 @@ def _same_prompt(batch: Batch, a: int, b: int, prompts: list[int]) -> bool:
     i, j = int(batch.offsets[a]), int(batch.offsets[b])
     tokens = batch.token["tokens"]
     if (images := batch.get("images")) is not None:
-        one, other = ([span for span in images[row] if span.start < n] for row in (a, b))
-        if one != other:
+        images_a, images_b = ([span for span in images[row] if span.start < n] for row in (a, b))
+        if images_a != images_b:
             return False
     return torch.equal(tokens[i : i + n], tokens[j : j + n])

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OWN_ATTENTION = (
+NO_ATTENTION_INTERFACE = (
     "{} does not call transformers' attention interface, so it cannot compute packed sequences; set `rows: padded` "
     "(docs/backends.md)"
 )
@@ -113,7 +113,7 @@ def check_architecture(directory: Path) -> None:
 
 
 def find_score_at(config: ModelConfig, hf: PretrainedConfig) -> ScoreAt:
-    """Where the score of a conversation is read: as the settings say, else the model's config.json, else where
+    """Return where the score of a conversation is read: as the settings say, else the model's config.json, else where
     Coalign trains it. ValueError for a value in config.json that is none."""
     said = config.score_at or getattr(hf, "score_at", TRAINED_AT)
     if said not in get_args(ScoreAt):
@@ -132,14 +132,14 @@ def get_directory(config: ModelConfig) -> Path:
 def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """Load the model to the CPU, as ``config.load``, ``init``, ``head``, ``head_init`` and ``lora`` say.
 
-    ``name``: of the model, for messages. ``packed``: it will compute packed sequences. A value or reward model is
+    ``name``: the model's, for messages. ``packed``: it will compute packed sequences. A value or reward model is
     transformers' sequence classifier of one label, so its head has the name that such checkpoints give it. Raises
     ValueError, with their names, for weights that the checkpoint lacks, and for adapters that do not fit;
     NotImplementedError for a family that cannot be ``packed``.
     """
     hf, quantization = read_config(config), _quantization(config)
     auto = _find_class(hf, config)
-    refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
+    refusal = NotImplementedError(NO_ATTENTION_INTERFACE.format(f"the model type `{hf.model_type}`"))
     options = _options(config, hf, packed=packed)
     if config.init == "random":
         with seed_generator("cpu", seed):
@@ -183,8 +183,8 @@ def check_weights(config: ModelConfig) -> None:
     if config.init == "random":
         return
     check_model_files(get_directory(config))
-    stored, known = read_stored(get_directory(config)), find_known_model(config)
-    if known is not None and stored and known.fits(stored, config):
+    stored, plain = read_stored(get_directory(config)), find_known_model(config)
+    if plain is not None and stored and plain.fits(stored, config):
         return
     hf = read_config(config)
     if not stored or getattr(hf, "quantization_config", None):
@@ -204,7 +204,7 @@ def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True)
     """Build the model on the meta device, without weights. ``packed``: as in `load`."""
     hf = read_config(config)
     with torch.device("meta"):
-        refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
+        refusal = NotImplementedError(NO_ATTENTION_INTERFACE.format(f"the model type `{hf.model_type}`"))
         auto = _find_class(hf, config)
         model = build_model(auto.from_config, refusal, hf, **_options(config, hf, packed=packed))
         _reduce_to_text(model, config, name)
@@ -251,7 +251,7 @@ def read_processor(config: ModelConfig, images: ImagesConfig | None = None) -> I
 
 
 def read_placeholders(config: ModelConfig, images: ImagesConfig | None = None) -> Placeholders | None:
-    """What images in messages become for a model that sees; None for one that reads text alone."""
+    """The placeholders of images in messages for a model that sees; None for one that reads text alone."""
     if (processor := read_processor(config, images)) is None:
         return None
     settings = processor.settings
@@ -268,8 +268,8 @@ def list_forbidden_ids(config: ModelConfig, context: Context, vocabulary: int) -
     and in what samples, and what it trains, those without a token."""
     forbidden = set(list_placeholder_ids(read_config(config), vocabulary) if config.vision is not None else ())
     if context.tokens_only:
-        reads_own = config.chat_template or config.judge or context.tokenizer is None
-        tokenizer = read_tokenizer(config) if reads_own else read_run_tokenizer(context)
+        uses_model_tokenizer = config.chat_template or config.judge or context.tokenizer is None
+        tokenizer = read_tokenizer(config) if uses_model_tokenizer else read_run_tokenizer(context)
         forbidden |= {*list_tokenless_ids(tokenizer, vocabulary)}
     return sorted(forbidden)
 
@@ -296,30 +296,28 @@ def read_context_length(hf: PretrainedConfig) -> int | None:
 
 
 def read_rope_limit(hf: PretrainedConfig) -> tuple[str, int] | None:
-    """The kind of rotary embeddings that changes all frequencies with a row's longest sequence, and the most tokens at
-    which it does not; None for others.
+    """The type of rotary embeddings whose frequencies depend on a row's longest sequence, and the longest one that
+    leaves them unchanged; None for types with constant frequencies.
 
-    Above it transformers computes a sequence otherwise in a batch than alone, and a token otherwise than when it was
-    sampled, if the sequence was shorter then (modeling_rope_utils.dynamic_rope_update).
+    Above that length transformers computes a sequence differently in a batch than alone, and a token differently than
+    when it was sampled, if the sequence was shorter then (modeling_rope_utils.dynamic_rope_update).
     """
     text = hf.get_text_config()
-    found = getattr(text, "rope_parameters", None) or {}
-    for rope in (
-        found,
-        *(own for own in found.values() if isinstance(own, dict)),
-    ):  # of the model, or of kinds of layers
-        kind = rope.get("rope_type") or ""
-        if kind == "longrope":
-            return kind, rope["original_max_position_embeddings"]
-        if "dynamic" in kind:
-            return kind, text.max_position_embeddings
+    parameters = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters for the model, or one for each type of layers.
+    for rope in (parameters, *(nested for nested in parameters.values() if isinstance(nested, dict))):
+        rope_type = rope.get("rope_type") or ""
+        if rope_type == "longrope":
+            return rope_type, rope["original_max_position_embeddings"]
+        if "dynamic" in rope_type:
+            return rope_type, text.max_position_embeddings
     return None
 
 
 def find_context_length(config: ModelConfig) -> int | None:
     """Find what `read_context_length` returns for the architecture in ``config.load``."""
-    known = find_known_model(config)
-    return read_context_length(read_config(config)) if known is None else known.context
+    plain = find_known_model(config)
+    return read_context_length(read_config(config)) if plain is None else plain.context
 
 
 def find_rope_limit(config: ModelConfig) -> tuple[str, int] | None:
@@ -327,13 +325,13 @@ def find_rope_limit(config: ModelConfig) -> tuple[str, int] | None:
     return read_rope_limit(read_config(config)) if find_known_model(config) is None else None
 
 
-def check_rope_length(kind: str, limit: int, longest: int) -> None:
+def check_rope_length(rope_type: str, limit: int, longest: int) -> None:
     """Raise ValueError for a sequence of more than ``limit`` tokens; see `read_rope_limit`."""
     if longest > limit:
         raise ValueError(
-            f"config.json: rotary embeddings of type `{kind}` change above {limit} tokens with the longest sequence of "
-            f"a row, and here is one of {longest}: the others would be computed wrongly. Keep sequences within "
-            f"{limit} tokens: data.max_tokens, or data.max_prompt_tokens and sampling.max_new_tokens together"
+            f"config.json: rotary embeddings of type `{rope_type}` change above {limit} tokens with the longest "
+            f"sequence of a row, and here is one of {longest}: the others would be computed wrongly. Keep sequences "
+            f"within {limit} tokens: data.max_tokens, or data.max_prompt_tokens and sampling.max_new_tokens together"
         )
 
 
@@ -364,12 +362,12 @@ def build_writer(
     """
     carries = config.head == "lm" and has_towers(model.config) and config.vision is None
     # Here, because FSDP reshards a model that is asked for its state.
-    own = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()} if carries else {}
+    state = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()} if carries else {}
 
     def write(weights: dict[str, torch.Tensor]) -> None:
         save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
         if carries:
-            carry_towers(model, own, get_directory(config), Path(dir))
+            carry_towers(model, state, get_directory(config), Path(dir))
         elif config.vision is not None:
             copy_processor(get_directory(config), Path(dir))
         save_tokenizer(config, context, dir)
@@ -386,7 +384,7 @@ class StoredNames:
 
     def __init__(self, model: PreTrainedModel, source: Path) -> None:
         self.model = model
-        # As of a model that transformers has loaded. For one without weights it would leave out prefixes of towers.
+        # As transformers sets it for a model that it loaded. For one without weights it would omit prefixes of towers.
         cast(Any, model)._weight_conversions = find_conversions(model, list_weight_names(source))
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
         self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
@@ -419,10 +417,10 @@ def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
 
 def _transpose_back() -> Any:
     """A context in which transformers stores experts of Qwen3-VL as on the hub. Else it leaves them as in memory, since
-    it only transposes what has another shape than there; vLLM reads them transposed alone."""
+    it transposes only what has another shape than the hub's; vLLM reads only the transposed form."""
     from transformers.core_model_loading import Transpose
 
-    return patch.object(Transpose, "reverse_op", property(lambda own: Transpose(own.dim1, own.dim0)))
+    return patch.object(Transpose, "reverse_op", property(lambda op: Transpose(op.dim1, op.dim0)))
 
 
 def save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
@@ -434,8 +432,8 @@ def save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
     if config.head != "lm":
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-        kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
-        hf |= {"architectures": [kind], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        architecture = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
+        hf |= {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     copy_processor(get_directory(config), Path(dir))
     save_tokenizer(config, context, dir)
@@ -449,15 +447,15 @@ def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code
     import transformers
 
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    whole: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # of classes, whatever transformers declares
-    auto, known, what = transformers.AutoModelForCausalLM, causal, "causal LM"
+    visual: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # maps to classes, whatever it declares
+    auto, supported, what = transformers.AutoModelForCausalLM, causal, "causal LM"
     if head != "lm":
         auto = transformers.AutoModelForSequenceClassification
-        known = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        supported = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         what = f"sequence classifier, as `head: {head}` needs one,"
-    elif type(hf) in whole and (type(hf) not in causal or whole[type(hf)].__name__ in (hf.architectures or ())):
-        auto, known = transformers.AutoModelForImageTextToText, whole
-    if (type(hf) not in known and not trust_remote_code) or (known is whole and hf.is_encoder_decoder):
+    elif type(hf) in visual and (type(hf) not in causal or visual[type(hf)].__name__ in (hf.architectures or ())):
+        auto, supported = transformers.AutoModelForImageTextToText, visual
+    if (type(hf) not in supported and not trust_remote_code) or (supported is visual and hf.is_encoder_decoder):
         raise ValueError(f"models.*.load: transformers has no {what} for the model type `{hf.model_type}`")
     return auto
 
@@ -466,10 +464,10 @@ def _find_class(hf: PretrainedConfig, config: ModelConfig) -> Any:
     """The class of transformers, or for the head of a model that sees one made of its parts, to build or load with."""
     import transformers
 
-    whole: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    is_known = type(hf) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or type(hf) not in whole
-    if config.head != "lm" and config.vision is not None and not is_known:
-        return build_classifier(whole[type(hf)])
+    visual: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    has_classifier = type(hf) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or type(hf) not in visual
+    if config.head != "lm" and config.vision is not None and not has_classifier:
+        return build_classifier(visual[type(hf)])
     return find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
 
 
@@ -520,10 +518,10 @@ def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> N
 def _check_interface(model: PreTrainedModel) -> None:
     """Raise NotImplementedError for a model that cannot compute packed rows, as where layers mix tokens by other means
     than attention: the sequences would see each other."""
-    if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - MIXERS:
-        raise NotImplementedError(f"layers of type {sorted(other)} cannot compute packed sequences; set `rows: padded`")
+    if types := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - MIXERS:
+        raise NotImplementedError(f"layers of type {sorted(types)} cannot compute packed sequences; set `rows: padded`")
     if not model._supports_attention_backend:
-        raise NotImplementedError(OWN_ATTENTION.format(type(model).__name__))
+        raise NotImplementedError(NO_ATTENTION_INTERFACE.format(type(model).__name__))
 
 
 def _options(config: ModelConfig, hf: PretrainedConfig, *, packed: bool) -> dict[str, Any]:

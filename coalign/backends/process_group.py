@@ -14,7 +14,7 @@ from torch import Tensor
 from coalign.roles import Context
 from coalign.weights.sync.transport import open_store
 
-TIMEOUT = timedelta(minutes=10)  # of a collective
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def join_process_group(context: Context, *, host: bool = False) -> None:
@@ -23,25 +23,25 @@ def join_process_group(context: Context, *, host: bool = False) -> None:
     alone = context.world_size == 1
     if context.rendezvous is None and not alone:
         raise ValueError(f"model '{context.model}' has {context.world_size} ranks and no rendezvous address")
-    kind = torch.device(context.device).type
-    backend = dist.get_default_backend_for_device(kind)
+    device_type = torch.device(context.device).type
+    backend = dist.get_default_backend_for_device(device_type)
     dist.init_process_group(
-        f"cpu:gloo,{kind}:{backend}" if host and kind != "cpu" else backend,
+        f"cpu:gloo,{device_type}:{backend}" if host and device_type != "cpu" else backend,
         store=_open_store(context),
         rank=context.rank,
         world_size=context.world_size,
-        timeout=TIMEOUT,
+        timeout=COLLECTIVE_TIMEOUT,
     )
 
 
 def _open_store(context: Context) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage] (documented as public)
-    """Where the ranks meet: rank 0 listens on the interface of the rendezvous address."""
+    """Open the store at which the ranks meet: rank 0 listens on the interface of the rendezvous address."""
     if context.world_size == 1 or context.rendezvous is None:
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     host, _, port = context.rendezvous.rpartition(":")
     if context.rank == 0:
         return open_store(host, int(port))
-    return dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
+    return dist.TCPStore(host, int(port), is_master=False, timeout=COLLECTIVE_TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def all_reduce_values(
@@ -67,7 +67,7 @@ Group = dist.ProcessGroup
 
 
 class AllGather(torch.autograd.Function):
-    """[n, …] on each of k ranks -> [k·n, …], end to end. The backward is a reduce-scatter: every rank computes a part
+    """[n, …] on each of k ranks -> [k·n, …], end to end. The backward is a reduce-scatter: every rank computes a share
     of the result, so gradients are summed."""
 
     @staticmethod
@@ -94,7 +94,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Split in dimension ``split``, one part for each rank; the received parts are joined in dimension ``join``."""
+    """Split in dimension ``split``, one chunk for each rank; the received chunks are joined in dimension ``join``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
@@ -108,17 +108,17 @@ class AllToAll(torch.autograd.Function):
 
 
 class ScatterRows(torch.autograd.Function):
-    """[n, …], rows ``at`` i64[n] of a tensor -> the tensor [size, …]; other ranks of the groups have its other rows.
+    """[n, …], rows ``at`` i64[n] of a tensor -> the tensor [size, …]; the groups' other ranks hold its other rows.
 
     All ranks then compute the same from it, so each takes the gradient of its own rows without a sum."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, at: Tensor, size: int, *groups: Group) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, at: Tensor, size: int, *groups: Group) -> Tensor:
         ctx.save_for_backward(at)
-        whole = own.new_zeros(size, *own.shape[1:]).index_copy_(0, at, own)
+        full = rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, at, rows)
         for group in groups:
-            dist.all_reduce(whole, group=group)
-        return whole
+            dist.all_reduce(full, group=group)
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,7 +139,7 @@ def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def _all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
-    parts = torch.stack(x.chunk(group.size(), split))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+    chunks = torch.stack(x.chunk(group.size(), split))
+    received = torch.empty_like(chunks)
+    dist.all_to_all_single(received, chunks, group=group)
     return torch.cat(received.unbind(), join)

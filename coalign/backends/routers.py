@@ -28,7 +28,7 @@ class ExpertChoice(TorchFunctionMode):
     def __init__(self, experts: int, given: Tensor | None) -> None:
         super().__init__()
         self.experts, self.given = experts, given
-        self.found: list[Tensor] = []
+        self.choices: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -42,7 +42,7 @@ class ExpertChoice(TorchFunctionMode):
                 raise ValueError(f"a router chooses {chosen.shape[1]} experts; {self.given.shape[1]} were recorded")
             chosen = torch.where(self.given == UNKNOWN_EXPERT, chosen, self.given)
             values = scores.gather(1, chosen)
-        self.found.append(chosen)
+        self.choices.append(chosen)
         return torch.return_types.topk((values, chosen))
 
 
@@ -57,15 +57,15 @@ class Routers:
     enabled = True
 
     def __init__(self, model: nn.Module) -> None:
-        self.found = list(_find_routers(model))
-        self.kind = type(model).__name__
-        self.unfit = None if self.found else f"{self.kind} declares no routers"
+        self.modules = list(_find_routers(model))
+        self.model_class = type(model).__name__
+        self.unfit = None if self.modules else f"{self.model_class} declares no routers"
         self.logits: list[Tensor] = []
         self.chosen: list[Tensor] = []
         self.weights = torch.ones(0)
         self._given: Tensor | None = None
         self._watching = False
-        for layer, (module, index) in enumerate(self.found):
+        for layer, (module, index) in enumerate(self.modules):
             experts = max((p.shape[0] for p in module.parameters() if p.dim() == 2), default=0)
             module.forward = partial(self._route, layer, index, experts, module.forward)
 
@@ -73,8 +73,8 @@ class Routers:
     def watch(self, weights: Tensor, given: Tensor | None = None) -> Iterator[None]:
         """Watch the forward within this context. ``given`` i[T, L, k]: experts to choose, until the next ``watch``:
         backward may compute layers again."""
-        if given is not None and given.shape[1] != len(self.found):
-            raise ValueError(f"{self.kind} has {len(self.found)} routers; experts of {given.shape[1]} were recorded")
+        if given is not None and given.shape[1] != (count := len(self.modules)):
+            raise ValueError(f"{self.model_class} has {count} routers; experts of {given.shape[1]} were recorded")
         self.forget()
         self.weights = weights
         self._given, self._watching = given, self.enabled and self.unfit is None
@@ -90,13 +90,13 @@ class Routers:
         with choice:
             out = forward(*args, **kw)
         logits = out[index] if isinstance(out, tuple) else out
-        if len(choice.found) != 1 or logits.shape != (len(choice.found[0]), experts):
-            self.unfit = f"the routers of {self.kind} do not choose experts by one topk over their logits"
+        if len(choice.choices) != 1 or logits.shape != (len(choice.choices[0]), experts):
+            self.unfit = f"the routers of {self.model_class} do not choose experts by one topk over their logits"
             if self._given is not None:
                 raise NotImplementedError(self.unfit)
         elif self._watching:
             self.logits.append(logits)
-            self.chosen.append(choice.found[0])
+            self.chosen.append(choice.choices[0])
         return out
 
     def forget(self) -> None:
@@ -123,7 +123,7 @@ class RouterCoefficients:
 
 
 class RouterTotals:
-    """What the routers did in an update: counts f64[L, E] of tokens, and the values of their losses."""
+    """Sums up the routing of an update: counts f64[L, E] of tokens, and the values of the routers' losses."""
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None
@@ -133,8 +133,8 @@ class RouterTotals:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def compute_loss(self, logits: Tensor, weights: Tensor, counts: Tensor, factors: RouterCoefficients) -> Tensor:
-        """Return one layer's part of the losses for the tokens of ``logits`` [T, E]. ``counts`` f64[E] are those of the
-        whole update."""
+        """Return one layer's share of the losses for the tokens of ``logits`` [T, E]. ``counts`` f64[E] are those of
+        the whole update."""
         weights, total = weights.to(logits.device, torch.float32), torch.zeros((), device=logits.device)
         if factors.aux_loss:
             value = balance_loss(logits, weights, counts.to(logits.device), factors.tokens) / factors.layers
@@ -162,17 +162,17 @@ class RouterTotals:
 
 
 def _find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield (module, the place of the logits in its output)."""
+    """Yield (module, the index of the logits in its output)."""
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import OutputRecorder
 
     declared = [m._can_record_outputs for m in model.modules() if isinstance(m, PreTrainedModel)]
-    entries = [entry for each in declared for entry in _as_list((each or {}).get("router_logits"))]
+    entries = [entry for outputs in declared for entry in _as_list((outputs or {}).get("router_logits"))]
     recorders = [entry if isinstance(entry, OutputRecorder) else OutputRecorder(entry) for entry in entries]
     for name, module in model.named_modules():
-        for each in recorders:
-            if isinstance(module, each.target_class) and (each.layer_name or "") in name:
-                yield module, each.index
+        for recorder in recorders:
+            if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
+                yield module, recorder.index
                 break
 
 

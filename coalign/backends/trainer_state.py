@@ -52,9 +52,9 @@ def save(
 
     from coalign.weights.metadata import describe_failures
 
-    whole = {**state, "progress": progress}
+    contents = {**state, "progress": progress}
     try:
-        state_dict_saver.save(whole, checkpoint_id=str(dir), process_group=group, no_dist=alone)
+        state_dict_saver.save(contents, checkpoint_id=str(dir), process_group=group, no_dist=alone)
     except CheckpointException as problem:
         raise OSError(f"checkpoint {dir} cannot be written: {describe_failures(problem)}") from problem
 
@@ -117,7 +117,7 @@ class BackgroundSaves:
 
     context: Context
     _writer: BackgroundWriter | None = None  # once there was a checkpoint
-    _background: BackgroundWriter | None = None  # of the saves under way
+    _background: BackgroundWriter | None = None  # the writer, between begin_saves and finish_saves
 
     def begin_saves(self) -> bool:
         if self._writer is None:
@@ -140,7 +140,7 @@ class BackgroundSaves:
             self._background.submit(dir, tensors, write, report=self.context.rank == 0)
 
     def _write_together(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], None]) -> None:
-        """The same on all ranks: nobody is done before all are. Raises OSError with the first error of any rank."""
+        """Call `_write` on all ranks; none is done before all are. Raises OSError with the first error of any rank."""
         alone, group = self.context.world_size == 1, self._background.group if self._background else None
 
         def write_and_meet(tensors: Mapping[str, Any]) -> None:
@@ -153,8 +153,8 @@ class BackgroundSaves:
             if not alone:
                 problems *= self.context.world_size
                 dist.all_gather_object(problems, problem, group=group)
-            for each in filter(None, problems):
-                raise OSError(each)
+            for message in filter(None, problems):
+                raise OSError(message)
 
         self._write(dir, tensors, write_and_meet)
 

@@ -21,12 +21,12 @@ def refuse_unfit(config: ModelConfig, model: PreTrainedModel, info: Mapping[str,
 
     ``info``: what transformers tells of the loading (missing, unexpected and mismatched keys).
     """
-    if other := [
+    if misfits := [
         f"{n} is {list(there)} there and {list(here)} in the model"
         for n, there, here in sorted(info["mismatched_keys"])
     ]:
-        more = f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
-        raise ValueError(f"{config.load}: the weights do not fit: {'; '.join(other[:SHOWN])}{more}")
+        more = f"; and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
+        raise ValueError(f"{config.load}: the weights do not fit: {'; '.join(misfits[:SHOWN])}{more}")
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
     if config.head != "lm" and config.head_init == "zero":
         missing.discard("score.weight")
@@ -47,10 +47,9 @@ def describe_layers_beyond(config: ModelConfig, model: PreTrainedModel, info: Ma
     """
     if getattr(model.config.get_text_config(), "num_nextn_predict_layers", 0):
         return ""
-    known = {LAYER.sub(".0.", name) for name in model.state_dict()}
-    beyond = [
-        name for name in sorted(info["unexpected_keys"]) if LAYER.search(name) and LAYER.sub(".0.", name) in known
-    ]
-    if not beyond:
-        return ""
-    return f"{config.load} has weights of more layers than its config.json says, among them {beyond[0]}"
+    names = {LAYER.sub(".0.", name) for name in model.state_dict()}
+    unexpected = sorted(info["unexpected_keys"])
+    beyond = [name for name in unexpected if LAYER.search(name) and LAYER.sub(".0.", name) in names]
+    return (
+        f"{config.load} has weights of more layers than its config.json says, among them {beyond[0]}" if beyond else ""
+    )

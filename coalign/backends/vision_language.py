@@ -51,8 +51,8 @@ def find_body(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @lru_cache
-def build_classifier(whole: type[PreTrainedModel]) -> Any:
-    """Build the sequence classifier of a family for which transformers has none, of ``whole``, its generating class.
+def build_classifier(generating: type[PreTrainedModel]) -> Any:
+    """Build the sequence classifier of a family for which transformers has none, from ``generating``, its other class.
 
     It is what transformers would make of its own parts, so its files have the usual names: `score.weight`, and the
     model's own weights without a language-model head.
@@ -66,12 +66,12 @@ def build_classifier(whole: type[PreTrainedModel]) -> Any:
     def from_config(cls: Any, config: PretrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> Any:
         return cls._from_config(config, **options)
 
-    name = whole.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    name = generating.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
     # transformers converts the names of weights by the name of a class, and for classes of its own modules alone.
-    if (conversions := get_checkpoint_conversion_mapping(whole.__name__)) is not None:
+    if (conversions := get_checkpoint_conversion_mapping(generating.__name__)) is not None:
         register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
-    members = {"__module__": whole.__module__, "from_config": classmethod(from_config)}
-    return type(name, (GenericForSequenceClassification, whole.__bases__[0]), members)
+    members = {"__module__": generating.__module__, "from_config": classmethod(from_config)}
+    return type(name, (GenericForSequenceClassification, generating.__bases__[0]), members)
 
 
 def drop_towers(model: PreTrainedModel) -> None:
@@ -90,14 +90,14 @@ def drop_towers(model: PreTrainedModel) -> None:
             setattr(module, name, None)
 
 
-def carry_towers(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path, target: Path) -> None:
+def carry_towers(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
     """Complete the export of ``model`` in ``target`` by what `drop_towers` took from it, and by the processor's files.
 
-    The tensors come from the files in ``source``, bit for bit and under the names that they have there: all of which
-    transformers would make none of the weights in ``own``, the model's.
+    The tensors come from the files in ``source``, bit for bit and under the names that they have there: all those that
+    transformers would load into none of ``weights``, the model's.
     """
     copy_processor(source, target)
-    if not (towers := _read_others(model, own, source)):
+    if not (towers := _read_towers(model, weights, source)):
         return
     files = list_weight_files(target)
     count = len(files) + 1
@@ -122,19 +122,19 @@ def copy_processor(source: Path, target: Path) -> None:
 
 
 def find_conversions(model: PreTrainedModel, names: Iterable[str]) -> list[WeightTransform]:
-    """Return what turns the names and tensors of checkpoints into those of ``model``.
+    """Return the conversions of a checkpoint's names and tensors into those of ``model``.
 
-    Of the prefixes that some files have and others do not (`vision_model.` in the towers of LLaVA): those that are in
-    ``names``, the checkpoint's.
+    Prefixes that some files have and others do not (`vision_model.` in the towers of LLaVA) are among them only if
+    ``names``, the checkpoint's, have them.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, rename_source_key
 
-    mapping, known = get_model_conversion_mapping(model, add_legacy=False), dict(model.state_dict())
+    mapping, state = get_model_conversion_mapping(model, add_legacy=False), dict(model.state_dict())
     renamings, converters = _split_conversions(mapping)
     for name in names:
-        rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-    return [each for each in mapping if each.was_used() or not isinstance(each, PrefixChange)]
+        rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+    return [conversion for conversion in mapping if conversion.was_used() or not isinstance(conversion, PrefixChange)]
 
 
 def list_weight_names(source: Path) -> list[str]:
@@ -149,20 +149,20 @@ def list_weight_names(source: Path) -> list[str]:
 def _split_conversions(mapping: Sequence[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    return renamings, [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+    return renamings, [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
 
 
-def _read_others(model: PreTrainedModel, own: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+def _read_towers(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import rename_source_key
 
-    prefix, mapping, known = model.base_model_prefix, get_model_conversion_mapping(model), dict(own)
+    prefix, mapping, state = model.base_model_prefix, get_model_conversion_mapping(model), dict(weights)
     renamings, converters = _split_conversions(mapping)
-    others = {}
+    towers = {}
     for file in list_weight_files(source):
         with safe_open(file, "pt") as opened:
             for name in sorted(opened.keys()):  # transformers renames them in this order
-                if name not in known and rename_source_key(name, renamings, converters, prefix, known)[0] not in known:
-                    others[name] = opened.get_tensor(name)
-    return others
+                if name not in state and rename_source_key(name, renamings, converters, prefix, state)[0] not in state:
+                    towers[name] = opened.get_tensor(name)
+    return towers

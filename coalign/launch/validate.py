@@ -377,7 +377,7 @@ def check_guards(objective: Objective, config: RunConfig) -> None:
     if least is not None and "measure_entropy" in objective.loss.keywords and "entropy" not in objective.needs:
         raise ValueError(
             f"runtime.guards.min_entropy is {least:g}, and the loss `{objective.name}` does not measure the entropy; "
-            f"set {objective.where}.measure_entropy: true"
+            f"set {objective.section}.measure_entropy: true"
         )
 
 

@@ -52,7 +52,7 @@ class CountingSession(GenerationSession):
                 self.answers.remove(answer)
                 if answer.submitted.request.group != self.loses:
                     self.finished += 1
-                    answer.submitted.on_done(answer.place, answer.response(status))
+                    answer.submitted.on_done(answer.offset, answer.response(status))
 
 
 class CountingEngine(InferenceEngine):

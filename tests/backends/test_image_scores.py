@@ -14,7 +14,7 @@ from coalign.backends.engines.request import begin_samples
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.judge import JudgeModule, PreferenceModule
 from coalign.backends.scorers.retokenize import RetokenizeModule
-from coalign.backends.vision import name_parts
+from coalign.backends.vision import name_components
 from coalign.config.schema import ImagesConfig, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
@@ -88,7 +88,7 @@ def test_a_reward_model_that_sees_learns_in_all_parts_and_is_exported_whole(tmp_
     reward = build(path, "reward", optimizer={"lr": 1e-2})
     before = {name: p.detach().clone() for name, p in reward.model.model.named_parameters()}
     reward.train_step(batch)
-    parts = name_parts(reward.model.model)
+    parts = name_components(reward.model.model)
     moved = {parts[n] for n, p in reward.model.model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {"tower", "projector", "language"} and parts["score.weight"] == "language"
     reward.save_hf(tmp_path / "out")

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from coalign.backends.base import Objective
 from coalign.backends.engines.sampling import sample
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.vision import find_owner, list_placeholder_ids, name_parts
+from coalign.backends.vision import find_owner, list_placeholder_ids, name_components
 from coalign.config.functions import resolve_class
 from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
@@ -153,7 +153,7 @@ def test_packed_rows_are_those_of_each_image_alone(family, tmp_path):
     torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-5)
     trainer.train_step(batch)
     assert trainer.gradients.keys() >= gradients.keys()
-    parts = name_parts(trainer.model.model)
+    parts = name_components(trainer.model.model)
     for part in ("tower", "projector", "language"):
         names = [name for name in gradients if parts[name] == part]
         error = sum(float((trainer.gradients[n] - gradients[n]).square().sum()) for n in names) ** 0.5

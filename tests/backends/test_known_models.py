@@ -70,7 +70,7 @@ def compare(config):
     assert FSDPModule.build_skeleton(config, "m").rows == "packed"
     model = NativeModule.build_model(hf, config, "cpu")
     model.check()
-    assert NativeModule.find_arithmetic(config) == (torch.float32, model.kernel, model.variant_parts)
+    assert NativeModule.find_arithmetic(config) == (torch.float32, model.kernel, model.variant_layers)
 
 
 def test_a_plain_model_is_known(directory):

@@ -138,9 +138,9 @@ def test_nothing_to_train_is_refused(name):
 def test_muon_without_matrices_or_with_nothing_else():
     net, _ = pair()
     net.layer.requires_grad_(False)
-    assert len(build_for(net, name="muon").parts) == 1
+    assert len(build_for(net, name="muon").optimizers) == 1
     layer = nn.Linear(3, 3, bias=False)
-    assert len(build_optimizer(layer.parameters(), OptimizerConfig(name="muon"), layers=[layer]).parts) == 1
+    assert len(build_optimizer(layer.parameters(), OptimizerConfig(name="muon"), layers=[layer]).optimizers) == 1
 
 
 def test_eight_bits_without_bitsandbytes(monkeypatch):

@@ -14,7 +14,7 @@ import torch
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
 from coalign.backends.engines.vllm.vllm_module import VLLMModule
-from coalign.backends.vision import list_placeholder_ids, name_parts
+from coalign.backends.vision import list_placeholder_ids, name_components
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.image_files import ImageFiles
@@ -78,7 +78,7 @@ def train(trainer: Gradients, policy: VLLMModule, batch: Batch, version: int) ->
 
 
 def _parts(trainer: Gradients) -> dict[str, str]:
-    return name_parts(trainer.model.model)
+    return name_components(trainer.model.model)
 
 
 def play(folder: str, family: str) -> dict[str, Any]:

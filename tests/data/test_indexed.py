@@ -15,7 +15,7 @@ from coalign.config.schema import DataConfig
 from coalign.data.indexed import IndexedDocuments, IndexedTokens, IndexedWriter, choose_dtype
 from coalign.data.loader import build_loader
 from coalign.data.shuffle import DataPhase
-from coalign_megatron.indexed_build import BuildPlan, _each, _tokenise, build, join
+from coalign_megatron.indexed_build import BuildPlan, _run_tasks, _tokenise, build, join
 from tests.data.reading import texts
 from tests.tiny import tiny_tokenizer
 
@@ -246,13 +246,13 @@ def test_a_build_goes_on_where_it_stopped(tmp_path, monkeypatch):
     plan = corpus(tmp_path)
     build(plan, tmp_path / "whole", processes=1)
 
-    def until_the_third(pool, tasks, ahead):
-        for number, found in enumerate(_each(pool, tasks, ahead)):
+    def until_the_third(pool, tasks, limit):
+        for number, found in enumerate(_run_tasks(pool, tasks, limit)):
             if number == 3:
                 raise KeyboardInterrupt
             yield found
 
-    monkeypatch.setattr("coalign_megatron.indexed_build._each", until_the_third)
+    monkeypatch.setattr("coalign_megatron.indexed_build._run_tasks", until_the_third)
     with pytest.raises(KeyboardInterrupt):
         build(plan, tmp_path / "a", processes=1)
     assert not (tmp_path / "a.idx").exists() and (tmp_path / "a.parts" / "00000001.json").exists()

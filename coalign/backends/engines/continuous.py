@@ -18,7 +18,7 @@ from coalign.types import Response, Stats
 
 
 class ResponseBatch:
-    """A batch whose samples are single responses, while a session computes them. ``begun`` are the samples so far.
+    """A batch whose samples are single responses, while a session computes them. ``samples``: as they were given.
 
     Raises ValueError for a prompt that can never fit.
     """
@@ -27,14 +27,14 @@ class ResponseBatch:
         self,
         engine: InferenceEngine,
         session: GenerationSession,
-        begun: Batch,
+        samples: Batch,
         sampling: SamplingConfig,
         longest: int | None,
     ) -> None:
         self.engine = engine
-        self.begun = begun
-        self.rows, requests = plan_requests(begun, sampling.max_new_tokens, None, longest)
-        self.responses: list[Response | None] = [None] * len(self.rows)  # of each of the rows
+        self.samples = samples
+        self.rows, requests = plan_requests(samples, sampling.max_new_tokens, None, longest)
+        self.responses: list[Response | None] = [None] * len(self.rows)  # one for each of the rows
         self.missing = len(self.rows)
         self._submitted = []
         first = 0
@@ -52,10 +52,10 @@ class ResponseBatch:
 
     def result(self) -> tuple[Batch, Stats]:
         responses = [response for response in self.responses if response is not None]
-        return extend_samples(self.begun, self.rows, responses, self.engine.experts), {}
+        return extend_samples(self.samples, self.rows, responses, self.engine.experts), {}
 
-    def _record(self, first: int, place: int, response: Response) -> None:
-        self.responses[first + place] = response
+    def _record(self, first: int, offset: int, response: Response) -> None:
+        self.responses[first + offset] = response
         self.missing -= 1
 
 
@@ -79,7 +79,7 @@ class OpenSession:
 class ContinuousGeneration:
     """Generates for batches of prompts that arrive while others are computed; its sessions stay open between calls.
 
-    There is one session for each sampling configuration, since an evaluation may sample otherwise than training does.
+    There is one session for each sampling configuration, since an evaluation may sample differently than training.
     A session without a batch is closed when a batch for another one arrives.
 
     sampling: the configuration that options of a batch override. context: says how many samples a prompt has, and how
@@ -104,12 +104,12 @@ class ContinuousGeneration:
         if number in self._batches:
             raise ValueError(f"batch {number} is being computed already")
         usual = self.context.samples_per_prompt
-        begun, sampling = begin_generation(prompts, self.sampling, usual, samples=samples, **overrides)
+        unfinished, sampling = begin_generation(prompts, self.sampling, usual, samples=samples, **overrides)
         chosen = self._open(sampling)
         if self.runner is None:
-            batch = ResponseBatch(self.engine, chosen.session, begun, sampling, self.context.sample_tokens)
+            batch = ResponseBatch(self.engine, chosen.session, unfinished, sampling, self.context.sample_tokens)
         else:
-            batch = self.runner.begin(self.engine, chosen.session, begun, sampling)
+            batch = self.runner.begin(self.engine, chosen.session, unfinished, sampling)
         chosen.batches[number] = batch
 
     def advance(self, seconds: float) -> tuple[int, Batch, Stats] | None:
@@ -121,7 +121,7 @@ class ContinuousGeneration:
         any batch.
         """
         end, left = time.monotonic() + seconds, seconds
-        while (number := self._find_complete()) is None:
+        while (number := min((n for n, batch in self._batches.items() if batch.done), default=None)) is None:
             if left <= 0 or not self.unfinished:
                 return None
             try:
@@ -130,13 +130,13 @@ class ContinuousGeneration:
                 self.close()
                 raise
             left = end - time.monotonic()
-        [batch] = [each.batches.pop(number) for each in self._sessions.values() if number in each.batches]
+        [batch] = [opened.batches.pop(number) for opened in self._sessions.values() if number in opened.batches]
         return number, *batch.result()
 
     @property
     def waiting(self) -> int:
         """The number of samples, or of turns of episodes, that wait until the engine can begin them."""
-        return sum(each.session.unstarted for each in self._sessions.values())
+        return sum(opened.session.unstarted for opened in self._sessions.values())
 
     @property
     def unfinished(self) -> bool:
@@ -146,29 +146,26 @@ class ContinuousGeneration:
     def close(self) -> None:
         """End all sessions; batches that are not complete are lost. Later batches begin anew."""
         with ExitStack() as stack:
-            for each in self._sessions.values():
-                stack.callback(each.close)
+            for opened in self._sessions.values():
+                stack.callback(opened.close)
             self._sessions = {}
 
     @property
     def _batches(self) -> dict[int, ResponseBatch | EpisodeBatch]:
-        return {number: batch for each in self._sessions.values() for number, batch in each.batches.items()}
-
-    def _find_complete(self) -> int | None:
-        return min((number for number, batch in self._batches.items() if batch.done), default=None)
+        return {number: batch for opened in self._sessions.values() for number, batch in opened.batches.items()}
 
     def _open(self, sampling: SamplingConfig) -> OpenSession:
         """Open the session of a sampling unless it is open; close others that have no batch, to free their memory."""
         key = sampling.model_dump_json()
-        for other in [other for other, each in self._sessions.items() if other != key and not each.batches]:
-            self._sessions.pop(other).close()
+        for idle in [idle for idle, opened in self._sessions.items() if idle != key and not opened.batches]:
+            self._sessions.pop(idle).close()
         if key not in self._sessions:
             self._sessions[key] = OpenSession(self.engine, sampling)
         return self._sessions[key]
 
     def _step(self, seconds: float) -> None:
         """Compute one token of every session that can, or wait for environments, at most ``seconds``."""
-        able = [each.session for each in self._sessions.values() if each.session.unfinished]
+        able = [opened.session for opened in self._sessions.values() if opened.session.unfinished]
         for session in able:
             with self.engine.stepping():
                 session.step()

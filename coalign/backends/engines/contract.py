@@ -54,7 +54,7 @@ class GenerationSession(ABC):
 
     @abstractmethod
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
-        """Ask for responses. Each one is given to ``on_done(place, response)`` on the thread that steps.
+        """Ask for responses. Each one is given to ``on_done(offset, response)`` on the thread that steps.
 
         The result can be passed to ``cut``. Raises ValueError for a prompt that is empty, holds an unknown token, or
         can never fit.
@@ -88,12 +88,12 @@ class GenerationSession(ABC):
         """Accept the successors of samples that were taken: ``total`` has them, and they start before all others."""
 
     def drop_kept(self) -> None:  # noqa: B027
-        """Drop keys and values of other weights that a request might find: of earlier turns, of prompts that wait."""
+        """Drop keys and values of older weights that a request might reuse: of earlier turns and of waiting prompts."""
 
     def restart(self) -> None:
-        """Compute the active samples again behind the tokens that they have.
+        """Prefill the active samples again, with the tokens that they have, by the current weights.
 
-        Their keys and values are then those of the weights of now, as if another engine went on with them.
+        The result is the same as if another engine continued them.
         """
         self.requeue([answer.create_successor() for answer in self.take_active()])
 
@@ -118,7 +118,7 @@ class InferenceEngine(ABC):
     recomputes_kv = False
 
     def __init__(self) -> None:
-        self._state = threading.Condition()  # guards the two below
+        self._state = threading.Condition()  # guards _pauses and _stepping
         self._pauses = 0
         self._stepping = False
         self.sessions: list[GenerationSession] = []  # those that are open
@@ -234,8 +234,8 @@ class InferenceEngine(ABC):
     ) -> Iterator[list[list[Response]]]:
         """Yield the responses of each request, in the order of its samples, once all are complete.
 
-        With ``sizes``, yield those of the first ``sizes[0]`` requests once they are complete, then of the next ones.
-        All requests are computed together, and only while the caller asks for the next part.
+        With ``sizes``, yield those of the first ``sizes[0]`` requests once they are complete, then of the next chunk.
+        All requests are computed together, and only while the caller asks for the next chunk.
 
         min_groups: as soon as all samples of this many groups are finished, the others are returned as they are
         (PARTIAL). on_token: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or can
@@ -248,27 +248,27 @@ class InferenceEngine(ABC):
         bounds = list(pairwise(accumulate(sizes or [len(requests)], initial=0)))
         waiting = [sum(request.samples for request in requests[start:stop]) for start, stop in bounds]
 
-        def record(answer: list[Any], group: int, part: int, place: int, response: Response) -> None:
-            answer[place] = response
+        def record(answer: list[Any], group: int, chunk: int, offset: int, response: Response) -> None:
+            answer[offset] = response
             missing[group] -= response.status != Status.PARTIAL
-            waiting[part] -= 1
+            waiting[chunk] -= 1
 
         with self.open(sampling, on_token) as session:
-            for part, (start, stop) in enumerate(bounds):
+            for chunk, (start, stop) in enumerate(bounds):
                 for request, answer in zip(requests[start:stop], answers[start:stop], strict=True):
-                    session.submit(request, partial(record, answer, request.group, part))
-            for part, (start, stop) in enumerate(bounds):
+                    session.submit(request, partial(record, answer, request.group, chunk))
+            for chunk, (start, stop) in enumerate(bounds):
                 last = stop == len(requests)
-                while session.unfinished and (waiting[part] or last):
+                while session.unfinished and (waiting[chunk] or last):
                     if min_groups is not None and sum(not left for left in missing.values()) >= min_groups:
                         session.cut_all()
                     with self.stepping():
                         session.step()
                     if progress is not None:
                         progress(session.finished, session.total, session.tokens_chosen)
-                if waiting[part]:
+                if waiting[chunk]:
                     total = sum(request.samples for request in requests)
                     raise RuntimeError(f"the engine returned {total - sum(waiting)} of {total} responses")
-                if part < len(bounds) - 1:
+                if chunk < len(bounds) - 1:
                     yield answers[start:stop]
         yield answers[slice(*bounds[-1])]

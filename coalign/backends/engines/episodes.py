@@ -51,8 +51,8 @@ class EnginePolicy:
         self.session = session
         self.tokenizer = tokenizer
         self.loop = loop
-        self.experts: dict[tuple[int, int], Tensor | None] = {}  # of each sample's last turn, and all before it
-        self.tokens_prefilled = self.tokens_kept = 0  # of the prompts of all turns
+        self.experts: dict[tuple[int, int], Tensor | None] = {}  # (group, index) -> those of all turns so far
+        self.tokens_prefilled = self.tokens_kept = 0  # prompt tokens, summed over all turns
         self.capacity = min((limit for limit in (session.max_tokens, longest) if limit is not None), default=None)
 
     async def respond(
@@ -86,7 +86,7 @@ class EnginePolicy:
         )
         prompt = self.session.submit(
             request,
-            lambda place, response: loop.call_soon_threadsafe(settle, response),
+            lambda offset, response: loop.call_soon_threadsafe(settle, response),
         )
         self.loop.news.set()
         try:
@@ -111,11 +111,11 @@ class EnginePolicy:
 
 @dataclass
 class EpisodeBatch:
-    """The episodes of a batch while they are played. ``begun`` are their samples without a response."""
+    """The episodes of a batch while they are played. ``samples`` have no response yet."""
 
     runner: EpisodeRunner
     engine: InferenceEngine
-    begun: Batch
+    samples: Batch
     policy: EnginePolicy
     episodes: list[Episode]
     running: EnvironmentBatch
@@ -136,12 +136,12 @@ class EpisodeBatch:
             "episode/tokens_prefilled": Stat(policy.tokens_prefilled, len(self.episodes)),
             "episode/tokens_kept": Stat(policy.tokens_kept, len(self.episodes)),
         }
-        out = _to_batch(self.begun, self.episodes)
+        out = _to_batch(self.samples, self.episodes)
         if self.runner.reads_images:
             out = out.with_(images=[tuple(episode.images) for episode in self.episodes])
         if engine.experts is not None:
-            known = [policy.experts.get((episode.group, episode.index)) for episode in self.episodes]
-            out = out.with_(routed_experts=stack_experts(known, out.lengths.tolist(), engine.experts))
+            experts = [policy.experts.get((episode.group, episode.index)) for episode in self.episodes]
+            out = out.with_(routed_experts=stack_experts(experts, out.lengths.tolist(), engine.experts))
         return out, {**_merge_episode_stats(calls), **prefill}
 
 
@@ -179,20 +179,20 @@ class EpisodeRunner:
         self,
         engine: InferenceEngine,
         session: GenerationSession,
-        begun: Batch,
+        samples: Batch,
         sampling: SamplingConfig,
         min_groups: int | None = None,
     ) -> EpisodeBatch:
         """Start the episodes of samples without a response; the caller steps the ``session`` until they are done."""
         policy = EnginePolicy(session, self.tokenizer, self.loop, self.longest)
-        episodes = self._create_episodes(begun, sampling, policy)
+        episodes = self._create_episodes(samples, sampling, policy)
         running = EnvironmentBatch(self.loop, self.environment, episodes, min_groups)
-        return EpisodeBatch(self, engine, begun, policy, episodes, running)
+        return EpisodeBatch(self, engine, samples, policy, episodes, running)
 
     def run(
         self,
         engine: InferenceEngine,
-        begun: Batch,
+        samples: Batch,
         sampling: SamplingConfig,
         *,
         min_groups: int | None = None,
@@ -205,7 +205,7 @@ class EpisodeRunner:
         EnvironmentBlocked if one holds up the others.
         """
         with engine.open(sampling, on_token) as session:
-            batch = self.begin(engine, session, begun, sampling, min_groups)
+            batch = self.begin(engine, session, samples, sampling, min_groups)
             try:
                 while not batch.done:
                     if not session.unfinished:
@@ -219,15 +219,15 @@ class EpisodeRunner:
                 batch.stop()
         return batch.result()
 
-    def _create_episodes(self, begun: Batch, sampling: SamplingConfig, policy: EnginePolicy) -> list[Episode]:
-        if not torch.equal(begun.lengths, begun["prompt_length"].long()):
+    def _create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: EnginePolicy) -> list[Episode]:
+        if not torch.equal(samples.lengths, samples["prompt_length"].long()):
             name = getattr(self.environment.fn, "__name__", "")
             raise ValueError(
                 f"rollout.fn: '{name}' cannot continue samples of an earlier call: the state of their environment is "
                 "gone; unset rollout.round_tokens"
             )
-        own = begun.get("max_new_tokens")
-        limits = [sampling.max_new_tokens] * len(begun) if own is None else own.clamp(max=sampling.max_new_tokens)
+        caps = samples.get("max_new_tokens")
+        limits = [sampling.max_new_tokens] * len(samples) if caps is None else caps.clamp(max=sampling.max_new_tokens)
         return [
             Episode(
                 row=row.get("rows") or {},
@@ -240,11 +240,11 @@ class EpisodeRunner:
                 rendering=self.rendering,
                 images=row.get("images") or (),
             )
-            for row, limit in zip(begun.rows(), limits, strict=True)
+            for row, limit in zip(samples.rows(), limits, strict=True)
         ]
 
     def report_failures(self, calls: Sequence[EnvironmentCall]) -> None:
-        """Log the traceback of each kind of failure once; raise EpisodesFailed if every call failed."""
+        """Log one traceback for each reason of failure; raise EpisodesFailed if every call failed."""
         failed = [call for call in calls if call.error is not None]
         if not failed:
             return
@@ -260,7 +260,7 @@ class EpisodeRunner:
         log.warning(message, exc_info=fresh[0].error if fresh else None)
 
 
-def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
+def _to_batch(samples: Batch, episodes: Sequence[Episode]) -> Batch:
     token = {
         column.name: torch.tensor(
             [value for episode in episodes for value in getattr(episode.log, column.name)],
@@ -275,7 +275,7 @@ def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
         "rows": [e.row if e.tools is None else {**e.row, "tools": e.tools} for e in episodes],
     }
     lengths = torch.tensor([len(e.log.tokens) for e in episodes], dtype=torch.int64)
-    return Batch(lengths, token, {**begun.sequence, **sequence})
+    return Batch(lengths, token, {**samples.sequence, **sequence})
 
 
 def _merge_episode_stats(calls: Sequence[EnvironmentCall]) -> Stats:

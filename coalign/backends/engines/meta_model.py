@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-KEPT_PIXELS = 2**28  # bytes: an engine needs those of the prompts that begin
-# Of the logits' difference, relative to their spread; wrong tokens give about 1.
+KEPT_PIXELS = 2**28  # bytes; an engine needs the pixels of the prompts that it starts
+# Largest difference of logits that rounding explains, relative to their spread; wrong tokens give about 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 class MetaModel:
     """A causal LM on ``device`` in ``dtype``.
 
-    attention: of transformers' implementations; None: the one that transformers chooses. images: the processor of a
-    model that sees; None drops what reads images. Raises what ``check`` raises,
-    ``refusal`` for a class that does not know the implementation, and ValueError without a causal LM for ``config``.
+    attention: the name of transformers' implementation; None: the one that it chooses. images: the processor of a model
+    that sees; None drops the towers. Raises what ``check`` raises, ``refusal`` for a class that does not know the
+    implementation, and ValueError without a causal LM for ``config``.
     """
 
     @building
@@ -93,8 +93,8 @@ class MetaModel:
     def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Take parameters and persistent buffers by Hugging Face names: the first time all, later those that changed.
 
-        Of tied weights one is enough. ``adopt`` uses the given tensors as storage where dtype and device allow.
-        Otherwise they are copied into own storage, which is allocated the first time. Raises ValueError for missing,
+        One of several tied weights is enough. ``adopt`` uses the given tensors as storage where dtype and device allow.
+        Otherwise they are copied into storage that is allocated the first time. Raises ValueError for missing,
         unexpected or misshapen weights.
         """
         self.loads += 1
@@ -106,8 +106,8 @@ class MetaModel:
             self._take(name, tensor.detach(), adopt)
         missing = sorted({names[0] for names in self._aliases.values() if self._get(names[0]).is_meta})
         if missing or unexpected:
-            kind = type(self.module).__name__
-            raise ValueError(f"the weights do not fit {kind}: missing {missing}, unexpected {sorted(unexpected)}")
+            model = type(self.module).__name__
+            raise ValueError(f"the weights do not fit {model}: missing {missing}, unexpected {sorted(unexpected)}")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what ``load`` takes: (name, live tensor), tied ones once."""
@@ -117,8 +117,8 @@ class MetaModel:
     @property
     def weights_dtype(self) -> torch.dtype | None:
         """The dtype of all weights, if there is one."""
-        kinds = {tensor.dtype for _, tensor in self.weights() if tensor.is_floating_point()}
-        return kinds.pop() if len(kinds) == 1 else None
+        dtypes = {tensor.dtype for _, tensor in self.weights() if tensor.is_floating_point()}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     def _take(self, name: str, tensor: Tensor, adopt: bool) -> None:
         aliases = self._aliases[name]
@@ -143,11 +143,11 @@ class MetaModel:
         return getattr(self.module.get_submodule(path), leaf)
 
 
-def compare_logits(found: Tensor, expected: Tensor) -> float:
+def compare_logits(logits: Tensor, expected: Tensor) -> float:
     """Return the median distance of logits [N, V], relative to the spread of those expected; see TOLERANCE."""
     expected = expected.float()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return ((found.float() - expected).norm(dim=-1) / spread).median().item()
+    return ((logits.float() - expected).norm(dim=-1) / spread).median().item()
 
 
 def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
@@ -155,7 +155,7 @@ def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
     from transformers import PreTrainedModel
 
     rebuilt = []
-    owner_of: dict[str, PreTrainedModel] = {}  # whose initialiser it is: some read what only the model within has
+    owner_of: dict[str, PreTrainedModel] = {}  # module -> the innermost model, whose initialiser knows the module
     for name, child in module.named_modules():
         owner_of[name] = child if isinstance(child, PreTrainedModel) else owner_of[name.rpartition(".")[0]]
         for key in child._non_persistent_buffers_set:
@@ -191,7 +191,7 @@ def _find_aliases(module: nn.Module) -> dict[str, list[str]]:
 class MetaModelEngine(InferenceEngine):
     """Generates with ``model``, in this process.
 
-    seed: of the sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request.
+    seed: that of sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request.
     forbidden: ids that the model must not say. reserve: called with the bytes that the KV cache is about to have; may
     raise.
     """
@@ -218,7 +218,7 @@ class MetaModelEngine(InferenceEngine):
 
     def reserve(self, session: GenerationSession, size: int) -> None:
         """Announce the bytes that the KV cache of a session is about to have; 0 for one that ends."""
-        reserved = {each: own for each, own in self._reserved.items() if each is not session}
+        reserved = {key: held for key, held in self._reserved.items() if key is not session}
         if size:
             reserved[session] = size
         self._reserve(sum(reserved.values()))
@@ -226,7 +226,7 @@ class MetaModelEngine(InferenceEngine):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """As every engine's, and in inference mode: between two steps the thread may compute with gradients."""
+        """Steps run in inference mode; between two of them the thread may compute with gradients."""
         with super().stepping(), torch.inference_mode():
             yield
 
@@ -274,5 +274,5 @@ class MetaModelModule(RolloutModule):
         """Yield (Hugging Face name, live tensor) of all weights, to compare them with the trainer's."""
         return self.engine.model.weights()
 
-    def tensors(self, part: str) -> Iterable[Tensor]:
-        return self.engine.model.module.parameters() if part == "weights" else ()
+    def tensors(self, component: str) -> Iterable[Tensor]:
+        return self.engine.model.module.parameters() if component == "weights" else ()

@@ -1,4 +1,4 @@
-"""A request to an engine, its response, the state of both while the engine computes, and samples as a Batch.
+"""A request to an engine, its response, their state while the engine computes, and the Batch of samples.
 
 A sample whose status is PARTIAL goes on after the tokens that it has; any other is finished. Prompts are samples
 without a response, so there is one way to generate.
@@ -7,7 +7,7 @@ without a response, so there is one way to generate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -43,8 +43,8 @@ class StopFinder:
     def push(self, token: int) -> bool:
         """Add the next token; True if a stop string is now complete."""
         self.tokens.append(token)
-        before = self.decode(self.tokens[self.context : self.done])
-        text = self.tail + self.decode(self.tokens[self.context :])[len(before) :]
+        prefix = self.decode(self.tokens[self.context : self.done])
+        text = self.tail + self.decode(self.tokens[self.context :])[len(prefix) :]
         if any(stop in text for stop in self.stops):
             return True
         if not text.endswith(_INCOMPLETE):
@@ -57,20 +57,20 @@ class StopFinder:
 class Request:
     """A prompt (token ids) and the responses wanted: samples first..first+samples-1 of ``group``.
 
-    A single sample may continue tokens that it already has. They end the prompt, and ``begun`` counts them; the sample
-    then goes on as if it had never stopped.
+    A single sample may continue tokens that it already has. They end the prompt, and ``generated`` counts them; the
+    sample then goes on as if it had never stopped.
 
     A single sample may also be a conversation with one request per turn. Each prompt begins with the last turn's prompt
-    and answer, and ``first_turn`` counts the prompt tokens of the first turn. ``begun`` then counts those of this turn.
+    and answer, and ``first_turn`` counts the prompt tokens of the first turn. ``generated`` then counts this turn's.
     """
 
     prompt: list[int]
     group: int
     samples: int = 1
     first: int = 0
-    begun: int = 0
+    generated: int = 0
     limit: int | None = None
-    """New tokens after which a sample is TRUNCATED; None: the sampling's max_new_tokens, less those begun."""
+    """New tokens after which a sample is TRUNCATED; None: the sampling's max_new_tokens, less those generated."""
     pause: int | None = None
     """New tokens after which a sample is returned as PARTIAL; None: it goes on to its end."""
     origin: str = ""
@@ -92,7 +92,7 @@ class Request:
 
         They are computed one by one again, so that the bits do not depend on whether keys and values were kept.
         """
-        return self.begun if self.first_turn is None else len(self.prompt) - self.first_turn
+        return self.generated if self.first_turn is None else len(self.prompt) - self.first_turn
 
 
 OnDone = Callable[[int, Response], object]  # (which of the request's samples, from 0; its response)
@@ -108,9 +108,9 @@ class SubmittedRequest:
     on_done: OnDone
     cut: bool = False  # at the next step its samples are returned as they are
     started: int = 0  # samples that are being computed, or done
-    tokens_prefilled: int = 0  # of its prompt, that were computed, and
-    tokens_kept: int = 0  # that were found in the KV cache
-    successors: list[SubmittedRequest] = field(default_factory=list)  # that go on with its samples
+    tokens_prefilled: int = 0  # prompt tokens that were computed
+    tokens_kept: int = 0  # prompt tokens that were found in the KV cache
+    successors: list[SubmittedRequest] = field(default_factory=list)  # requests that continue its samples
 
     @classmethod
     def plan(
@@ -126,17 +126,17 @@ class SubmittedRequest:
             raise ValueError(f"{name} has no tokens")
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
             raise ValueError(f"{name} holds a token id outside of 0..{vocabulary - 1}")
-        single = request.begun or request.first_turn is not None
+        single = request.generated or request.first_turn is not None
         if single and (request.samples > 1 or not 0 <= request.decoded < length):
             raise ValueError(f"{name}: {request.decoded} of {length} tokens are begun, of {request.samples} samples")
-        limit = sampling.max_new_tokens - request.begun if request.limit is None else request.limit
+        limit = sampling.max_new_tokens - request.generated if request.limit is None else request.limit
         if context is not None:
             if length >= context:
                 seen = describe_placeholders(request.images)
                 raise ValueError(f"{name} has {length} tokens{seen}; the model's context is {context}")
             limit = min(limit, context - length)
         if limit < 1:
-            raise ValueError(f"{name} leaves no token to generate: {request.begun} are begun, the limit is {limit}")
+            raise ValueError(f"{name} leaves no token to generate: {request.generated} are begun, the limit is {limit}")
         if request.pause is not None and request.pause < limit:
             return cls(request, request.pause, Status.PARTIAL, on_done)
         return cls(request, limit, Status.TRUNCATED, on_done)
@@ -146,11 +146,11 @@ class SubmittedRequest:
         """Group and index of the first sample."""
         return self.request.group, self.request.first
 
-    def find_key(self, seed: int, place: int) -> int:
-        """Return the key of the random stream of the sample at ``place`` of the request."""
+    def find_key(self, seed: int, offset: int) -> int:
+        """Return the key of the random stream of the sample ``offset`` behind the request's first."""
         request = self.request
         stream = request.group if request.stream is None else request.stream
-        return stream_key(seed, stream, request.first + place, request.restarts)
+        return stream_key(seed, stream, request.first + offset, request.restarts)
 
     @property
     def waiting(self) -> int:
@@ -172,23 +172,23 @@ class SubmittedRequest:
         return prefilled, kept
 
     def find_stops(self, sampling: SamplingConfig, decoder: Decoder) -> StopFinder | None:
-        """Create the StopFinder of one sample, which has seen the tokens begun; None if no string ends it."""
+        """Create the StopFinder of one sample, which has read the tokens generated; None if no string ends it."""
         request = self.request
         strings = sampling.stop if request.stop is None else request.stop
         if not strings:
             return None
         finder = StopFinder(strings, decoder(strings))
-        for token in request.prompt[len(request.prompt) - request.begun :]:
+        for token in request.prompt[len(request.prompt) - request.generated :]:
             finder.push(token)
         return finder
 
 
 @dataclass(slots=True, eq=False)
 class PartialResponse:
-    """The response of one sample as it grows; ``place`` is its number among the samples of its request."""
+    """The response of one sample as it grows; ``offset`` is its number among the samples of its request."""
 
     submitted: SubmittedRequest
-    place: int
+    offset: int
     stops: StopFinder | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -214,14 +214,14 @@ class PartialResponse:
         )
 
     def create_successor(self) -> SubmittedRequest:
-        """Create the request that goes on behind the tokens of now, and then hands over the whole response."""
+        """Create the request that continues these tokens, and in the end hands over the complete response."""
         old, count = self.submitted, len(self.tokens)
         request = replace(
             old.request,
             prompt=[*old.request.prompt, *self.tokens],
             samples=1,
-            first=old.request.first + self.place,
-            begun=old.request.begun + count,
+            first=old.request.first + self.offset,
+            generated=old.request.generated + count,
             limit=old.limit - count,
             pause=None,  # it is part of old.limit
         )
@@ -231,20 +231,20 @@ class PartialResponse:
             successor.cut = True
         return successor
 
-    def _finish(self, place: int, response: Response) -> None:
-        """Hand over these tokens and those of the successor; its experts are of all of them."""
-        begun = self.response(response.status)
-        whole = Response(
-            torch.cat([begun.tokens, response.tokens]),
-            torch.cat([begun.logprobs, response.logprobs]),
-            torch.cat([begun.versions, response.versions]),
+    def _finish(self, offset: int, response: Response) -> None:
+        """Hand over these tokens and those of the successor, whose experts cover both."""
+        earlier = self.response(response.status)
+        complete = Response(
+            torch.cat([earlier.tokens, response.tokens]),
+            torch.cat([earlier.logprobs, response.logprobs]),
+            torch.cat([earlier.versions, response.versions]),
             response.status,
             response.experts,
         )
-        self.submitted.on_done(self.place, whole)
+        self.submitted.on_done(self.offset, complete)
 
 
-LOG = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # of tokens that no policy chose
+PROMPT_COLUMNS = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # for tokens that no policy chose
 
 
 def begin_generation(
@@ -255,8 +255,8 @@ def begin_generation(
     usual: samples of a prompt unless ``samples`` says how many. overrides: fields that replace those of ``sampling``.
     Raises pydantic.ValidationError for a bad one.
     """
-    begun = prompts if "index" in prompts else begin_samples(prompts, usual if samples is None else samples)
-    return begun, SamplingConfig(**{**sampling.model_dump(), **overrides})
+    unfinished = prompts if "index" in prompts else begin_samples(prompts, usual if samples is None else samples)
+    return unfinished, SamplingConfig(**{**sampling.model_dump(), **overrides})
 
 
 def begin_samples(prompts: Batch, samples: int) -> Batch:
@@ -267,7 +267,8 @@ def begin_samples(prompts: Batch, samples: int) -> Batch:
     """
     counts = prompts["samples"].long() if "samples" in prompts else torch.full((len(prompts),), samples)
     repeated = prompts.without("samples").select(torch.arange(len(prompts)).repeat_interleave(counts))
-    log = {name: torch.full((repeated.tokens_total,), value, dtype=TOKEN_COLUMNS[name]) for name, value in LOG.items()}
+    size = (repeated.tokens_total,)
+    log = {name: torch.full(size, value, dtype=TOKEN_COLUMNS[name]) for name, value in PROMPT_COLUMNS.items()}
     sequence = {
         "index": (torch.arange(len(repeated)) - (counts.cumsum(0) - counts).repeat_interleave(counts)).int(),
         "prompt_length": repeated.lengths.to(torch.int32),
@@ -286,9 +287,10 @@ def plan_requests(
     """
     tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
     prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
-    origins = [_describe_origin(row) for row in samples.get("rows") or [{}] * len(samples)]
-    own = samples.get("max_new_tokens")
-    limits = [max_new_tokens] * len(samples) if own is None else own.clamp(max=max_new_tokens).tolist()
+    fields = samples.get("rows") or [{}] * len(samples)
+    origins = [f" ({row['_source']} row {row['_row']})" if "_source" in row else "" for row in fields]
+    caps = samples.get("max_new_tokens")
+    limits = [max_new_tokens] * len(samples) if caps is None else caps.clamp(max=max_new_tokens).tolist()
     if longest is not None:
         limits = [min(limit, longest - length) for limit, length in zip(limits, prompt_lengths, strict=True)]
         if longest <= max(prompt_lengths, default=0):
@@ -303,10 +305,10 @@ def plan_requests(
     requests: list[Request] = []
     for row in rows:
         prompt = tokens[offsets[row] : offsets[row + 1]]
-        begun = len(prompt) - prompt_lengths[row]
+        generated = len(prompt) - prompt_lengths[row]
         more = {"origin": origins[row], "images": images[row]}
-        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause, **more)
-        last = requests[-1] if requests and not begun else None
+        request = Request(prompt, groups[row], 1, indices[row], generated, limits[row] - generated, pause, **more)
+        last = requests[-1] if requests and not generated else None
         if (
             last is not None
             and last.first + last.samples == request.first
@@ -316,10 +318,6 @@ def plan_requests(
         else:
             requests.append(request)
     return rows, requests
-
-
-def _describe_origin(row: Mapping[str, Any]) -> str:
-    return f" ({row['_source']} row {row['_row']})" if "_source" in row else ""
 
 
 def extend_samples(
@@ -333,10 +331,10 @@ def extend_samples(
     pairs = torch.stack([samples.lengths, grown], 1).flatten()
     new = torch.tensor([False, True]).repeat(len(samples)).repeat_interleave(pairs)
 
-    def column(name: str, parts: Sequence[Tensor]) -> Tensor:
+    def column(name: str, chunks: Sequence[Tensor]) -> Tensor:
         out = torch.empty(len(new), dtype=TOKEN_COLUMNS[name])
         out[~new] = samples[name]
-        out[new] = torch.cat([out[:0], *parts])
+        out[new] = torch.cat([out[:0], *chunks])
         return out
 
     token = {
@@ -346,23 +344,23 @@ def extend_samples(
         "versions": column("versions", [r.versions for r in responses]),
     }
     if experts is not None:
-        known: list[Tensor | None] = [None] * len(samples)
+        recorded: list[Tensor | None] = [None] * len(samples)
         if "routed_experts" in samples:
-            known = list(samples["routed_experts"].split(samples.lengths.tolist()))
+            recorded = list(samples["routed_experts"].split(samples.lengths.tolist()))
         for row, response in zip(rows, responses, strict=True):
-            known[row] = known[row] if response.experts is None else response.experts
-        token["routed_experts"] = stack_experts(known, lengths.tolist(), experts)
+            recorded[row] = recorded[row] if response.experts is None else response.experts
+        token["routed_experts"] = stack_experts(recorded, lengths.tolist(), experts)
     status = samples["status"].clone()
     status[list(rows)] = torch.tensor([int(r.status) for r in responses], dtype=status.dtype)
     return Batch(lengths, token, {**samples.sequence, "status": status})
 
 
-def stack_experts(known: Sequence[Tensor | None], lengths: Sequence[int], experts: tuple[int, int]) -> Tensor:
-    """The column `routed_experts` of samples of these ``lengths``, of which the first tokens are known."""
+def stack_experts(recorded: Sequence[Tensor | None], lengths: Sequence[int], experts: tuple[int, int]) -> Tensor:
+    """The column `routed_experts` of samples of these ``lengths``; ``recorded`` are those of their first tokens."""
     column = torch.full((sum(lengths), *experts), UNKNOWN_EXPERT, dtype=TOKEN_COLUMNS["routed_experts"])
-    for part, own in zip(column.split(list(lengths)), known, strict=True):
-        if own is not None:
-            part[: len(own)] = own
+    for rows, first in zip(column.split(list(lengths)), recorded, strict=True):
+        if first is not None:
+            rows[: len(first)] = first
     return column
 
 

@@ -49,10 +49,10 @@ class RolloutModule(Module):
     continuous: ContinuousGeneration | None = None  # from the first ``roll`` on
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
-        """What a prompt may have: it needs room for a token of the response."""
+    def list_limits(cls, config: ModelConfig, section: str) -> list[RowLimit]:
+        """The limit on a prompt: it needs room for a token of the response."""
         context = pretrained.find_context_length(config)
-        return [] if context is None else [RowLimit(context - 1, f"max_position_embeddings of {where}, less one")]
+        return [] if context is None else [RowLimit(context - 1, f"max_position_embeddings of {section}, less one")]
 
     def build(self, architecture: PreTrainedConfig) -> InferenceEngine:
         """Build the backend's engine. Raises ValueError if it cannot run the architecture."""
@@ -119,27 +119,27 @@ class RolloutModule(Module):
         """
         self.ensure_weights()
         usual = self.context.samples_per_prompt
-        begun, sampling = begin_generation(prompts, self.config.sampling, usual, samples=samples, **overrides)
-        min_groups = None if min_complete is None else count_missing_groups(begun, min_complete)
+        unfinished, sampling = begin_generation(prompts, self.config.sampling, usual, samples=samples, **overrides)
+        min_groups = None if min_complete is None else count_missing_groups(unfinished, min_complete)
         if self.runner is not None:
             if parts > 1:
-                where = f"models.{self.context.model}.parts_per_call"
-                raise ValueError(f"{where}: episodes are handed over all at once; set it to 1")
+                key = f"models.{self.context.model}.parts_per_call"
+                raise ValueError(f"{key}: episodes are handed over all at once; set it to 1")
             options = {"min_groups": min_groups, "progress": progress, "on_token": on_token}
-            return iter([self.runner.run(self.engine, begun, sampling, **options)])
-        pieces = begun.split(parts, keep="group", by="sequences")
+            return iter([self.runner.run(self.engine, unfinished, sampling, **options)])
+        chunks = unfinished.split(parts, keep="group", by="sequences")
         planned = [
-            plan_requests(piece, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for piece in pieces
+            plan_requests(chunk, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for chunk in chunks
         ]
-        requests = [request for _, own in planned for request in own]
-        sizes = [len(own) for _, own in planned]
+        requests = [request for _, chunk_requests in planned for request in chunk_requests]
+        sizes = [len(chunk_requests) for _, chunk_requests in planned]
 
-        def finish(piece: Batch, rows: list[int], answers: list[list[Response]]) -> Batch | tuple[Batch, Stats]:
+        def finish(chunk: Batch, rows: list[int], answers: list[list[Response]]) -> Batch | tuple[Batch, Stats]:
             responses = [response for responses in answers for response in responses]
-            return extend_samples(piece, rows, responses, self.engine.experts)
+            return extend_samples(chunk, rows, responses, self.engine.experts)
 
         ready = self.engine.generate(requests, sampling, progress, on_token, min_groups, sizes=sizes)
-        return map(finish, pieces, [rows for rows, _ in planned], ready)
+        return map(finish, chunks, [rows for rows, _ in planned], ready)
 
     def roll(
         self, new: Sequence[tuple[int, Batch, Mapping[str, Any]]], seconds: float

@@ -1,8 +1,7 @@
-"""Compares what an engine samples with the log-probs that the model's trainer, or its own forward, has.
+"""Compares an engine's log-probs of what it samples with those of the trainer, or of the model's own forward.
 
-An engine with classes of its own may compute another model than transformers: without a bias that it does not know,
-with other positions, with a tower that lost some weights. It samples all the same, and a run would learn from another
-model's answers.
+An engine with its own model classes may compute something else than transformers: it may miss a bias, have wrong
+positions, or lose weights of a tower. It would sample all the same, and a run would learn from another model's answers.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from coalign.backends.engines.rollout_module import RolloutModule
     from coalign.cluster.future import Store
 
-SAMPLES, TOKENS = 4, 8  # that are compared
+SAMPLES, TOKENS = 4, 8  # how many are compared
 PLAIN = 8  # tokens of a prompt without pictures
-# Mean |Δ log-prob| that rounding explains; a model that is read otherwise is about 1 away.
+# Mean |Δ log-prob| that rounding explains; another model differs by about 1.
 LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 
 
@@ -49,16 +48,16 @@ def begin_probe(config: PreTrainedConfig, processor: ImageProcessor | None) -> B
     return begin_samples(Batch(torch.full((SAMPLES,), len(tokens)), columns, sequence), 1)
 
 
-def sample_probe(module: RolloutModule, store: Store | None, begun: Batch) -> Batch | None:
-    """Answer each of ``begun``, without the run's environment; None where that is longer than a model can read."""
+def sample_probe(module: RolloutModule, store: Store | None, samples: Batch) -> Batch | None:
+    """Answer each of ``samples`` without the run's environment; None where that is longer than a model can read."""
     sampling = SamplingConfig(temperature=module.config.sampling.temperature or 1.0, max_new_tokens=TOKENS)
     with module.engine.open(sampling) as session:
         limits = (session.max_tokens, module.context.sample_tokens)
-    if any(limit is not None and int(begun.lengths.max()) + TOKENS > limit for limit in limits):
+    if any(limit is not None and int(samples.lengths.max()) + TOKENS > limit for limit in limits):
         return None
-    rows, requests = plan_requests(begun, TOKENS, None, None)
+    rows, requests = plan_requests(samples, TOKENS, None, None)
     [answers] = module.engine.generate(requests, sampling)
-    return extend_samples(begun, rows, [response for own in answers for response in own])
+    return extend_samples(samples, rows, [response for responses in answers for response in responses])
 
 
 @torch.inference_mode()

@@ -25,8 +25,8 @@ _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 def stream_key(seed: int, group: int, index: int, restarts: int = 0) -> int:
     """Return the key of one sample's random stream, a signed 64-bit number; another one after each of ``restarts``."""
     key = 0
-    for part in (seed, group, index, restarts)[: 4 if restarts else 3]:
-        key = _mix_int((key + _GOLDEN + part) & _MASK)
+    for number in (seed, group, index, restarts)[: 4 if restarts else 3]:
+        key = _mix_int((key + _GOLDEN + number) & _MASK)
     return key - (1 << 64) if key >> 63 else key
 
 
@@ -115,8 +115,8 @@ def _nucleus_threshold(probs: Tensor, top_p: float, top_k: int) -> Tensor:
     for count in sorted({min(_CANDIDATES, top_k), top_k}):
         ranked = probs.topk(count).values
         mass = ranked.cumsum(-1, dtype=torch.float64)
-        whole = mass[:, -1:] if count == top_k else torch.ones_like(mass[:, -1:])
-        last = (mass < top_p * whole).sum(-1, keepdim=True)
+        total = mass[:, -1:] if count == top_k else torch.ones_like(mass[:, -1:])
+        last = (mass < top_p * total).sum(-1, keepdim=True)
         if count == top_k or bool((last < count).all()):
             return ranked.gather(1, last.clamp(max=count - 1))
     raise AssertionError("unreachable: the last count is top_k")
@@ -143,9 +143,9 @@ def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     Rounding may put the target at or past the end; the last entry that added anything is then taken.
     """
     last = (bounds < bounds[:, -1:]).sum(-1)
-    place = torch.minimum((bounds <= target[:, None]).sum(-1), last)
-    before = bounds.gather(1, (place - 1).clamp(min=0)[:, None])[:, 0] * (place > 0)
-    return place, target - before
+    index = torch.minimum((bounds <= target[:, None]).sum(-1), last)
+    preceding = bounds.gather(1, (index - 1).clamp(min=0)[:, None])[:, 0] * (index > 0)
+    return index, target - preceding
 
 
 def _log(values: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 Requests wait, are computed in batches of rows, and leave as they finish. A token depends on the weights and on (seed,
 group, index, position). The batch matters only as far as torch's kernels round differently in another one.
 
-A model keeps what it needs of earlier tokens in an object of its own making: keys and values, states of convolutions,
-recurrent states. Here that object is only a tree of tensors, whose first dimension is the row. So rows are chosen,
-repeated and joined alike for every architecture.
+A model keeps the state of earlier tokens in a cache of its own class: keys and values, states of convolutions,
+recurrent states. Here a cache is only a tree of tensors, whose first dimension is the row. So rows are selected,
+repeated and joined in the same way for every architecture.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ BATCHINGS = ("padded", "equal", "whole")  # from the fastest to the one that ask
 class CachedRows:
     """Rows of tokens that a model has computed, padded on the left to one ``length``.
 
-    padding: i64[B] places of each row that hold no token. state: the model's cache. shift: i64[B], how much less than
-    its number of tokens the next position of a row is: M-RoPE gives an image fewer positions than tokens.
+    padding: i64[B], leading entries of each row that hold no token. state: the model's cache. shift: i64[B], the row's
+    number of tokens minus its next position: M-RoPE gives an image fewer positions than tokens.
     """
 
     padding: Tensor
@@ -73,19 +73,19 @@ class CachedRows:
 
         return CachedRows(padding - excess, self.shift[index], length, _combine([self.state], change, length))
 
-    def join(self, other: CachedRows) -> CachedRows:
+    def join(self, below: CachedRows) -> CachedRows:
         """Put other rows below these; the shorter ones get more padding."""
-        length = max(self.length, other.length)
-        padding = torch.cat([rows.padding + (length - rows.length) for rows in (self, other)])
+        length = max(self.length, below.length)
+        padding = torch.cat([rows.padding + (length - rows.length) for rows in (self, below)])
 
         def change(tensors: Sequence[Tensor]) -> Tensor:
-            if self.length != other.length:
+            if self.length != below.length:
                 widest = max(tensor.shape[-2] for tensor in tensors)
                 tensors = [F.pad(tensor, (0, 0, widest - tensor.shape[-2], 0)) for tensor in tensors]
             return torch.cat(list(tensors))
 
-        shift = torch.cat([self.shift, other.shift])
-        return CachedRows(padding, shift, length, _combine([self.state, other.state], change, length))
+        shift = torch.cat([self.shift, below.shift])
+        return CachedRows(padding, shift, length, _combine([self.state, below.state], change, length))
 
     def count_bytes(self) -> int:
         sizes: list[int] = []
@@ -99,7 +99,7 @@ class CachedRows:
 
 
 def _combine(states: Sequence[Any], change: Callable[[Sequence[Tensor]], Tensor], length: int) -> Any:
-    """Build a cache whose tensors are made by ``change`` of those at the same place in ``states``."""
+    """Build a cache of the structure of ``states``, each tensor made by ``change`` from the corresponding tensors."""
     first = states[0]
     if isinstance(first, Tensor):
         return change(states) if first.dim() > 1 else first
@@ -114,11 +114,6 @@ def _combine(states: Sequence[Any], change: Callable[[Sequence[Tensor]], Tensor]
     if hasattr(first, "cumulative_length"):  # sliding windows: the tokens seen, of which they hold the last ones
         made.cumulative_length = length
     return made
-
-
-def _unflatten(value: Any, rows: int) -> Any:
-    """What the language model reads of tokens in one row, [1, B * n, …], for rows [B, n, …]."""
-    return value if isinstance(value, list) else value[0].unflatten(0, (rows, -1))
 
 
 class TransformersModel(MetaModel):
@@ -142,17 +137,17 @@ class TransformersModel(MetaModel):
         trust_remote_code: bool = False,
         images: ImageProcessor | None = None,
     ) -> None:
-        kind = f"the model type `{config.model_type}`"
-        refusal = ValueError(REFUSAL.format(kind, "transformers cannot build it"))
+        model_type = f"the model type `{config.model_type}`"
+        refusal = ValueError(REFUSAL.format(model_type, "transformers cannot build it"))
         super().__init__(
             config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code, images=images
         )
         parameters = inspect.signature(self.module.forward).parameters
-        known = lambda name: name in parameters  # noqa: E731
-        self.takes_positions, self.takes_mask = known("position_ids"), known("attention_mask")
-        self.selects_logits = known("logits_to_keep")
-        self.cache = next(filter(known, CACHES), None)
-        takes_switch = known("use_cache") or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        takes = lambda name: name in parameters  # noqa: E731
+        self.takes_positions, self.takes_mask = takes("position_ids"), takes("attention_mask")
+        self.selects_logits = takes("logits_to_keep")
+        self.cache = next(filter(takes, CACHES), None)
+        takes_switch = takes("use_cache") or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.switch = {"use_cache": self.cache is not None} if takes_switch else {}
         self.forced = batching
         self.batching = batching or self.choose_batching()
@@ -162,7 +157,7 @@ class TransformersModel(MetaModel):
             raise ValueError(REFUSAL.format(type(self.module).__name__, reason))
 
     def choose_batching(self) -> str:
-        """Choose by what the architecture declares; the probe may find that less holds."""
+        """Choose by what the architecture declares; the probe may choose a stricter one."""
         if self.cache is None:
             return "whole"
         layers = set(getattr(self.module.config.get_text_config(), "layer_types", None) or ())
@@ -192,25 +187,27 @@ class TransformersModel(MetaModel):
         absent, (count, length) = rows.padding.tolist(), tokens.shape
         placed = [
             replace(span, start=span.start + row * length + absent[row])
-            for row, own in enumerate(spans)
-            for span in own
+            for row, row_spans in enumerate(spans)
+            for span in row_spans
         ]
-        found = images.embed(tokens.flatten(), placed)
-        found = {name: _unflatten(value, count) for name, value in found.items()}
+        embedded = {  # tensors [1, B * n, …] of one row -> [B, n, …]
+            name: value if isinstance(value, list) else value[0].unflatten(0, (count, -1))
+            for name, value in images.embed(tokens.flatten(), placed).items()
+        }
         inputs: dict[str, Any] = {}
         if images.has_two_way_images:
-            kinds = torch.zeros_like(tokens).flatten()
+            token_types = torch.zeros_like(tokens).flatten()
             for span in placed:
-                kinds[span.start : span.stop] = 1
-            inputs["token_type_ids"] = kinds.view(count, length)
+                token_types[span.start : span.stop] = 1
+            inputs["token_type_ids"] = token_types.view(count, length)
         if images.has_axes:
             axes = torch.zeros(3, count, length, dtype=torch.int64)
-            for row, own in enumerate(spans):
-                positions = cast(Tensor, images.find_positions(length - absent[row], own))
+            for row, row_spans in enumerate(spans):
+                positions = cast(Tensor, images.find_positions(length - absent[row], row_spans))
                 axes[:, row, absent[row] :] = positions
-                rows.shift[row] = images.find_shift(length - absent[row], own)
+                rows.shift[row] = images.find_shift(length - absent[row], row_spans)
             inputs["position_ids"] = axes.to(self.device)
-        with install_embeddings(find_body(self.module), found):
+        with install_embeddings(find_body(self.module), embedded):
             return self.extend(rows, tokens, **inputs)
 
     def extend(self, rows: CachedRows, tokens: Tensor, **more: Any) -> Tensor:
@@ -224,10 +221,10 @@ class TransformersModel(MetaModel):
             rows.state = tokens[..., None]
             return self.module(input_ids=tokens, **inputs, **off).logits[:, -1]
         assert self.cache is not None
-        places = torch.arange(rows.length, device=self.device) - rows.padding[:, None]
-        shifted = places[:, start:].clamp(min=0) - rows.shift[:, None]
+        positions = torch.arange(rows.length, device=self.device) - rows.padding[:, None]
+        shifted = positions[:, start:].clamp(min=0) - rows.shift[:, None]
         if bool(rows.padding.any()):
-            inputs["attention_mask"] = (places >= 0).long()
+            inputs["attention_mask"] = (positions >= 0).long()
         if self.takes_positions:
             inputs["position_ids"] = shifted
         inputs |= more
@@ -243,7 +240,7 @@ class TransformersModel(MetaModel):
 
         Where they differ, take the next stricter batching. Raises ValueError if none is left, or if one was asked for.
         """
-        kind, tolerance = type(self.module).__name__, TOLERANCE[self.dtype]
+        name, tolerance = type(self.module).__name__, TOLERANCE[self.dtype]
         declared, reason = self.batching, ""
         for batching in [declared] if self.forced else BATCHINGS[BATCHINGS.index(declared) :]:
             self.batching = batching
@@ -254,50 +251,50 @@ class TransformersModel(MetaModel):
             except Exception as problem:  # some models fail on rows that others compute
                 reason = f"{type(problem).__name__}: {shorten(str(problem), 200)}"
                 continue
-            if not error > tolerance:  # weights that are not numbers are reported by generation
+            if not error > tolerance:  # generation reports weights that are NaN
                 if batching != declared:
-                    log.warning("module transformers: %s is exact only with `batching: %s`", kind, batching)
+                    log.warning("module transformers: %s is exact only with `batching: %s`", name, batching)
                 return self._probe_images()
             reason = f"its logits differ from those of a plain forward by {error:.1e} of their spread"
-        raise ValueError(REFUSAL.format(kind, f"{reason} (batching: {self.batching})"))
+        raise ValueError(REFUSAL.format(name, f"{reason} (batching: {self.batching})"))
 
     def _probe_images(self) -> None:
         """ValueError unless a prompt with pictures, and two tokens after it, have the logits of a plain forward."""
         if self.images is None:
             return
-        kind = type(self.module).__name__
+        name = type(self.module).__name__
         prompt, spans = self.images.make_probe()
         try:
             after, rows = self.prefill([prompt, prompt[:2]], [spans, []])
             rows = rows.select([0])
             later = self.images.plain[5:7]
-            found = [after[:1], *(self.extend(rows, self._as_tensor([[token]])) for token in later)]
+            logits = [after[:1], *(self.extend(rows, self._as_tensor([[token]])) for token in later)]
             inputs = self.images.list_plain_inputs(torch.tensor([*prompt, *later], device=self.device), spans)
             expected = self.module(**inputs).logits[0, len(prompt) - 1 :]
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:
             why = f"{type(problem).__name__}: {shorten(str(problem), 200)}"
-            raise ValueError(REFUSAL.format(kind, f"with images: {why}")) from problem
-        if (error := compare_logits(torch.cat(found), expected)) > TOLERANCE[self.dtype]:
-            raise ValueError(REFUSAL.format(kind, f"with images its logits differ by {error:.1e} of their spread"))
+            raise ValueError(REFUSAL.format(name, f"with images: {why}")) from problem
+        if (error := compare_logits(torch.cat(logits), expected)) > TOLERANCE[self.dtype]:
+            raise ValueError(REFUSAL.format(name, f"with images its logits differ by {error:.1e} of their spread"))
 
     def _measure_error(self) -> float:
-        """Feed short texts through all that generation does with rows; see compare_logits."""
+        """Run short texts through every operation that generation does with rows; see compare_logits."""
         texts = [
-            [(7919 * place + 31 * number + 5) % self.vocabulary for place in range(length + _STEPS)]
+            [(7919 * position + 31 * number + 5) % self.vocabulary for position in range(length + _STEPS)]
             for number, length in enumerate(_PROMPTS)
         ]
         off = {key: False for key in self.switch}
-        whole = [self.module(input_ids=self._as_tensor([text]), **off).logits[0] for text in texts]
-        found: list[list[Tensor]] = [[] for _ in texts]
+        plain = [self.module(input_ids=self._as_tensor([text]), **off).logits[0] for text in texts]
+        stepwise: list[list[Tensor]] = [[] for _ in texts]
         expected: list[list[Tensor]] = [[] for _ in texts]
 
         def note(names: list[int], logits: Tensor, rows: CachedRows) -> CachedRows:
             ends = (rows.length - rows.padding - 1).tolist()
             for name, row, end in zip(names, logits, ends, strict=True):
-                found[name].append(row)
-                expected[name].append(whole[name][end])
+                stepwise[name].append(row)
+                expected[name].append(plain[name][end])
             return rows
 
         def begin(*names: int) -> CachedRows:
@@ -313,13 +310,13 @@ class TransformersModel(MetaModel):
             rows = feed([0, 0, 1, 2], first.join(begin(1, 2)))
             feed([1], feed([1], rows.select([2])), count=2)
         else:
-            same, other = first.join(begin(2)), begin(1)
+            equal, second = first.join(begin(2)), begin(1)
             for _ in range(2):
-                feed([0, 0, 2], same)
-                feed([1], other)
-            feed([2], same.select([2]))
-        # Of each text: where positions count padding, only the shortest shows it.
-        pairs = zip(found, expected, strict=True)
+                feed([0, 0, 2], equal)
+                feed([1], second)
+            feed([2], equal.select([2]))
+        # For each text: where positions count padding, only the shortest shows it.
+        pairs = zip(stepwise, expected, strict=True)
         return float(torch.tensor([compare_logits(torch.stack(a), torch.stack(b)) for a, b in pairs]).max())
 
     def _as_tensor(self, tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -328,7 +325,7 @@ class TransformersModel(MetaModel):
 
 @dataclass(slots=True, eq=False)
 class SampleRow(PartialResponse):
-    """One sample in a row of a batch; ``key`` is of its random stream."""
+    """One sample in a row of a batch; ``key``: that of its random stream."""
 
     key: int = 0
 
@@ -352,8 +349,8 @@ class RowBatch:
 class TransformersSession(GenerationSession):
     """Schedules requests on batches of rows: one batch if rows can be padded, otherwise one for each length.
 
-    Samples of a prompt share its computation. Where rows can be padded, a conversation keeps its row between two turns,
-    as long as no other needs the place and the weights stay; otherwise every turn is computed from its beginning.
+    Samples of a prompt share its prefill. Where rows can be padded, a conversation keeps its row between two turns, as
+    long as no other sample needs the slot and the weights stay; otherwise every turn is computed from its beginning.
     """
 
     def __init__(self, engine: TransformersEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
@@ -378,7 +375,7 @@ class TransformersSession(GenerationSession):
 
     @property
     def active(self) -> list[SampleRow]:
-        return [each for batch in self.batches for each in batch.samples]
+        return [answer for batch in self.batches for answer in batch.samples]
 
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
         vocabulary, context = self.model.vocabulary, self.model.context
@@ -387,7 +384,7 @@ class TransformersSession(GenerationSession):
         return pending
 
     def cut_all(self) -> None:
-        self.cut(*self.arrived, *self.waiting, *(each.submitted for each in self.active))
+        self.cut(*self.arrived, *self.waiting, *(answer.submitted for answer in self.active))
 
     def forget(self, group: int, index: int) -> None:
         self.ended.append((group, index))
@@ -412,33 +409,31 @@ class TransformersSession(GenerationSession):
         self._admit()
         batches, self.batches = self.batches, []
         for batch in batches:
-            tokens = torch.tensor([each.tokens[-1:] for each in batch.samples], device=self.model.device)
+            tokens = torch.tensor([answer.tokens[-1:] for answer in batch.samples], device=self.model.device)
             self._choose(batch, self.model.extend(batch.rows, tokens))
-        self.engine.reserve(self, sum(rows.count_bytes() for rows in self._list_rows()))
-
-    def _list_rows(self) -> list[CachedRows]:
-        return [batch.rows for batch in self.batches] + [rows for _, rows in self.kept.values()]
+        cached = [batch.rows for batch in self.batches] + [rows for _, rows in self.kept.values()]
+        self.engine.reserve(self, sum(rows.count_bytes() for rows in cached))
 
     def _finish_cut(self) -> None:
         for pending in [pending for pending in self.waiting if pending.cut]:
             self.waiting.remove(pending)
-            for place in range(pending.started, pending.request.samples):
-                self._finish(SampleRow(pending, place, None), Status.PARTIAL)
+            for offset in range(pending.started, pending.request.samples):
+                self._finish(SampleRow(pending, offset, None), Status.PARTIAL)
         batches, self.batches = self.batches, []
         for batch in batches:
-            self._put(batch, [row for row, each in enumerate(batch.samples) if not each.submitted.cut])
-            for each in batch.samples:
-                if each.submitted.cut:
-                    self._finish(each, Status.PARTIAL)
+            self._put(batch, [row for row, answer in enumerate(batch.samples) if not answer.submitted.cut])
+            for answer in batch.samples:
+                if answer.submitted.cut:
+                    self._finish(answer, Status.PARTIAL)
 
     def _admit(self) -> None:
-        """Start waiting samples, in order, as many as there is place for."""
+        """Start waiting samples, in order, as many as there are free rows."""
         free = self.engine.settings.max_sequences - len(self.active)
         while self.waiting and free:
             fresh: list[tuple[SubmittedRequest, int]] = []  # with the number of samples that start
             while self.waiting and free:
                 pending = self.waiting[0]
-                longest = max(len(each.request.prompt) for each in (pending, *(other for other, _ in fresh)))
+                longest = max(len(p.request.prompt) for p in (pending, *(admitted for admitted, _ in fresh)))
                 if fresh and longest * (len(fresh) + 1) > self.engine.settings.prefill_tokens:
                     break
                 count = min(pending.waiting, free)
@@ -466,17 +461,17 @@ class TransformersSession(GenerationSession):
         self._choose(RowBatch(self._start(pending, 1), row), logits)
 
     def _prefill(self, fresh: Sequence[tuple[SubmittedRequest, int]]) -> None:
-        parts: dict[int, list[tuple[SubmittedRequest, int]]] = {}
+        by_length: dict[int, list[tuple[SubmittedRequest, int]]] = {}
         for pending, count in fresh:
             length = 0 if self.model.batching == "padded" else len(pending.request.prompt)
-            parts.setdefault(length, []).append((pending, count))
-        for part in parts.values():
-            prompts = [pending.request.prompt for pending, _ in part]
-            for pending, _ in part:
+            by_length.setdefault(length, []).append((pending, count))
+        for group in by_length.values():
+            prompts = [pending.request.prompt for pending, _ in group]
+            for pending, _ in group:
                 self.count_prompt(pending, prefilled=len(pending.request.prompt), kept=0)
-            logits, rows = self.model.prefill(prompts, [pending.request.images for pending, _ in part])
-            repeated = [row for row, (_, count) in enumerate(part) for _ in range(count)]
-            samples = [each for pending, count in part for each in self._start(pending, count)]
+            logits, rows = self.model.prefill(prompts, [pending.request.images for pending, _ in group])
+            repeated = [row for row, (_, count) in enumerate(group) for _ in range(count)]
+            samples = [answer for pending, count in group for answer in self._start(pending, count)]
             self._choose(RowBatch(samples, rows.select(repeated)), logits[repeated])
 
     def _start(self, pending: SubmittedRequest, count: int) -> list[SampleRow]:
@@ -485,28 +480,29 @@ class TransformersSession(GenerationSession):
         return [
             SampleRow(
                 pending,
-                place,
+                offset,
                 pending.find_stops(self.sampling, self.engine.decoder),
-                key=pending.find_key(self.engine.seed, place),
+                key=pending.find_key(self.engine.seed, offset),
             )
-            for place in range(first, first + count)
+            for offset in range(first, first + count)
         ]
 
     def _choose(self, batch: RowBatch, logits: Tensor) -> None:
         """Draw and record the next token of every sample; put those that go on into the session's batches."""
         samples, engine, logits = batch.samples, self.engine, self.model.forbid(logits)
-        keys, positions = torch.tensor([[each.key, each.length] for each in samples], device=logits.device).unbind(1)
+        pairs = [[answer.key, answer.length] for answer in samples]
+        keys, positions = torch.tensor(pairs, device=logits.device).unbind(1)
         tokens, logprobs = sample(logits, uniforms(keys, positions), self.sampling, self._note_seen(samples, logits))
-        groups = [each.submitted.request.group for each in samples]
+        groups = [answer.submitted.request.group for answer in samples]
         choices = read_choices(tokens, logprobs, groups, engine.version)
         self.tokens_chosen += len(samples)
         ended: list[tuple[int, Status]] = []
         for row, (token, logprob) in enumerate(zip(*choices, strict=True)):
-            each = samples[row]
-            status = each.add(token, logprob, engine.version, engine.end_tokens)
+            answer = samples[row]
+            status = answer.add(token, logprob, engine.version, engine.end_tokens)
             if self.on_token is not None:
-                request = each.submitted.request
-                self.on_token(request.group, request.first + each.place, token, logprob)
+                request = answer.submitted.request
+                self.on_token(request.group, request.first + answer.offset, token, logprob)
             if status is not None:
                 ended.append((row, status))
         for row, _ in ended:
@@ -521,17 +517,17 @@ class TransformersSession(GenerationSession):
         if self.sampling.repetition_penalty == 1:
             return None
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        for row, each in enumerate(samples):
-            seen[row, each.text] = True
+        for row, answer in enumerate(samples):
+            seen[row, answer.text] = True
         return seen
 
     def _keep(self, batch: RowBatch, row: int) -> None:
-        """Keep the row of a conversation for its next turn, if all of it is of the weights of now."""
-        each = batch.samples[row]
-        if each.submitted.request.first_turn is None or self.model.batching != "padded":
+        """Keep the row of a conversation for its next turn, if all of it was computed by the current weights."""
+        answer = batch.samples[row]
+        if answer.submitted.request.first_turn is None or self.model.batching != "padded":
             return
-        if set(each.versions) == {self.engine.version}:
-            self.kept[each.submitted.sample] = (each.text, batch.rows.select([row]))
+        if set(answer.versions) == {self.engine.version}:
+            self.kept[answer.submitted.sample] = (answer.text, batch.rows.select([row]))
 
     def _put(self, batch: RowBatch, rows: list[int]) -> None:
         """Put these rows of a batch among the session's batches."""
@@ -539,24 +535,24 @@ class TransformersSession(GenerationSession):
             return
         if len(rows) < len(batch.samples):
             batch = RowBatch([batch.samples[row] for row in rows], batch.rows.select(rows))
-        for other in self.batches:
-            if self.model.batching == "padded" or other.rows.length == batch.rows.length:
-                other.samples, other.rows = other.samples + batch.samples, other.rows.join(batch.rows)
+        for target in self.batches:
+            if self.model.batching == "padded" or target.rows.length == batch.rows.length:
+                target.samples, target.rows = target.samples + batch.samples, target.rows.join(batch.rows)
                 return
         self.batches.append(batch)
 
-    def _finish(self, each: SampleRow, status: Status) -> None:
+    def _finish(self, answer: SampleRow, status: Status) -> None:
         self.finished += 1
-        each.submitted.on_done(each.place, each.response(status))
+        answer.submitted.on_done(answer.offset, answer.response(status))
 
 
 class TransformersEngine(MetaModelEngine):
-    """Generates with ``model``, with transformers' own cache. ``others`` are the arguments of MetaModelEngine."""
+    """Generates with ``model``, with transformers' own cache. ``common``: the arguments of MetaModelEngine."""
 
     model: TransformersModel
 
-    def __init__(self, model: TransformersModel, *, settings: TransformersConfig, **others: Any) -> None:
-        super().__init__(model, **others)
+    def __init__(self, model: TransformersModel, *, settings: TransformersConfig, **common: Any) -> None:
+        super().__init__(model, **common)
         self.settings = settings
 
     @contextmanager

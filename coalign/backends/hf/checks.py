@@ -1,4 +1,4 @@
-"""What trainers of transformers' models refuse: rows, images and routers that a model cannot compute as configured."""
+"""Refuses rows, images and routers that a model of transformers cannot compute as configured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from coalign.config.schema import ModelConfig
 def is_known(config: ModelConfig) -> bool:
     """Whether a model computes packed rows as configured, as its config.json alone says: nothing cuts or adapts it."""
     keys = ("tensor_parallel", "context_parallel", "expert_parallel")
-    is_whole = all(getattr(config, key) == 1 for key in keys) and not has_adapters(config)
+    is_uncut = all(getattr(config, key) == 1 for key in keys) and not has_adapters(config)
     needs_routers = config.router_aux_loss_coef or config.router_z_loss_coef
     is_packed = config.rows in ("auto", "packed")
-    return is_packed and is_whole and not needs_routers and find_known_model(config) is not None
+    return is_packed and is_uncut and not needs_routers and find_known_model(config) is not None
 
 
 def check_rows(rows: str, config: ModelConfig, name: str) -> None:

@@ -42,7 +42,7 @@ from coalign.backends.packing import Layout
 from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
 from coalign.backends.routers import RouterCoefficients, RouterTotals
 from coalign.backends.trainer_state import BackgroundSaves
-from coalign.backends.vision import ImageEmbedder, name_parts
+from coalign.backends.vision import ImageEmbedder, name_components
 from coalign.config.errors import located_at
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
 from coalign.cpu.layers import use_kernels
@@ -75,7 +75,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
     model: PackedModel
     optimizer: Any = None
     average: WeightAverage | None = None
-    data: dist.ProcessGroup | None = None  # of one rank for each part of the batch; None: all ranks
+    data: dist.ProcessGroup | None = None  # one rank for each shard of the batch; None: all ranks
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
@@ -152,7 +152,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a library shards the model. One rank can be enough: what it computes is then what several do."""
+        """Whether a library shards the model. It may do so on one rank, which then computes the same as several."""
         return self.context.world_size > 1
 
     # ---- what a subclass may override
@@ -183,7 +183,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         if loss is not None:  # the optimizer step releases it
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)
         add_router_loss = None
-        if loss is not None and routers.found:
+        if loss is not None and routers.modules:
             add_router_loss = self._prepare_router_loss(micros, needs)
         results = []
         for number, micro in enumerate(micros):
@@ -213,13 +213,14 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         The loss that balances experts needs the tokens of each expert over all micro-batches and ranks before the first
         backward. If this rank has several micro-batches, they are counted by a forward of their own.
         """
-        routers, own = self.model.routers, self.config
+        routers, config = self.model.routers, self.config
         (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
-        factors = RouterCoefficients(own.router_aux_loss_coef, own.router_z_loss_coef, len(routers.found), tokens)
-        everything: Tensor | None = None
+        coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
+        factors = RouterCoefficients(*coefficients, len(routers.modules), tokens)
+        totals: Tensor | None = None
         if factors.aux_loss and len(micros) > 1:
             with torch.no_grad(), keep_generator(self.device):  # the same dropout as in training
-                everything = self._add_up(torch.stack([self._count_choices(micro, needs) for micro in micros]).sum(0))
+                totals = self._add_up(torch.stack([self._count_choices(micro, needs) for micro in micros]).sum(0))
 
         def add(value: Tensor) -> Tensor:
             if routers.unfit or not routers.logits:
@@ -227,9 +228,9 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             here = routers.count()
             self.routing.add_counts(here)
             if factors:
-                counts = self._add_up(here) if everything is None else everything
-                for logits, own in zip(routers.logits, counts, strict=True):
-                    value = value + self.routing.compute_loss(logits, routers.weights, own, factors)
+                counts = self._add_up(here) if totals is None else totals
+                for logits, layer_counts in zip(routers.logits, counts, strict=True):
+                    value = value + self.routing.compute_loss(logits, routers.weights, layer_counts, factors)
             return value
 
         return add
@@ -246,7 +247,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         return values
 
     def describe_routing(self) -> Stats:
-        if not self.model.routers.found:
+        if not self.model.routers.modules:
             return {}
         return self.routing.describe(lambda values: self._add_up(values.to(self.device)))
 
@@ -310,12 +311,12 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             return super().base_weights()
         return lora.disable_adapters(self.model)
 
-    def tensors(self, part: str) -> Iterable[Tensor]:
-        if part == "weights":
+    def tensors(self, component: str) -> Iterable[Tensor]:
+        if component == "weights":
             return self.model.parameters()  # without buffers, which are small
-        if part == "gradients":
+        if component == "gradients":
             return [p.grad for p in self.model.parameters() if p.grad is not None]
-        if part == "optimizer" and self.optimizer is not None:
+        if component == "optimizer" and self.optimizer is not None:
             entries = (value for state in self.optimizer.state.values() for value in state.values())
             averages = self.average.tensors.values() if self.average else ()
             return [*(value for value in entries if isinstance(value, Tensor)), *averages]
@@ -330,12 +331,11 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
     # ---- building
 
     def _read(self, device: torch.device) -> PackedModel:
-        """Load the model with rows that give the log-probs of its own forward. For `rows: auto` in one process, ways
-        that ask less of it are tried after the one that it declares."""
-        declared = self.build_skeleton(self.config, self.context.model).rows
-        ways = (
-            ROWS[ROWS.index(declared) :] if self.config.rows == "auto" and self.context.world_size == 1 else [declared]
-        )
+        """Load the model, with rows that give the log-probs of its own forward. `rows: auto` in one process tries the
+        rows that the model declares, then those that ask less of it."""
+        ways: Sequence[str] = [self.build_skeleton(self.config, self.context.model).rows]
+        if self.config.rows == "auto" and self.context.world_size == 1:
+            ways = ROWS[ROWS.index(ways[0]) :]
         problem: Exception = NotImplementedError()
         for rows in ways:
             check_rows(rows, self.config, self.context.model)
@@ -371,39 +371,39 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         else:
             packed = ScalarModel(model, rows, output=HEADS[self.config.head][0])
         if self.config.vision is not None:
-            self._let_see(packed, self.config.vision)
+            self._enable_images(packed, self.config.vision)
         if isinstance(packed, LanguageModel):
             vocabulary = packed.head.weight.shape[0]
             packed.read.forbid(pretrained.list_forbidden_ids(self.config, self.context, vocabulary), vocabulary)
         return packed
 
-    def _let_see(self, model: LanguageModel | ScalarModel, vision: VisionConfig) -> None:
-        """Give the model what reads images, and freeze the parts that stay."""
+    def _enable_images(self, model: LanguageModel | ScalarModel, vision: VisionConfig) -> None:
+        """Give the model an image embedder, and freeze the components that the section `vision` freezes."""
         check_vision(model, self.config, self.context.model)
-        learns = False  # of what makes features
-        for name, part in name_parts(model.model).items():
+        trains_features = False
+        for name, component in name_components(model.model).items():
             parameter = model.model.get_parameter(name)
-            if getattr(vision, part) == "freeze":
+            if getattr(vision, component) == "freeze":
                 parameter.requires_grad_(False)
-            learns |= part != "language" and parameter.requires_grad
+            trains_features |= component != "language" and parameter.requires_grad
         directory, images = pretrained.get_directory(self.config), self.context.images or ImagesConfig()
         processor = ImageProcessor(directory, pretrained.read_tokenizer(self.config), images)
         model.images = ImageEmbedder(
             model.model,
             processor,
             keep=vision.cache_mib * 2**20,
-            learns=learns,
+            learns=trains_features,
             is_sharded=self.is_sharded and self.one_group(self.config),
         )
 
     def _scale_learning_rates(self) -> dict[nn.Parameter, float]:
-        """The multiples of the learning rate of the parts that have one."""
+        """The multiples of the learning rate for the components that have one."""
         vision = self.config.vision
         if vision is None or vision.tower_lr_scale == vision.projector_lr_scale == 1.0:
             return {}
         scales = {"tower": vision.tower_lr_scale, "projector": vision.projector_lr_scale, "language": 1.0}
         model = self.model.model
-        return {model.get_parameter(name): scales[part] for name, part in name_parts(model).items()}
+        return {model.get_parameter(name): scales[component] for name, component in name_components(model).items()}
 
 
 def widest_output(model: PreTrainedModel) -> int:
@@ -435,7 +435,7 @@ class FSDPModule(HuggingFaceModule):
     reads_images = True
     optimizer: optim.Optimizer | optim.CombinedOptimizer | None = None
     rows: RowSharding | None = None  # set over several ranks
-    _reduction: LeafReduction | None = None  # of `reduction: exact`
+    _reduction: LeafReduction | None = None  # set for `reduction: exact`
     _passes = 0  # calls of `run` that trained since the last optimizer step
     _owns_group = False  # it made the default process group
 
@@ -547,10 +547,10 @@ class FSDPModule(HuggingFaceModule):
             yield
 
     def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
-        if self.rows is None or self.rows.parts == 1:
+        if self.rows is None or self.rows.ranks == 1:
             return super()._forward(layout, needs)
-        part = self.rows.cut(layout)
-        return self.rows.gather(super()._forward(part.layout, needs), part)
+        shard = self.rows.cut(layout)
+        return self.rows.gather(super()._forward(shard.layout, needs), shard)
 
     def _gather(self, tensor: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor  # slow
@@ -589,12 +589,12 @@ class FSDPModule(HuggingFaceModule):
 
         from coalign.backends.hf.parallel import cut_model, move_buffers, shard_model
 
-        state, buffers, known = {}, {}, None
+        state, buffers, expected = {}, {}, None
         if self.context.rank == 0:
             full = self._read(torch.device("cpu"))
             state, buffers = full.state_dict(), dict(full.named_buffers())
             with torch.no_grad():
-                known = full.eval()(full.pack(make_probe(full)))[HEADS[self.config.head][0]].float()
+                expected = full.eval()(full.pack(make_probe(full)))[HEADS[self.config.head][0]].float()
         skeleton = self.build_skeleton(self.config, self.context.model)
         model = self._wrap(skeleton.model, skeleton.rows)
         model.heads = rows.heads
@@ -611,16 +611,16 @@ class FSDPModule(HuggingFaceModule):
                 buffer.copy_(buffers[name])
             dist.broadcast(buffer, 0)
         self.model = model
-        self._check_cut(known)
+        self._check_cut(expected)
 
-    def _check_cut(self, known: Tensor | None) -> None:
-        """NotImplementedError unless outputs for a probe are those ``known`` to rank 0 from one process: a plan of cuts
-        that does not fit its model would go unnoticed."""
+    def _check_cut(self, expected: Tensor | None) -> None:
+        """NotImplementedError unless outputs for a probe are the ``expected`` ones, which rank 0 got from the whole
+        model: a plan of cuts that does not fit its model would go unnoticed."""
         [outputs] = self.run([make_probe(self.model)])
-        own = outputs[HEADS[self.config.head][0]].float()
-        expected = torch.empty_like(own) if known is None else known.to(own)
+        computed = outputs[HEADS[self.config.head][0]].float()
+        expected = torch.empty_like(computed) if expected is None else expected.to(computed)
         dist.broadcast(expected, 0)
-        difference = float((own - expected).abs().max())
+        difference = float((computed - expected).abs().max())
         if not difference < (0.01 if (self.config.compute_dtype or self.config.dtype) == "float32" else 0.5):
             raise NotImplementedError(
                 f"model '{self.context.model}': {type(self.model.model).__name__}, cut over {self.context.world_size} "

@@ -35,11 +35,11 @@ from coalign.data.batch import Batch
 from coalign.types import UNKNOWN_EXPERT, ImageSpan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-# Of the sequences in the row that checks run models on. The last one stands for a long sequence: its token has the last
-# position that the model can read, so rotary frequencies that depend on the longest sequence show in the others.
-LENGTHS = [5, 3, 1]
+# The row that checks run models on. Its last sequence stands for a long one: its token has the last position that the
+# model can read, so rotary frequencies that depend on the longest sequence show in the others.
+PROBE_LENGTHS = [5, 3, 1]
 
 
 ROWS = ("packed", "padded", "single")  # from the fastest to the one that asks least of a model
@@ -49,11 +49,11 @@ class PackedModel(nn.Module):
     """Wraps a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``.
 
     ``rows`` (ROWS): how the sequences of a layout are computed. Only packed ones may share prompts. ``heads``: the
-    exchange in attention with ranks that compute other parts of each row.
+    exchange in attention with ranks that compute other chunks of each row.
     """
 
     heads: HeadExchange | None = None
-    images: ImageEmbedder | None = None  # of a model that sees
+    images: ImageEmbedder | None = None  # set for a model that reads images
 
     def __init__(self, model: PreTrainedModel, rows: str = "packed") -> None:
         super().__init__()
@@ -84,29 +84,29 @@ class PackedModel(nn.Module):
         """[P, hidden], from rows of one sequence each. Padding is on the right, where no token of a decoder sees it."""
         lengths = torch.tensor([n for block in layout.blocks for n in block.lengths])
         starts = lengths.cumsum(0) - lengths
-        together = [torch.arange(len(lengths))]
+        groups = [torch.arange(len(lengths))]
         if self.rows == "single":
-            together = [(lengths == n).nonzero().flatten() for n in lengths.unique()]
-        found, order = [], []
-        for rows in together:
+            groups = [(lengths == n).nonzero().flatten() for n in lengths.unique()]
+        states, order = [], []
+        for rows in groups:
             column = torch.arange(int(lengths[rows].max()))
             real = column < lengths[rows, None]
-            places = torch.where(real, starts[rows, None] + column, 0)
-            found.append(self._compute_rows(layout, places, real)[real.to(layout.tokens.device)])
-            order.append(places[real])
-        return torch.cat(found)[torch.cat(order).argsort().to(layout.tokens.device)]
+            indices = torch.where(real, starts[rows, None] + column, 0)
+            states.append(self._compute_rows(layout, indices, real)[real.to(layout.tokens.device)])
+            order.append(indices[real])
+        return torch.cat(states)[torch.cat(order).argsort().to(layout.tokens.device)]
 
-    def _compute_rows(self, layout: Layout, places: Tensor, real: Tensor) -> Tensor:
-        """[B, L, hidden] of the tokens at ``places`` i64[B, L] of the row; those that are not ``real`` are padding."""
+    def _compute_rows(self, layout: Layout, indices: Tensor, real: Tensor) -> Tensor:
+        """[B, L, hidden] of the tokens at ``indices`` i64[B, L] of the row; those that are not ``real`` are padding."""
         [body], device = self._body, layout.tokens.device
-        places, real = places.to(device), real.to(device)
-        tokens = layout.tokens[places] * real
+        indices, real = indices.to(device), real.to(device)
+        tokens = layout.tokens[indices] * real
         if self.rows == "single":  # routers would be watched group by group
             return body(**self._name_inputs(body, tokens)).last_hidden_state
-        copies = cast(Tensor, layout.copies)[places] * real
+        copies = cast(Tensor, layout.copies)[indices] * real
         experts = None
         if layout.experts is not None:
-            experts = torch.where(real[..., None, None], layout.experts[places], UNKNOWN_EXPERT).flatten(0, 1)
+            experts = torch.where(real[..., None, None], layout.experts[indices], UNKNOWN_EXPERT).flatten(0, 1)
         with self.routers.watch(copies.flatten(), experts):
             return body(**self._name_inputs(body, tokens)).last_hidden_state
 
@@ -114,10 +114,10 @@ class PackedModel(nn.Module):
         """Return the arguments for rows of tokens [B, L] that begin at their first token."""
         parameters = inspect.signature(module.forward).parameters
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        others = {"position_ids": positions, "use_cache": False}
+        optional = {"position_ids": positions, "use_cache": False}
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return {"input_ids": tokens} | {
-            name: value for name, value in others.items() if name in parameters or (is_open and name == "use_cache")
+            name: value for name, value in optional.items() if name in parameters or (is_open and name == "use_cache")
         }
 
     def check(self) -> None:
@@ -142,10 +142,10 @@ class PackedModel(nn.Module):
         """The layout of two answers to a prompt with pictures, which they share; their tokens, prompt included; and
         where the pictures stand in these."""
         prompt, spans = images.make_probe()
-        answers = [prompt + own for own in (images.plain[5:8], images.plain[8:10])]
-        mask = [t >= len(prompt) for own in answers for t in range(len(own))]
+        answers = [prompt + answer for answer in (images.plain[5:8], images.plain[8:10])]
+        mask = [t >= len(prompt) for answer in answers for t in range(len(answer))]
         batch = Batch(
-            torch.tensor([len(own) for own in answers]),
+            torch.tensor([len(answer) for answer in answers]),
             {"tokens": torch.tensor([*answers[0], *answers[1]]), "loss_mask": torch.tensor(mask)},
             {"group": torch.zeros(2).long(), "prompt_length": torch.tensor([len(prompt)] * 2)}
             | {"images": [tuple(spans)] * 2},
@@ -156,23 +156,23 @@ class PackedModel(nn.Module):
     def _plain_attention(self) -> Iterator[None]:
         """Within this context the model computes attention as transformers does by itself."""
         config = self.model.config
-        before = {key: part._attn_implementation for key, part in [("", config), *_list_parts(config)]}
+        configs = {"": config} | {key: getattr(config, key, None) for key in config.sub_configs}
+        implementations = {key: sub._attn_implementation for key, sub in configs.items() if sub is not None}
         self.model.set_attn_implementation("eager")
         try:
             yield
         finally:
-            self.model.set_attn_implementation(before)
+            self.model.set_attn_implementation(implementations)
 
     def _pack_probe(self) -> Layout:
         vocabulary = cast(nn.Embedding, self.model.get_input_embeddings()).weight.shape[0]
-        tokens = torch.arange(sum(LENGTHS)) % vocabulary
+        tokens = torch.arange(sum(PROBE_LENGTHS)) % vocabulary
         if self.images is not None:
             tokens = torch.tensor(self.images.plain[: len(tokens)])
-        row = self.pack(Batch(torch.tensor(LENGTHS), {"tokens": tokens}))
-        last = read_context_length(self.model.config)
-        return (
-            row if last is None else replace(row, positions=torch.cat([row.positions[:-1], torch.tensor([last - 1])]))
-        )
+        row = self.pack(Batch(torch.tensor(PROBE_LENGTHS), {"tokens": tokens}))
+        if (last := read_context_length(self.model.config)) is None:
+            return row
+        return replace(row, positions=torch.cat([row.positions[:-1], torch.tensor([last - 1])]))
 
 
 class LanguageModelHead:
@@ -185,7 +185,7 @@ class LanguageModelHead:
     def __init__(self, *, temperature: float = 1.0, top: int = 0, **settings: Any) -> None:
         self.temperature, self.top, self.settings = temperature, top, settings
         self.vocabulary: int | None = None  # ids from here on are forbidden; None: the model has no others
-        self.forbidden = torch.zeros(0, dtype=torch.int64)  # ids below these
+        self.forbidden = torch.zeros(0, dtype=torch.int64)  # forbidden ids below `vocabulary`
 
     def forbid(self, tokens: Sequence[int], vocabulary: int) -> None:
         """Give ``tokens`` of a ``vocabulary`` the probability 0. NotImplementedError for a model whose logits have a
@@ -211,7 +211,8 @@ class LanguageModelHead:
     def _restrict(
         self, weight: Tensor, share: VocabularyShard | None
     ) -> tuple[int, Tensor | None, VocabularyShard | None]:
-        """How many rows of ``weight`` have logits (at least one), what forbids some of these, and their shard."""
+        """Return how many rows of ``weight`` have logits (at least one), the mask of forbidden ones, and their
+        shard."""
         if self.vocabulary is None:
             return len(weight), None, share
         first = share.first if share else 0
@@ -268,7 +269,7 @@ class LanguageModel(PackedModel):
         text = model.config.get_text_config()
         # What Cohere, Granite, Inkling, Gemma, Recurrent Gemma and xLSTM do to their logits.
         widths = ("logits_scaling", "logits_mup_width_multiplier")
-        width = next((found for found in (getattr(text, name, None) for name in widths) if found), 1.0)
+        width = next((value for value in (getattr(text, name, None) for name in widths) if value), 1.0)
         scale = getattr(text, "logit_scale", None) or 1.0 / width
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((cap for cap in (getattr(text, name, None) for name in caps) if cap), None)
@@ -293,15 +294,15 @@ class LanguageModel(PackedModel):
             self._check_decoder()
         row = self._pack_probe().to(self.model.device)
         try:
-            expected = torch.cat([self._compute_unpacked_logprobs(part) for part in row.tokens.split(LENGTHS)])
-            found = self(row)["logprobs"]
+            expected = torch.cat([self._compute_unpacked_logprobs(ids) for ids in row.tokens.split(PROBE_LENGTHS)])
+            logprobs = self(row)["logprobs"]
         except (NotImplementedError, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # a model fails by whatever it stumbles over
-            kind, why = type(self.model).__name__, shorten(f"{type(problem).__name__}: {problem}", 200)
-            raise NotImplementedError(f"{kind} cannot compute {self.rows} rows: {why}") from problem
+            model_class, why = type(self.model).__name__, shorten(f"{type(problem).__name__}: {problem}", 200)
+            raise NotImplementedError(f"{model_class} cannot compute {self.rows} rows: {why}") from problem
         rounding = 0.002 if self.model.dtype == torch.float32 else 0.5
-        difference = float((found.double() - expected).abs().max())
+        difference = float((logprobs.double() - expected).abs().max())
         if not difference < rounding:
             raise NotImplementedError(
                 f"{type(self.model).__name__} changes its logits in a way that Coalign does not know, its attention "
@@ -312,7 +313,7 @@ class LanguageModel(PackedModel):
             if self.images is not None:
                 self._check_images(self.images, rounding)
             return
-        first = row.tokens[: LENGTHS[0]]
+        first = row.tokens[: PROBE_LENGTHS[0]]
         cut = self._compute_unpacked_logprobs(first[:-1])
         if not float((cut - expected[: len(cut)]).abs().max()) < rounding:
             raise NotImplementedError(
@@ -323,21 +324,21 @@ class LanguageModel(PackedModel):
     def _check_images(self, images: ImageEmbedder, rounding: float) -> None:
         """NotImplementedError unless two answers to a prompt with pictures, which they share, have the log-probs of the
         model's own forward of each."""
-        kind = type(self.model).__name__
+        model_class = type(self.model).__name__
         try:
             layout, answers, spans = self._pack_image_probe(images)
-            found = self(layout)["logprobs"]
-            plain = [self._compute_plain_logprobs(images, torch.tensor(own), spans) for own in answers]
-            expected = [own[len(own) - count :] for own, count in zip(plain, (3, 2), strict=True)]
+            logprobs = self(layout)["logprobs"]
+            plain = [self._compute_plain_logprobs(images, torch.tensor(answer), spans) for answer in answers]
+            expected = [answer[len(answer) - count :] for answer, count in zip(plain, (3, 2), strict=True)]
         except (NotImplementedError, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # a model fails by whatever it stumbles over
             why = shorten(f"{type(problem).__name__}: {problem}", 200)
-            raise NotImplementedError(f"{kind} cannot compute packed rows with images: {why}") from problem
-        difference = float((found.double() - torch.cat(expected)).abs().max())
+            raise NotImplementedError(f"{model_class} cannot compute packed rows with images: {why}") from problem
+        difference = float((logprobs.double() - torch.cat(expected)).abs().max())
         if not difference < rounding:
             raise NotImplementedError(
-                f"{kind} reads images in a way that Coalign does not know: log-probs differ by {difference:.3g} "
+                f"{model_class} reads images in a way that Coalign does not know: log-probs differ by {difference:.3g} "
                 "from its own"
             )
 
@@ -358,10 +359,6 @@ class LanguageModel(PackedModel):
         return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
-def _list_parts(config: PreTrainedConfig) -> list[tuple[str, PreTrainedConfig]]:
-    return [(key, part) for key in config.sub_configs if (part := getattr(config, key, None)) is not None]
-
-
 class ScalarModel(PackedModel):
     """One number per trained token (``values``) or per sequence (``scores``), from the weight `score`."""
 
@@ -374,22 +371,22 @@ class ScalarModel(PackedModel):
         super().check()
         if self.images is None:
             return
-        kind = type(self.model).__name__
+        model_class = type(self.model).__name__
         try:
             layout, answers, spans = self._pack_image_probe(self.images)
-            found = self.hidden(layout)[layout.last].double()
+            states = self.hidden(layout)[layout.last].double()
             expected = torch.stack(
-                [self._compute_plain_state(self.images, torch.tensor(own), spans) for own in answers]
+                [self._compute_plain_state(self.images, torch.tensor(answer), spans) for answer in answers]
             )
         except (NotImplementedError, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # a model fails by whatever it stumbles over
             why = shorten(f"{type(problem).__name__}: {problem}", 200)
-            raise NotImplementedError(f"{kind} cannot compute packed rows with images: {why}") from problem
-        error = float((found - expected).norm() / expected.norm())
+            raise NotImplementedError(f"{model_class} cannot compute packed rows with images: {why}") from problem
+        error = float((states - expected).norm() / expected.norm())
         if not error < (0.001 if self.model.dtype == torch.float32 else 0.1):
             raise NotImplementedError(
-                f"{kind} reads images in a way that Coalign does not know: the states of last tokens differ by "
+                f"{model_class} reads images in a way that Coalign does not know: the states of last tokens differ by "
                 f"{error:.3g} of their size from its own"
             )
 
@@ -401,8 +398,8 @@ class ScalarModel(PackedModel):
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         """values f32[T], from the hidden state that predicts the token, or scores f32[N], from the last token."""
-        where = layout.predictors if self.output == "values" else layout.last
-        hidden = self.hidden(layout)[where]
+        positions = layout.predictors if self.output == "values" else layout.last
+        hidden = self.hidden(layout)[positions]
         with torch.autocast(hidden.device.type, enabled=False):  # one row of weights: float32 costs nothing
             return {
                 self.output: F.linear(

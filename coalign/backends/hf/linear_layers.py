@@ -1,4 +1,4 @@
-"""What can be done to decoder layers: recomputation (1604.06174), torch.compile, products by oneDNN or in 8 bits
+"""Changes how decoder layers compute: recomputation (1604.06174), torch.compile, products by oneDNN or in 8 bits
 (2209.05433).
 
 All decoder layers have the same code, so one compilation serves them all, for rows of any length. Attention
@@ -87,9 +87,9 @@ class OneDNNLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         flat = grad.reshape(-1, len(weight))
-        of_rows = multiply_by_onednn(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        of_weight = multiply_by_onednn(flat.t(), rows.reshape(len(flat), -1).t()) if ctx.needs_input_grad[1] else None
-        return of_rows, of_weight, flat.sum(0) if ctx.needs_input_grad[2] else None
+        rows_grad = multiply_by_onednn(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        weight_grad = multiply_by_onednn(flat.t(), rows.reshape(len(flat), -1).t()) if ctx.needs_input_grad[1] else None
+        return rows_grad, weight_grad, flat.sum(0) if ctx.needs_input_grad[2] else None
 
 
 ONEDNN_ELEMENTS = 2**16  # products with smaller weights gain nothing
@@ -107,7 +107,7 @@ def _compute_linear(module: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
 
 
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
-FLOAT8_MULTIPLE = 16  # of both sizes of a matrix, for the kernels
+FLOAT8_MULTIPLE = 16  # the kernels take matrices whose two sizes are multiples of it
 ROUTERS = ("gate", "router")  # rounding must not change which experts they choose
 
 
@@ -120,8 +120,8 @@ def check_float8_device_type(device: torch.device, key: str) -> None:
 def check_float8_device(device: torch.device, key: str) -> None:
     """Raises ValueError, naming the setting ``key``, if ``device`` cannot multiply 8-bit floats."""
     check_float8_device_type(device, key)
-    if (found := get_compute_capability(device)) < FLOAT8_CAPABILITY:
-        needed, there = (".".join(map(str, version)) for version in (FLOAT8_CAPABILITY, found))
+    if (capability := get_compute_capability(device)) < FLOAT8_CAPABILITY:
+        needed, there = (".".join(map(str, version)) for version in (FLOAT8_CAPABILITY, capability))
         raise ValueError(f"{key} needs a GPU of compute capability {needed} or more; that of {device} is {there}")
 
 

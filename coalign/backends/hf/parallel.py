@@ -1,7 +1,7 @@
 """Tensor and expert parallelism from the plans in a model of transformers, and the device meshes of one model.
 
 Tensor parallelism comes with sequence parallelism (1909.08053, 2205.05198). Between two blocks (the attention and the
-feed-forward part of a layer) each rank has a part of the row. A block gathers the row, computes with some heads or
+feed-forward block of a layer) each rank has a chunk of the row. A block gathers the row, computes with some heads or
 columns, and sums its output over the ranks. So the gradient of a cut weight is complete on its rank, and the gradient
 of an uncut weight in a block is summed over the ranks. `check_cuts` (plans.py) refuses what cannot be cut.
 
@@ -39,18 +39,18 @@ from coalign.backends.process_group import AllGather, Group, ReduceScatter
 from coalign.config.schema import ModelConfig
 from coalign.devices import is_accelerator
 
-# A weight that is cut in two ways is gathered in two steps; torch warns so for each kind of tensor.
+# A weight that is cut in two ways is gathered in two steps; torch warns of it once for each sharding.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 class RankMeshes:
     """The meshes of a model over all ranks of the default process group. Making one is a collective.
 
-    Neighbouring ranks communicate fastest, so they are numbered along the parts of a layer first (tensor), then the
-    parts of a row (context), the parts of a batch (data), and the copies of the sharded model (replicate).
+    Neighbouring ranks communicate fastest, so they are numbered along the shards of a layer first (tensor), then the
+    chunks of a row (context), the shards of a batch (data), and the copies of the sharded model (replicate).
 
-    The ``context`` × ``tensor`` ranks that compute a row together each hold a part of it between two layers, so no two
-    ranks have the same token, and every gradient is a sum over all ranks: of uncut weights over the mesh ``whole``, of
+    The ``context`` × ``tensor`` ranks that compute a row together each hold a chunk of it between two layers, so no two
+    ranks have the same token, and every gradient is a sum over all ranks: of uncut weights over the mesh ``full``, of
     weights cut by ``tensor`` or ``expert`` over the shard dimension of ``layers`` or ``experts``. These three meshes
     have a replicate dimension in front. Raises ValueError where the sizes do not divide the ranks.
     """
@@ -66,14 +66,14 @@ class RankMeshes:
             return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         shards = world // copies
-        self.whole = mesh(replicate=copies, shard=shards)
-        self.layers = mesh(replicate=copies, shard=shards // tensor, tensor=tensor) if tensor > 1 else self.whole
-        self.experts = mesh(replicate=copies, shard=shards // expert, expert=expert) if expert > 1 else self.whole
+        self.full = mesh(replicate=copies, shard=shards)
+        self.layers = mesh(replicate=copies, shard=shards // tensor, tensor=tensor) if tensor > 1 else self.full
+        self.experts = mesh(replicate=copies, shard=shards // expert, expert=expert) if expert > 1 else self.full
         # Ranks that compute one row together, and ranks that have other rows.
         self.rows = mesh(data=world // (context * tensor), context=context, tensor=tensor)
 
     def sharding(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of ``mesh`` that FSDP shards over; with copies, over the second of two dimensions."""
+        """The submesh that FSDP shards over; with copies, it shards over the second of two dimensions."""
         return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
 
 
@@ -105,7 +105,7 @@ def _cut(linear: nn.Module, style: str, mesh: DeviceMesh) -> None:
 
 
 def _placement(style: str, path: list[str], name: str) -> Shard | Replicate:
-    """The placement of a parameter at ``path`` in a linear layer. Of an adapter, A has the layer's inputs, B its
+    """The placement of a parameter at ``path`` in a linear layer. An adapter's A has the layer's inputs, its B the
     outputs."""
     outputs, inputs = "lora_A" not in path, "lora_B" not in path
     if style == OUTPUTS:
@@ -116,8 +116,8 @@ def _placement(style: str, path: list[str], name: str) -> Shard | Replicate:
 def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate the other parameters of ``module``, and have it compute with local tensors. (Distributed experts do so
     already.)"""
-    own = dict(module.named_parameters(recurse=False))
-    for name in [name for name, p in own.items() if not isinstance(p, DTensor)]:
+    parameters = dict(module.named_parameters(recurse=False))
+    for name in [name for name, p in parameters.items() if not isinstance(p, DTensor)]:
         _distribute(module, name, mesh, Replicate())
     if any(isinstance(p, DTensor) and p.device_mesh == mesh for p in module.parameters(recurse=False)):
         first = mesh.get_local_rank() == 0
@@ -133,18 +133,18 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Shard
 
 
 def _compute_locally(module: nn.Module, forward: Any, first: bool, *args: Any, **kwargs: Any) -> Any:
-    """Call ``forward`` with the rank's own parts of the parameters. A replicated parameter gets a part of its gradient
-    on each rank. A bias of an output that is summed over ranks is added by the ``first`` rank alone."""
-    own = cast(dict[str, Tensor], module._parameters)
-    shards = {name: p for name, p in own.items() if isinstance(p, DTensor)}
+    """Call ``forward`` with the rank's local shards of the parameters. Each rank computes a partial gradient of a
+    replicated parameter. A bias of an output that is summed over ranks is added by the ``first`` rank alone."""
+    parameters = cast(dict[str, Tensor], module._parameters)
+    shards = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     summed = any(p.placements[0].is_shard(1) for p in shards.values())
     for name, p in shards.items():
         local = p.to_local(grad_placements=[Partial() if p.placements[0].is_replicate() else p.placements[0]])
-        own[name] = local * 0 if name == "bias" and summed and not first else local
+        parameters[name] = local * 0 if name == "bias" and summed and not first else local
     try:
         return forward(*args, **kwargs)
     finally:
-        own.update(shards)
+        parameters.update(shards)
 
 
 def _exchange_row(block: nn.Module, group: Group) -> None:
@@ -171,20 +171,20 @@ def _apply_to_row(function: type[AllGather] | type[ReduceScatter], x: Tensor, gr
 
 def cut_model(model: PackedModel, ranks: RankMeshes) -> None:
     """Distribute the experts of a model without weights, and cut its layers."""
-    if ranks.experts is not ranks.whole:
+    if ranks.experts is not ranks.full:
         apply_expert_parallel(model.model, ranks.experts["expert"])
-    if ranks.layers is not ranks.whole:
+    if ranks.layers is not ranks.full:
         apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
 
 
 def shard_model(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:
     """Apply FSDP2 to every decoder layer, separately to its distributed experts, and to the rest. Gradients are summed
     over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's memory."""
-    offload = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.whole.device_type)) if host else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.full.device_type)) if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    experts = find_experts(model.model) if ranks.experts is not ranks.whole else []
+    experts = find_experts(model.model) if ranks.experts is not ranks.full else []
     groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers)]
-    groups += [(tower_layers(model.model), ranks.whole), ([model], ranks.whole)]
+    groups += [(tower_layers(model.model), ranks.full), ([model], ranks.full)]
     for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
         sharded = fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)

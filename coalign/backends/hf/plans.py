@@ -1,4 +1,4 @@
-"""What a model of transformers says of its parallel parts: plans of cuts, experts, decoder layers; and what is refused.
+"""How a model of transformers can be cut over ranks: its plans, experts and decoder layers; and what is refused.
 
 Reads the model alone, with or without weights. What cuts it is in coalign.backends.hf.parallel.
 """
@@ -23,7 +23,7 @@ DISPATCH, SLICED = "ep_dispatch_experts", "moe_tp_experts"  # styles in the plan
 
 
 def find_style(name: str, plan: dict[str, str]) -> str | None:
-    """What a model's ``plan``, whose keys are patterns (`layers.*.mlp.up_proj`), says about ``name``."""
+    """Return the style of ``name`` in a model's ``plan``, whose keys are patterns (`layers.*.mlp.up_proj`)."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
@@ -61,25 +61,25 @@ def find_unfit_experts(model: PreTrainedModel, ways: int) -> str | None:
     return None if not any(count % ways for count in counts) else f"it does not divide the {max(counts)} experts"
 
 
-# How a plan of transformers cuts a linear layer: its outputs, its inputs, or not at all. The styles in WHOLE repair
+# How a plan of transformers cuts a linear layer: its outputs, its inputs, or not at all. The styles in UNCUT repair
 # gradients in transformers' own implementation; here they are right without.
 OUTPUTS, INPUTS = "colwise", "rowwise"
-WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
+UNCUT = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 
 
 def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
     """Why the plan of a model cannot be applied; None if it can."""
-    blocks = [block for found in list_cut_blocks(model, layers) for block in found]
+    blocks = [block for layer_blocks in list_cut_blocks(model, layers) for block in layer_blocks]
     names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
     styles = {names[module]: find_style(names[module], plan) for block in blocks for module in block.modules()}
     for name, style in styles.items():
-        if style not in {OUTPUTS, INPUTS, None} | WHOLE:
+        if style not in {OUTPUTS, INPUTS, None} | UNCUT:
             return f"the model's plan cuts '{name}' as `{style}`, which Coalign does not know"
     return None if {OUTPUTS, INPUTS} <= set(styles.values()) else f"{type(model).__name__} brings no plan for it"
 
 
 def list_cut_blocks(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The blocks of each layer that the plan cuts. One with experts computes each rank's part of the row instead."""
+    """The blocks of each layer that the plan cuts. One with experts computes each rank's chunk of the row instead."""
     names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
     experts = set(find_experts(model))
 
@@ -120,11 +120,11 @@ def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: Mode
             if getattr(config, key) > 1:
                 yield key, "adapters of stacked experts (lora.target) are computed from whole stacks"
     if turns > 1:
-        own = values // ways
+        local_values = values // ways
         if queries // ways % turns:
             yield "context_parallel", f"it does not divide the {queries // ways} heads of queries of a process"
-        if own % turns and turns % own:
-            yield "context_parallel", f"the {own} heads of keys and values of a process do not divide over it"
+        if local_values % turns and turns % local_values:
+            yield "context_parallel", f"the {local_values} heads of keys and values of a process do not divide over it"
     if config.compile and (ways > 1 or config.expert_parallel > 1):
         yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
     if config.expert_parallel > 1 and (reason := find_unfit_experts(model, config.expert_parallel)):
@@ -138,7 +138,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a model that sees that are none of its language model. No rank computes a part of them."""
+    """The layers of a vision-language model outside of its language model. Every rank computes all of them."""
     inside = {*find_body(model).modules()}
     return [layer for layer in _find_layers(model) if layer not in inside]
 
@@ -146,4 +146,4 @@ def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
 def _find_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules of the classes in `_no_split_modules`. (Sharding replaces their class by a subclass.)"""
     blocks = set(model._no_split_modules or ())
-    return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]
+    return [m for m in model.modules() if blocks & {base.__name__ for base in type(m).__mro__}]

@@ -1,9 +1,8 @@
 """Cuts a packed row over the ranks that compute it together.
 
-Between two layers each rank has an equal part of the row. Attention needs the whole row: for its time,
-context-parallel ranks exchange their parts for all of the row and a part of the heads (Ulysses, 2309.14509), so blocks,
-shared prompts and windows are the same as on one rank. Log-probs are computed where the hidden states are, then
-gathered.
+Between two layers each rank has an equal chunk of the row. Attention needs the whole row: meanwhile, context-parallel
+ranks exchange a chunk with all heads for the whole row with some heads (Ulysses, 2309.14509), so blocks, shared prompts
+and windows are the same as on one rank. Log-probs are computed where the hidden states are, then gathered.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ class RankAxis:
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """A rank's part of a row: a ``layout`` with the part's tokens, predictors and last tokens, and the row's blocks.
+    """A rank's chunk of a row: a ``layout`` with the chunk's tokens, predictors and last tokens, and the row's blocks.
 
-    ``where``: for each kind of output (token, sequence), the indices i64[n] of the part's values among those of the
-    whole row, and the number of the latter.
+    ``indices``: for outputs of a `token` and of a `sequence`, the indices i64[n] of the chunk's values among those of
+    the whole row, and the number of the latter.
     """
 
     layout: Layout
-    where: dict[str, tuple[Tensor, int]]
+    indices: dict[str, tuple[Tensor, int]]
 
 
 class HeadExchange:
-    """Exchanges a part of the row with all heads for all of the row with a part of the heads, and back."""
+    """Exchanges a chunk of the row with all heads for the whole row with some of the heads, and back."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -62,50 +61,50 @@ class HeadExchange:
 
 
 class RowSharding:
-    """Cuts rows over the ranks that compute them together: over ``context``, then each part over ``tensor``.
+    """Cuts rows over the ranks that compute them together: over ``context``, then each chunk over ``tensor``.
 
-    The length of a part is a multiple of ``multiple``.
+    The length of a chunk is a multiple of ``multiple``.
     """
 
     def __init__(self, context: RankAxis, tensor: RankAxis, *, multiple: int = 1) -> None:
         self.context, self.tensor, self.multiple = context, tensor, multiple
-        self.parts = context.size * tensor.size
+        self.ranks = context.size * tensor.size
         self.heads = HeadExchange(context.group) if context.group is not None and context.size > 1 else None
 
     def cut(self, layout: Layout) -> RowShard:
-        """This rank's part. The row is padded, by a block that nothing reads, to a length that divides."""
-        size = -(-len(layout.tokens) // (self.parts * self.multiple)) * self.multiple
-        more = size * self.parts - len(layout.tokens)
-        before = self.context.rank * self.tensor.size
-        start = (before + self.tensor.rank) * size
-        context = slice(before * size, (before + self.tensor.size) * size)
-        own, rows = ((at >= start) & (at < start + size) for at in (layout.predictors, layout.last))
-        part = replace(
+        """This rank's chunk. The row is padded, by a block that nothing reads, to a length that divides."""
+        size = -(-len(layout.tokens) // (self.ranks * self.multiple)) * self.multiple
+        more = size * self.ranks - len(layout.tokens)
+        first_rank = self.context.rank * self.tensor.size
+        start = (first_rank + self.tensor.rank) * size
+        context = slice(first_rank * size, (first_rank + self.tensor.size) * size)
+        trained, rows = ((at >= start) & (at < start + size) for at in (layout.predictors, layout.last))
+        shard_layout = replace(
             layout,
             tokens=F.pad(layout.tokens, (0, more))[start : start + size],
-            # Attention gathers the parts of the tensor-parallel ranks, so rotary embeddings need positions for all.
+            # Attention gathers the chunks of the tensor-parallel ranks, so rotary embeddings need positions for all.
             positions=F.pad(layout.positions, (0, more))[context],
             offset=start,
             axes=None if layout.axes is None else F.pad(layout.axes, (0, more))[:, context],
             blocks=layout.blocks + ((Block(len(layout.tokens), (more,)),) if more else ()),
-            predictors=layout.predictors[own] - start,
-            targets=layout.targets[own],
-            segment=layout.segment[own],
+            predictors=layout.predictors[trained] - start,
+            targets=layout.targets[trained],
+            segment=layout.segment[trained],
             last=layout.last[rows] - start,
-            candidates=None if layout.candidates is None else layout.candidates[own],
+            candidates=None if layout.candidates is None else layout.candidates[trained],
             copies=None if layout.copies is None else F.pad(layout.copies, (0, more))[start : start + size],
             experts=None
             if layout.experts is None
             else F.pad(layout.experts, (0, 0, 0, 0, 0, more), value=-1)[start : start + size],
         )
-        where = {"token": (own.nonzero().flatten(), len(own)), "sequence": (rows.nonzero().flatten(), len(rows))}
-        return RowShard(part, where)
+        masks = {"token": trained, "sequence": rows}
+        return RowShard(shard_layout, {name: (mask.nonzero().flatten(), len(mask)) for name, mask in masks.items()})
 
-    def gather(self, outputs: dict[str, Tensor], part: RowShard) -> dict[str, Tensor]:
-        """The outputs for the whole row, on every rank, from each rank's outputs for its part."""
+    def gather(self, outputs: dict[str, Tensor], shard: RowShard) -> dict[str, Tensor]:
+        """The outputs for the whole row, on every rank, from each rank's outputs for its chunk."""
         groups = [axis.group for axis in (self.context, self.tensor) if axis.size > 1]
         result = {}
-        for name, own in outputs.items():
-            at, size = part.where["sequence" if name == "scores" else "token"]
-            result[name] = ScatterRows.apply(own, at.to(own.device), size, *groups)
+        for name, values in outputs.items():
+            at, size = shard.indices["sequence" if name == "scores" else "token"]
+            result[name] = ScatterRows.apply(values, at.to(values.device), size, *groups)
         return result

@@ -73,8 +73,8 @@ class CachedModule(Module):
     def constant(self) -> Sequence[str]:
         return ("weights",)
 
-    def tensors(self, part: str) -> Iterable[Tensor]:
-        return () if self.scorer is None else self.scorer.tensors(part)
+    def tensors(self, component: str) -> Iterable[Tensor]:
+        return () if self.scorer is None else self.scorer.tensors(component)
 
     def unload(self) -> None:
         """Release the model's memory; it is loaded again for a sequence that is not in the store."""
@@ -86,13 +86,13 @@ class CachedModule(Module):
         """As TrainableModule.forward_step, with log-probs from the store where it has them."""
         mask = get_loss_mask(batch)
         keys = _keys(batch, mask)
-        found = self._read(keys)
-        missing = [row for row, key in enumerate(keys) if key not in found]
+        stored = self._read(keys)
+        missing = [row for row, key in enumerate(keys) if key not in stored]
         if missing:
-            found |= self._compute(batch.select(missing), [keys[row] for row in missing])
+            stored |= self._compute(batch.select(missing), [keys[row] for row in missing])
         column = torch.zeros(batch.tokens_total)
         if keys:
-            column[mask] = torch.cat([torch.frombuffer(bytearray(found[key]), dtype=torch.float32) for key in keys])
+            column[mask] = torch.cat([torch.frombuffer(bytearray(stored[key]), dtype=torch.float32) for key in keys])
         counts = {"cache/hits": Total(len(keys) - len(missing)), "cache/misses": Total(len(missing))}
         return {into or HEADS["lm"][1]: column, **counts}
 
@@ -104,7 +104,7 @@ class CachedModule(Module):
         (column,) = scorer.forward_step(batch).values()
         mask = get_loss_mask(batch)
         counts = torch.bincount(batch.segment[mask], minlength=len(batch)).tolist()
-        values = [part.numpy().tobytes() for part in column[mask].split(counts)]
+        values = [logprobs.numpy().tobytes() for logprobs in column[mask].split(counts)]
         with self.store:
             self.store.executemany("INSERT OR IGNORE INTO logprobs VALUES (?, ?)", zip(keys, values, strict=True))
         return dict(zip(keys, values, strict=True))

@@ -98,9 +98,9 @@ class JudgeRunner:
         if self._template.placeholders is None:
             samples = name_images(samples)
         groups = [list(some) for _, some in groupby(samples, key=lambda sample: sample.group)]
-        found = self._template.guard.codes_read
+        spelled = self._template.guard.codes_read
         answers = self._ask(groups, answer)
-        markers = {f"{name}/markers": Total(float(self._template.guard.codes_read - found))}
+        markers = {f"{name}/markers": Total(float(self._template.guard.codes_read - spelled))}
         verdicts = [[one.verdict for one in some] for some in answers]
         rewards = [self.judging.rewards(len(group), some) for group, some in zip(groups, verdicts, strict=True)]
         column = torch.full((len(batch),), float("nan"))
@@ -149,10 +149,11 @@ def _failure(answers: Sequence[JudgeReply]) -> str:
 
 
 def _pack_questions(questions: Sequence[tuple[int, JudgeQuestion]]) -> Batch:
+    groups, asked = [group for group, _ in questions], [question for _, question in questions]
     return Batch(
-        torch.tensor([len(question.tokens) for _, question in questions]),
-        {"tokens": torch.tensor([token for _, question in questions for token in question.tokens], dtype=torch.int32)},
-        {"group": torch.tensor([group for group, _ in questions]), "images": [own.images for _, own in questions]},
+        torch.tensor([len(question.tokens) for question in asked]),
+        {"tokens": torch.tensor([token for question in asked for token in question.tokens], dtype=torch.int32)},
+        {"group": torch.tensor(groups), "images": [question.images for question in asked]},
     )
 
 

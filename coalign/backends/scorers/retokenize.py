@@ -64,8 +64,8 @@ class RetokenizeModule(Module):
         super().__init__(config, context)
         self.check_before_setup()
         if context.tokenizer is None:
-            where = f"models.{context.model}.chat_template"
-            raise ValueError(f"{where}: the context names no tokenizer to read samples with")
+            key = f"models.{context.model}.chat_template"
+            raise ValueError(f"{key}: the context names no tokenizer to read samples with")
         self.scorer = resolve_class(config.module, "coalign.backends")(config, context)
 
     def setup(self) -> None:
@@ -77,8 +77,8 @@ class RetokenizeModule(Module):
     def close(self) -> None:
         self.scorer.close()
 
-    def move(self, to: str, parts: Sequence[str]) -> None:
-        self.scorer.move(to, parts)
+    def move(self, to: str, components: Sequence[str]) -> None:
+        self.scorer.move(to, components)
 
     def measure_memory(self) -> Mapping[str, int]:
         return self.scorer.measure_memory()
@@ -95,7 +95,7 @@ class RetokenizeModule(Module):
         if read:
             packed = self.reader.pack(list(read.values()), [samples[i].group for i in read])
             (column[rows[list(read)]],) = self.scorer.forward_step(packed).values()
-        cut = sum(len(own.tokens) > self.reader.longest for own in read.values())
+        cut = sum(len(conversation.tokens) > self.reader.longest for conversation in read.values())
         return {name: column, f"{name}/cut": Total(float(cut)), f"{name}/markers": Total(float(spelled))}
 
     def _read(self, samples: Sequence[Sample]) -> dict[int, TokenizedConversation]:
@@ -116,8 +116,8 @@ class RetokenizeModule(Module):
 
 
 class TokenizedConversation(NamedTuple):
-    """Tokens up to the one that a score is read at, how many come before the assistant's first, where images stand in
-    them, and which are the assistant's words and the ends of its turns."""
+    """Tokens up to the one that a score is read at, how many come before the assistant's first one, where images stand
+    in them, and a mask of the assistant's tokens and the ends of its turns."""
 
     tokens: list[int]
     prompt_length: int = 0
@@ -188,20 +188,20 @@ class ConversationReader:
     def pack(self, read: Sequence[TokenizedConversation], groups: Sequence[int]) -> Batch:
         """Conversations as a Batch, whose groups share prompts. The beginning of what is too long is left out."""
         bos = cast(int | None, self._template.tokenizer.bos_token_id)
-        fitted = [_cut_left(own, self.longest, bos) for own in read]
-        tokens = torch.tensor([token for own in fitted for token in own.tokens], dtype=torch.int32)
-        prompts = torch.tensor([own.prompt_length for own in fitted], dtype=torch.int32)
-        lengths = torch.tensor([len(own.tokens) for own in fitted])
-        columns = {"group": torch.tensor(groups), "prompt_length": prompts, "images": [own.images for own in fitted]}
+        fitted = [_cut_left(text, self.longest, bos) for text in read]
+        tokens = torch.tensor([token for text in fitted for token in text.tokens], dtype=torch.int32)
+        prompts = torch.tensor([text.prompt_length for text in fitted], dtype=torch.int32)
+        lengths = torch.tensor([len(text.tokens) for text in fitted])
+        columns = {"group": torch.tensor(groups), "prompt_length": prompts, "images": [text.images for text in fitted]}
         return Batch(lengths, {"tokens": tokens}, columns)
 
 
-def _cut_left(own: TokenizedConversation, longest: int, bos: int | None) -> TokenizedConversation:
+def _cut_left(conversation: TokenizedConversation, longest: int, bos: int | None) -> TokenizedConversation:
     """Cut off the beginning: the score is read at the end. A BOS stays. An image goes as a whole."""
-    tokens, prompt, spans, mask = own
+    tokens, prompt, spans, mask = conversation
     drop = max(0, len(tokens) - longest)
     if not drop:
-        return own
+        return conversation
     first = int(tokens[0] == bos)
     for image in split_images(spans):
         if image[0].start < first + drop < image[-1].stop:
@@ -211,7 +211,7 @@ def _cut_left(own: TokenizedConversation, longest: int, bos: int | None) -> Toke
     return TokenizedConversation(tokens, max(first, prompt - drop), kept, mask)
 
 
-Span = tuple[list[int], list[int]]  # places of the student's tokens, and of the teacher's
+Span = tuple[list[int], list[int]]  # indices of the student's tokens, and of the teacher's
 
 
 class CrossTokenizerModule(RetokenizeModule):
@@ -240,12 +240,12 @@ class CrossTokenizerModule(RetokenizeModule):
         """
         if "rollout_logprobs" not in batch:
             raise ValueError(f"models.{self.context.model} reads text: it needs the column `rollout_logprobs`")
-        own = cast(Tensor, batch["rollout_logprobs"]).double()
-        result = own.clone()
+        logprobs = cast(Tensor, batch["rollout_logprobs"]).double()
+        result = logprobs.clone()
         rows = is_finished(cast(Tensor, batch["status"])).nonzero().flatten()
         samples = read_samples(batch.select(rows), self.policy_tokenizer)
         read = self._read(samples)
-        fitting = {i: own.tokens for i, own in read.items() if len(own.tokens) <= self.reader.longest}
+        fitting = {i: text.tokens for i, text in read.items() if len(text.tokens) <= self.reader.longest}
         masks = {i: read[i].mask for i in fitting}
         spans: dict[int, list[Span]] = {}
         for i, tokens in fitting.items():
@@ -266,15 +266,15 @@ class CrossTokenizerModule(RetokenizeModule):
                 first = int(batch.offsets[rows[i]])
                 for mine, theirs in spans[i]:
                     here = first + torch.tensor(mine)
-                    difference = scored[begin + torch.tensor(theirs)].sum() - own[here].sum()
+                    difference = scored[begin + torch.tensor(theirs)].sum() - logprobs[here].sum()
                     result[here] += difference / len(mine)
-        found = [len(mine) for some in spans.values() for mine, _ in some]
+        span_lengths = [len(mine) for some in spans.values() for mine, _ in some]
         trained = float(cast(Tensor, batch["loss_mask"]).sum())
         name = self.context.model
         return {
             into or "ref_logprobs": result.float(),
-            f"{name}/span": Stat(float(sum(found)), float(len(found))),
-            f"{name}/unaligned": Stat(trained - sum(found), trained),
+            f"{name}/span": Stat(float(sum(span_lengths)), float(len(span_lengths))),
+            f"{name}/unaligned": Stat(trained - sum(span_lengths), trained),
             f"{name}/cut": Total(float(len(read) - len(fitting))),
         }
 
@@ -286,12 +286,12 @@ class CrossTokenizerModule(RetokenizeModule):
         mine, theirs = (_find_turns(mask) for _, mask in (student, teacher))
         if len(mine) > len(theirs):
             return []
-        found = []
+        spans = []
         for a, b in zip(mine, theirs[len(theirs) - len(mine) :], strict=True):
             tokenizers = self.policy_tokenizer, self.reader.tokenizer
             pairs = align(tokenizers[0], [student[0][i] for i in a], tokenizers[1], [teacher[0][i] for i in b])
-            found += [([a[i] for i in one], [b[i] for i in other]) for one, other in pairs]
-        return found
+            spans += [([a[i] for i in left], [b[i] for i in right]) for left, right in pairs]
+        return spans
 
 
 def align(student: Any, mine: Sequence[int], teacher: Any, theirs: Sequence[int]) -> list[Span]:
@@ -300,32 +300,31 @@ def align(student: Any, mine: Sequence[int], teacher: Any, theirs: Sequence[int]
     White space around the text, which a template trims or adds, belongs to the first and the last span. The special
     tokens that end the turn are a span of their own, if both have them.
     """
-    (own, own_end), (other, other_end) = split_end(student, mine), split_end(teacher, theirs)
-    sides = (student, own), (teacher, other)
+    (student_tokens, student_end), (teacher_tokens, teacher_end) = split_end(student, mine), split_end(teacher, theirs)
+    sides = (student, student_tokens), (teacher, teacher_tokens)
     texts = [tokenizer.decode(tokens) for tokenizer, tokens in sides]
     leads = [0 if texts[0] == texts[1] else len(text) - len(text.lstrip()) for text in texts]
     length = len(texts[0]) if texts[0] == texts[1] else len(texts[0].strip())
     if texts[0] != texts[1] and texts[0].strip() != texts[1].strip():
         return []
     spans: list[Span] = []
-    if own and other:
+    if student_tokens and teacher_tokens:
         ends = [
             [min(max(end - lead, 0), length) for end in find_token_ends(*side)]
             for side, lead in zip(sides, leads, strict=True)
         ]
         cuts = sorted(({*ends[0]} & {*ends[1]}) - {0}) or [0]
         spans = [([], []) for _ in cuts]
-        for i, of_tokens in enumerate(ends):
-            for token, end in enumerate(of_tokens):
+        for i, token_ends in enumerate(ends):
+            for token, end in enumerate(token_ends):
                 spans[bisect_left(cuts, end)][i].append(token)
-    if own_end and other_end:
-        places = range(len(own), len(mine)), range(len(other), len(theirs))
-        spans.append((list(places[0]), list(places[1])))
+    if student_end and teacher_end:
+        spans.append(([*range(len(student_tokens), len(mine))], [*range(len(teacher_tokens), len(theirs))]))
     return [span for span in spans if all(span)]
 
 
 def find_token_ends(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
-    """How many characters of the text are complete after each token.
+    """The number of characters of the text that are complete after each token.
 
     A token inside of a character gets the end of the token that completes it. Only a few tokens are decoded at a time,
     each with those before it, on which the space at its beginning may depend.
@@ -350,9 +349,9 @@ def split_end(tokenizer: Any, tokens: Sequence[int]) -> tuple[list[int], list[in
 
 
 def _find_turns(mask: Sequence[bool]) -> list[list[int]]:
-    """The places of each run of True."""
-    places = [i for i, chosen in enumerate(mask) if chosen]
-    if not places:
+    """The indices of each run of True."""
+    chosen = [i for i, is_chosen in enumerate(mask) if is_chosen]
+    if not chosen:
         return []
-    begins = [0, *(k + 1 for k, (a, b) in enumerate(pairwise(places)) if b != a + 1), len(places)]
-    return [places[a:b] for a, b in pairwise(begins)]
+    begins = [0, *(k + 1 for k, (a, b) in enumerate(pairwise(chosen)) if b != a + 1), len(chosen)]
+    return [chosen[a:b] for a, b in pairwise(begins)]

@@ -111,12 +111,12 @@ def build_reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFuncti
     return [build_reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
 
 
-def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
+def build_reward_function(config: RewardConfig, section: str) -> RewardFunction:
     """The function that a configuration names, with its arguments. Raises what `resolve_reward` raises.
 
     What is not of this package runs in processes of its own: see `build_pool`.
     """
-    fn, arguments = resolve_reward(config, where)
+    fn, arguments = resolve_reward(config, section)
     return RewardFunction(
         config.called,
         fn,
@@ -130,13 +130,13 @@ def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
     )
 
 
-def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def resolve_reward(config: RewardConfig, section: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function (or class) and its checked arguments. A short name is one of coalign.rewards. Raises ConfigError for
-    wrong arguments (``where`` is the section's path), and ValueError if there is no such function, if it is not called
+    wrong arguments (``section``: its path), and ValueError if there is no such function, if it is not called
     as a reward is, or if it refuses them: its attribute ``check``, if it has one, is called with the arguments."""
     fn = resolve(cast(str, config.fn), config.home)
     find_argument(config.called, fn)
-    arguments = bind(fn, config.arguments, where)
+    arguments = bind(fn, config.arguments, section)
     if hasattr(fn, "check"):
         fn.check(**arguments)
     return fn, arguments

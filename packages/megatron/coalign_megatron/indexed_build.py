@@ -1,7 +1,7 @@
 """Builds an indexed dataset from files of documents, in several processes, and resumes a build that was killed.
 
 Rows are divided into chunks of equal number. Each chunk is written atomically as an indexed dataset in PREFIX.parts. At
-the end all parts are joined in file order, so the result does not depend on the processes.
+the end all chunks are joined in file order, so the result does not depend on the processes.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class BuildPlan:
 
 @dataclass(frozen=True, slots=True)
 class BuildTask:
-    """One chunk: rows of input number ``input`` from ``place`` on, to write with the prefix ``part``."""
+    """One chunk: rows of input number ``input`` from ``position`` on, to write as ``prefix``."""
 
     plan: BuildPlan
     input: int
-    place: ReadPosition
-    part: Path
+    position: ReadPosition
+    prefix: Path
 
 
 def build(
@@ -77,20 +77,20 @@ def build(
     (data.bad_rows, data.on_empty), for PREFIX.parts of another build, and if no document is usable.
     """
     _require_free(prefix, plan.inputs, overwrite)
-    parts = prefix.with_name(f"{prefix.name}.parts")
-    _claim(parts, plan)
+    folder = prefix.with_name(f"{prefix.name}.parts")
+    _claim(folder, plan)
     total: Counter[str] = Counter()
     done: list[Path] = []
     with _workers(processes) as pool:
-        for task, counts in _each(pool, _tasks(plan, parts), ahead=2 * processes):
-            done.append(task.part)
+        for task, counts in _run_tasks(pool, _tasks(plan, folder), limit=2 * processes):
+            done.append(task.prefix)
             total += counts
             advance(counts["rows"])
     if not total["used"]:
-        shutil.rmtree(parts)
+        shutil.rmtree(folder)
         raise ValueError(f"{', '.join(plan.inputs)}: no document to write ({dict(total)})")
-    join([IndexedTokens(part) for part in sorted(done)], prefix, overwrite=overwrite)
-    shutil.rmtree(parts)
+    join([IndexedTokens(chunk) for chunk in sorted(done)], prefix, overwrite=overwrite)
+    shutil.rmtree(folder)
     return total
 
 
@@ -100,12 +100,12 @@ def join(datasets: Sequence[IndexedTokens], prefix: Path, *, overwrite: bool = F
     ValueError if the types of their tokens differ, or if one of them is the output. FileExistsError if the output
     exists, unless ``overwrite`` says that it may be replaced.
     """
-    _require_free(prefix, [file for each in datasets for file in name_files(each.prefix)], overwrite)
+    _require_free(prefix, [file for dataset in datasets for file in name_files(dataset.prefix)], overwrite)
     for file in name_files(prefix):
         file.unlink(missing_ok=True)  # a link would have its target overwritten
     with IndexedWriter(prefix, datasets[0].dtype) as out:
-        for each in datasets:
-            out.extend(each)
+        for dataset in datasets:
+            out.extend(dataset)
 
 
 def _require_free(prefix: Path, inputs: Iterable[str | Path], overwrite: bool) -> None:
@@ -118,11 +118,11 @@ def _workers(processes: int) -> Executor:
     return ThreadPoolExecutor(1) if processes == 1 else ProcessPoolExecutor(processes, get_context("spawn"))
 
 
-def _each(pool: Executor, tasks: Iterator[BuildTask], ahead: int) -> Iterator[tuple[BuildTask, Counter]]:
-    """Run the tasks and yield each with its counts as it ends; at most ``ahead`` are submitted at once."""
+def _run_tasks(pool: Executor, tasks: Iterator[BuildTask], limit: int) -> Iterator[tuple[BuildTask, Counter]]:
+    """Run the tasks and yield each with its counts as it ends; at most ``limit`` are submitted at once."""
     running: dict[Future[Counter], BuildTask] = {}
     while True:
-        for task in islice(tasks, ahead - len(running)):
+        for task in islice(tasks, limit - len(running)):
             running[pool.submit(_tokenise, task)] = task
         if not running:
             return
@@ -136,31 +136,31 @@ def _each(pool: Executor, tasks: Iterator[BuildTask], ahead: int) -> Iterator[tu
             yield task, counts
 
 
-def _tasks(plan: BuildPlan, parts: Path) -> Iterator[BuildTask]:
+def _tasks(plan: BuildPlan, folder: Path) -> Iterator[BuildTask]:
     number = 0
     for which, path in enumerate(plan.inputs):
-        for place in islice(_places(path), 0, None, plan.chunk):
-            yield BuildTask(plan, which, place, parts / f"{number:08d}")
+        for position in islice(_positions(path), 0, None, plan.chunk):
+            yield BuildTask(plan, which, position, folder / f"{number:08d}")
             number += 1
 
 
-def _places(path: str) -> Iterator[ReadPosition]:
+def _positions(path: str) -> Iterator[ReadPosition]:
     """Yield the position of each row."""
-    place = START
+    position = START
     for _, after in open_rows(path).read():
-        yield place
-        place = after
+        yield position
+        position = after
 
 
 def _tokenise(task: BuildTask) -> Counter[str]:
-    """Write the part, unless an earlier build has done so; return its counts."""
-    counts = task.part.with_suffix(".json")
+    """Write the chunk, unless an earlier build has done so; return its counts."""
+    counts = task.prefix.with_suffix(".json")
     if counts.exists():
         return Counter(json.loads(counts.read_bytes()))
     encoder, dtype = _open_reader(task.plan, task.input)
     encoder.counts = Counter()
-    with IndexedWriter(task.part, dtype) as out:
-        for entry, _ in islice(open_rows(task.plan.inputs[task.input]).read(task.place), task.plan.chunk):
+    with IndexedWriter(task.prefix, dtype) as out:
+        for entry, _ in islice(open_rows(task.plan.inputs[task.input]).read(task.position), task.plan.chunk):
             for example in encoder.use(entry) or ():
                 out.add(example.tokens)
                 encoder.counts["tokens"] += len(example.tokens)
@@ -179,26 +179,26 @@ def _open_reader(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
     return encoder, choose_dtype(len(tokenizer))
 
 
-def _claim(parts: Path, plan: BuildPlan) -> None:
-    """Create the folder of the parts. ValueError if it holds those of another build."""
-    told = parts / "build.json"
+def _claim(folder: Path, plan: BuildPlan) -> None:
+    """Create the folder of the chunks. ValueError if it holds those of another build."""
+    told = folder / "build.json"
     now = _identity(plan)
-    if told.exists() and any(parts.glob("[0-9]*.json")):
+    if told.exists() and any(folder.glob("[0-9]*.json")):
         if differing := [key for key, value in json.loads(told.read_bytes()).items() if now.get(key) != value]:
             raise ValueError(
-                f"{parts} holds parts of a build with other {', '.join(differing)}; remove it to begin anew"
+                f"{folder} holds parts of a build with other {', '.join(differing)}; remove it to begin anew"
             )
         return
-    if parts.exists() and not told.exists() and any(parts.iterdir()):
-        log.warning("%s holds files that no build wrote; it is now %s", parts, move_aside(parts))
-    parts.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not told.exists() and any(folder.iterdir()):
+        log.warning("%s holds files that no build wrote; it is now %s", folder, move_aside(folder))
+    folder.mkdir(parents=True, exist_ok=True)
     write_text_atomically(told, json.dumps(now))
 
 
 def _identity(plan: BuildPlan) -> Mapping[str, Any]:
-    found = {"settings": [], "inputs": []}
+    identity = {"settings": [], "inputs": []}
     for which, path in enumerate(plan.inputs):
         examples, dtype = _open_reader(plan, which)
-        found["settings"].append(hash_settings(examples, plan.config, plan.source(which), None, None))
-        found["inputs"].append([path, hash_file_samples(open_rows(path))])
-    return json.loads(json.dumps({**found, "dtype": str(dtype), "chunk": plan.chunk}))
+        identity["settings"].append(hash_settings(examples, plan.config, plan.source(which), None, None))
+        identity["inputs"].append([path, hash_file_samples(open_rows(path))])
+    return json.loads(json.dumps({**identity, "dtype": str(dtype), "chunk": plan.chunk}))

@@ -71,7 +71,7 @@ def merge(
 
     datasets = [IndexedTokens(_prefix(path)) for path in prefixes]
     join(datasets, output, overwrite=overwrite)
-    documents, tokens = sum(map(len, datasets)), sum(each.tokens for each in datasets)
+    documents, tokens = sum(map(len, datasets)), sum(dataset.tokens for dataset in datasets)
     Display().note(f"{documents:,} documents, {tokens:,} tokens -> {output}.bin, {output}.idx")
 
 

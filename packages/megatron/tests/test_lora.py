@@ -373,13 +373,13 @@ def test_in_bf16_they_are_float32_and_what_is_frozen_stays_exact(paths, opened, 
     module.save_hf(tmp_path / "merged")
     trained = dict(module.pipeline.trained())
     assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
-    assert all(adapters.PART in name for name in trained)
+    assert all(adapters.INFIX in name for name in trained)
     before, after = (load_file(*Path(folder).glob("*.safetensors")) for folder in (paths["moe"], tmp_path / "merged"))
     assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved == {name for name in before if "_proj" in name}
     stored = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
-    assert stored and not [name for name in stored if adapters.PART not in name and "weight" in name]
+    assert stored and not [name for name in stored if adapters.INFIX not in name and "weight" in name]
     for lora, said in ((KINDS["all"], "gate_up_proj is only there"), (None, "down_proj is only there")):
         with pytest.raises(ValueError, match=rf"lora\.target is not that of the checkpoint .*{said}"):
             opened("megatron", paths["moe"], lora=lora).load(tmp_path / "checkpoint")

@@ -19,7 +19,7 @@ def continued(asked, answers, length):
     for request, responses in zip(asked, answers, strict=True):
         for index, whole in enumerate(responses):
             begun = whole.tokens[:length].tolist()
-            requests.append(Request(request.prompt + begun, request.group, first=index, begun=length))
+            requests.append(Request(request.prompt + begun, request.group, first=index, generated=length))
             rest.append((whole.tokens[length:], whole.logprobs[length:], whole.status))
     return requests, rest
 
@@ -81,9 +81,9 @@ def test_limits_of_a_request_and_what_they_mean():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request([1, 2], 3, begun=2), "2 of 2 tokens are begun"),
-        (Request([1, 2, 3], 3, samples=2, begun=1), "of 2 samples"),
-        (Request([1] * 15, 3, begun=12), "no token to generate: 12 are begun"),
+        (Request([1, 2], 3, generated=2), "2 of 2 tokens are begun"),
+        (Request([1, 2, 3], 3, samples=2, generated=1), "of 2 samples"),
+        (Request([1] * 15, 3, generated=12), "no token to generate: 12 are begun"),
     ],
 )
 def test_impossible_continuations_are_refused(request_, message):

@@ -55,7 +55,7 @@ def go_on(asked, answers, sampling=helpers.SAMPLING, **settings):
             prompt = request.prompt + met.tokens[:begun].tolist()
             [[rest]] = next(
                 helpers.engine(NEW, **settings).generate(
-                    [Request(prompt, request.group, first=index, begun=begun)], sampling
+                    [Request(prompt, request.group, first=index, generated=begun)], sampling
                 )
             )
             yield met, begun, rest
@@ -135,7 +135,7 @@ def test_limits_count_the_tokens_before_the_swap():
         Request(prompt, 0, limit=7),
         Request(prompt, 1, pause=9),
         Request(prompt, 2, limit=8, first_turn=len(prompt)),
-        Request([*prompt, 5, 6], 3, begun=2),
+        Request([*prompt, 5, 6], 3, generated=2),
         Request([1] * (context - 8), 4),
     ]
     answers, _ = swap(asked)

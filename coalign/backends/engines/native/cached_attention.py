@@ -24,7 +24,7 @@ NAME = "coalign_native"  # deliberately has no entry in transformers' mask inter
 ROWS = 8  # the engine computes multiples of this many rows: vector loops then never end inside a row
 STRIDE = 16  # decode attends over a whole number of such column blocks
 _ROWS_AT_ONCE = 64
-SLOT_ARGUMENTS = ("seqused_k", "num_splits")  # of varlen_attn, where it reads the first keys of longer slots
+SLOT_ARGUMENTS = ("seqused_k", "num_splits")  # varlen_attn needs them to read only the first keys of a slot
 EXPERTS = -1  # the layer of the cache that holds the experts of each token, if they are recorded
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
@@ -72,8 +72,8 @@ class KVCache:
 
     def write(self, slots: slice, tokens: list[Tensor]) -> None:
         """Write what ``read`` returned to the beginning of each of ``slots``."""
-        for storage, part in zip((x for pair in self.layers.values() for x in pair), tokens, strict=True):
-            storage[slots, : len(part)] = part
+        for storage, values in zip((x for pair in self.layers.values() for x in pair), tokens, strict=True):
+            storage[slots, : len(values)] = values
 
 
 class PrefillSequence(NamedTuple):
@@ -145,15 +145,15 @@ class PrefillAttention:
         keys = [*(sequence.slots.start * length for sequence in self.sequences), self.cache.slots * length]
         device = next(iter(self.cache.layers.values()))[0].device
         both = torch.tensor([queries, keys, [*used, 0]], dtype=torch.int32).to(device)
-        most = max(stop - start for start, stop, *_ in self.sequences)
-        return SlotSpans(both[0], both[1], both[2, :-1], (most, max(used)))
+        max_queries = max(stop - start for start, stop, *_ in self.sequences)
+        return SlotSpans(both[0], both[1], both[2, :-1], (max_queries, max(used)))
 
 
 class DecodeAttention:
     """Attention of one new token in each of the slots 0..B-1.
 
-    ``positions`` i64[B]: of the tokens; ``columns`` is greater than all of them. ``prefixes`` i64[2, B]: for each a
-    slot with the same first keys and values, and how many they are.
+    ``positions`` i64[B] of the tokens; ``columns`` is greater than all of them. ``prefixes`` i64[2, B]: for each token
+    a slot with the same first keys and values, and the number of these.
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, columns: int, prefixes: Tensor | None = None) -> None:
@@ -191,7 +191,7 @@ class DecodeAttention:
 
 
 class SlotSpans(NamedTuple):
-    """Where N sequences are for flash attention: sequence n has the rows queries[n]..queries[n + 1]-1, and its keys
+    """Locates N sequences for flash attention: sequence n has the rows queries[n]..queries[n + 1]-1, and its keys
     begin at keys[n] of all slots end to end."""
 
     queries: Tensor  # i32[N + 1]
@@ -316,13 +316,13 @@ def attention(
     **rest: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, heads, T, d], key, value [1, kv heads, T, d] -> [1, T, heads, d]."""
-    kind = type(module).__name__
+    layer_class = type(module).__name__
     if kv is None:
-        raise UnsupportedAttention(REFUSAL.format(kind, "its model does not hand keyword arguments to it"))
+        raise UnsupportedAttention(REFUSAL.format(layer_class, "its model does not hand keyword arguments to it"))
     if not getattr(module, "is_causal", True):
-        raise UnsupportedAttention(REFUSAL.format(kind, "it is not causal"))
+        raise UnsupportedAttention(REFUSAL.format(layer_class, "it is not causal"))
     if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
-        raise UnsupportedAttention(REFUSAL.format(kind, f"its attention asks for {unknown}"))
+        raise UnsupportedAttention(REFUSAL.format(layer_class, f"its attention asks for {unknown}"))
     settings = AttentionSettings(scaling, sliding_window, softcap)
     return kv.attend(cast(int, module.layer_idx), query, key, value, settings), None
 

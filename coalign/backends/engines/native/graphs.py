@@ -40,11 +40,11 @@ class DecodeGraphs:
 
     def __init__(self, compute: Compute, device: torch.device, name: str) -> None:
         self._compute, self._device, self._name = compute, device, name
-        self._live = torch.zeros((), dtype=torch.int64, device=device)  # how many rows are
-        self._count = 0  # the same
+        self._live = torch.zeros((), dtype=torch.int64, device=device)  # the number of live rows, for the graphs
+        self._count = 0  # the same number, known to the host
         self._graphs: dict[tuple[int, int], tuple[DeviceGraph, tuple[Tensor, ...]]] = {}
         self._steps: Counter[tuple[int, int]] = Counter()
-        self._addresses: list[int] = []  # of the memory that the graphs use
+        self._memory_addresses: list[int] = []
         self._is_refused = False
 
     def run(
@@ -53,12 +53,12 @@ class DecodeGraphs:
         """Return what a step of the first ``count`` slots computes, for more rows than that, until the next step.
 
         ``limits``: the most rows and columns. ``memory``: all tensors that the step reads or writes. None where a step
-        is not captured (yet): then it is to be computed otherwise.
+        is not captured (yet): the caller then computes it itself.
         """
         addresses = [tensor.data_ptr() for tensor in memory]
-        if addresses != self._addresses:
+        if addresses != self._memory_addresses:
             self.clear()
-            self._addresses = addresses
+            self._memory_addresses = addresses
         shape = min(round_rows(count), limits[0]), min(-(-columns // COLUMNS) * COLUMNS, limits[1])
         self._steps[shape] += 1
         if self._is_refused or self._steps[shape] <= WARM:

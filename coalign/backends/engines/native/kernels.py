@@ -44,10 +44,10 @@ Shape = tuple[int, int]  # (in, out) of a layer
 # Row counts at which a step of decoding is timed, and at which rows are compared with those of the first count.
 _TIMED = (8, TILE)
 _COMPARED = (8, 16, 24, TILE, 72, 136)
-_ELEMENTS = 2**22  # of a measured weight: a wider layer is measured by its first outputs
+_MEASURED_ELEMENTS = 2**22  # a weight with more is measured by its first outputs
 _ROUNDS, _MAX_ROUNDS = 3, 12
 _FAR_SLOWER = 1.5  # a round is repeated if a kernel took this many times its best
-_MEASURE = "processor time of one thread"  # choices that were measured otherwise are made again
+_MEASURE = "processor time of one thread"  # choices that were measured in another way are made again
 _BETTER = 0.9  # a later kernel is chosen only if it takes less than this share of an earlier one's time
 
 
@@ -79,7 +79,7 @@ def _onednn_tiles(weight: Tensor, bias: Tensor | None) -> Product:
     return product
 
 
-# By dtype; of two that are equally fast the first is chosen.
+# dtype -> kernels by name; of two that are equally fast the first is chosen.
 KERNELS: dict[torch.dtype, dict[str, Callable[[Tensor, Tensor | None], Product]]] = {
     torch.float32: {"mkl": _mkl, "onednn": _onednn, "onednn_tiles": _onednn_tiles, "plain": _plain},
     torch.bfloat16: {"onednn_tiles": _onednn_tiles, "onednn": _onednn, "plain": _plain},
@@ -109,12 +109,12 @@ class KernelChoice:
         return KERNELS[weight.dtype][self.name](weight, bias)
 
     def __str__(self) -> str:
-        others = ", ".join(
+        rates = ", ".join(
             f"{name} {rate:.0f}{' (rows depend on their batch)' if name in self.variant else ''}"
             for name, rate in self.gflops.items()
             if name != self.name
         )
-        return f"{self.dtype} linear layers by {self.name}, {self.gflops[self.name]:.0f} GFLOP/s a thread ({others})"
+        return f"{self.dtype} linear layers by {self.name}, {self.gflops[self.name]:.0f} GFLOP/s a thread ({rates})"
 
 
 @cache
@@ -152,7 +152,7 @@ def measure_kernels(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelCh
     variant: set[str] = set()
     missing: set[str] = set()
     for (inputs, outputs), count in layers.items():
-        width = min(outputs, max(1024, _ELEMENTS // inputs))
+        width = min(outputs, max(1024, _MEASURED_ELEMENTS // inputs))
         weight, rows = _random(width, inputs, dtype=dtype), _random(max(_COMPARED), inputs, dtype=dtype)
         calls: dict[str, list[Callable[[], object]]] = {}
         for name, pack in KERNELS[dtype].items():
@@ -205,9 +205,9 @@ def _time_call(call: Callable[[], object]) -> float:
     call()
     best, spent, runs = math.inf, 0.0, 0
     while runs < 3 or (runs < 10 and spent < 0.01):
-        begun = time.thread_time()
+        started = time.thread_time()
         call()
-        took = time.thread_time() - begun
+        took = time.thread_time() - started
         best, spent, runs = min(best, took), spent + took, runs + 1
     return best
 

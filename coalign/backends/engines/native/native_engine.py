@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream, and
-# how much less its rotary position is (M-RoPE gives an image fewer positions than tokens).
+# its position minus its rotary position (M-RoPE gives an image fewer positions than tokens).
 TOKEN, POSITION, KEY, SHIFT = range(4)
 
 
@@ -60,8 +60,8 @@ class QueuedRequest(SubmittedRequest):
     # Results of the prefill, kept while samples wait for a slot and the weights stay.
     logits: Tensor | None = None  # f32[1, V] after the prompt
     prefix: list[Tensor] | None = None  # keys and values
-    axes: Tensor | None = None  # i64[3, P], rotary positions of the prompt with M-RoPE, and
-    shift: int = 0  # how much less than its place the position of a token behind the prompt is
+    axes: Tensor | None = None  # i64[3, P], rotary positions of the prompt with M-RoPE
+    shift: int = 0  # index minus rotary position of a token behind the prompt
     prefills: int = 0  # how often the prompt was computed
 
 
@@ -71,7 +71,7 @@ class ActiveSequence(PartialResponse):
 
     submitted: QueuedRequest
     slot: int = -1
-    prefill: int = 0  # the prefill of the request that its keys and values of the prompt are from
+    prefill: int = 0  # which of the request's prefills computed the keys and values of its prompt
 
     @property
     def length(self) -> int:
@@ -80,10 +80,10 @@ class ActiveSequence(PartialResponse):
 
     def is_continued_by(self, queued: QueuedRequest) -> bool:
         """Whether ``queued`` is the next turn of this conversation."""
-        own, other = self.submitted.request, queued.request
-        if self.submitted.sample != queued.sample or own.first_turn != other.first_turn:
+        previous, following = self.submitted.request, queued.request
+        if self.submitted.sample != queued.sample or previous.first_turn != following.first_turn:
             return False
-        return [*own.prompt, *self.tokens] == other.prompt[: self.length]
+        return [*previous.prompt, *self.tokens] == following.prompt[: self.length]
 
 
 class SequenceSlots:
@@ -104,7 +104,7 @@ class SequenceSlots:
             self.seen = torch.zeros(0, model.vocabulary, dtype=torch.bool, device=model.device)
         self._taken: list[ActiveSequence] = []  # _taken[i] is in slot i
         self._active = 0
-        self._prefixes: Tensor | None = None  # of the slots as they are now
+        self._prefixes: Tensor | None = None  # what find_prefixes returned, while the slots have not changed
 
     @property
     def active(self) -> list[ActiveSequence]:
@@ -120,16 +120,16 @@ class SequenceSlots:
         return self.count - self._active
 
     def find_prefixes(self, rows: int) -> Tensor:
-        """Find for each of the slots 0..rows-1 the first one with the same keys and values of a prompt, and the tokens
-        of that: i64[2, rows]."""
+        """For each of the slots 0..rows-1: the first slot with the same prompt's keys and values, and the length of
+        that prompt. i64[2, rows]"""
         if self._prefixes is None or self._prefixes.shape[1] != rows:
             homes: dict[tuple[int, int], int] = {}
-            found = []
-            for each in self.active:
-                home = homes.setdefault((id(each.submitted), each.prefill), each.slot)
-                found.append((home, len(each.submitted.request.prompt)))
-            found += [(slot, 0) for slot in range(len(found), rows)]
-            self._prefixes = torch.tensor(found).t().contiguous()
+            prefixes = []
+            for sequence in self.active:
+                home = homes.setdefault((id(sequence.submitted), sequence.prefill), sequence.slot)
+                prefixes.append((home, len(sequence.submitted.request.prompt)))
+            prefixes += [(slot, 0) for slot in range(len(prefixes), rows)]
+            self._prefixes = torch.tensor(prefixes).t().contiguous()
         return self._prefixes
 
     def resize(self, count: int, longest: int) -> None:
@@ -172,10 +172,10 @@ class SequenceSlots:
             self.seen[slot, prompt] = True
 
     def note_experts(self, sequence: ActiveSequence) -> None:
-        """Keep the experts of a sequence beyond its time in a slot, if they are recorded; not of its last token."""
-        if found := self.cache.layers.get(EXPERTS):
-            known = found[0][sequence.slot, : sequence.length - 1].cpu()
-            sequence.experts = F.pad(known, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT)
+        """Copy a sequence's experts out of its slot, if they are recorded. Its last token has none yet."""
+        if stored := self.cache.layers.get(EXPERTS):
+            experts = stored[0][sequence.slot, : sequence.length - 1].cpu()
+            sequence.experts = F.pad(experts, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT)
 
     def keep(self, sequence: ActiveSequence) -> None:
         """Stop decoding a sequence, but keep its keys and values.
@@ -197,7 +197,7 @@ class SequenceSlots:
         self._taken.clear()
         self._active = 0
         self._prefixes = None
-        with torch.inference_mode():  # as in a step, of which it is
+        with torch.inference_mode():  # like the step that created the state
             self.state.zero_()
 
     def remove(self, sequence: ActiveSequence) -> None:
@@ -221,18 +221,18 @@ class SequenceSlots:
             self.seen[to] = self.seen[slot]
         self._taken[to], moved.slot = moved, to
 
-    def _exchange(self, slot: int, other: int) -> None:
-        if slot == other:
+    def _exchange(self, slot: int, target: int) -> None:
+        if slot == target:
             return
         moved, state = self._taken[slot], self.state[:, slot].clone()
         tokens = self.cache.read(slot, moved.length)
         seen = None if self.seen is None else self.seen[slot].clone()
-        self._move(other, slot)
-        self.cache.write(slice(other, other + 1), tokens)
-        self.state[:, other] = state
+        self._move(target, slot)
+        self.cache.write(slice(target, target + 1), tokens)
+        self.state[:, target] = state
         if self.seen is not None and seen is not None:
-            self.seen[other] = seen
-        self._taken[other], moved.slot = moved, other
+            self.seen[target] = seen
+        self._taken[target], moved.slot = moved, target
 
 
 log = logging.getLogger(__name__)
@@ -264,8 +264,8 @@ class NativeSession(GenerationSession):
         self._graphs: DecodeGraphs | None = None
         if engine.graphs and has_graphs(self.model.device):
             self._graphs = DecodeGraphs(self._compute_step, self.model.device, type(self.model.module).__name__)
-        self._memory: list[Tensor] = []  # all that a step reads and writes, and
-        self._memory_of = (-1, -1)  # the loads of the model and changes of the slots that it was listed after
+        self._memory: list[Tensor] = []  # all tensors that a step reads and writes
+        self._memory_state = (-1, -1)  # loads of the model and changes of the slots when `_memory` was listed
 
     @property
     def unfinished(self) -> bool:
@@ -331,8 +331,8 @@ class NativeSession(GenerationSession):
     def _finish_cut(self) -> None:
         for queued in [queued for queued in self.waiting if queued.cut]:
             self.waiting.remove(queued)
-            for place in range(queued.started, queued.request.samples):
-                self._finish(ActiveSequence(queued, place, None), Status.PARTIAL)
+            for offset in range(queued.started, queued.request.samples):
+                self._finish(ActiveSequence(queued, offset, None), Status.PARTIAL)
         for sequence in [sequence for sequence in self.slots.active if sequence.submitted.cut]:
             self.slots.note_experts(sequence)
             self.slots.remove(sequence)
@@ -352,8 +352,8 @@ class NativeSession(GenerationSession):
         kept = sum(sequence.submitted.sample not in continued for sequence in slots.kept)
         wanted = len(slots.active) + kept + sum(queued.waiting for queued in self.waiting)
         longest = max(slots.longest, *(queued.longest for queued in self.waiting))
-        most = engine.max_sequences if engine.kv_tokens is None else max(1, engine.kv_tokens // longest)
-        count = min(engine.max_sequences, most, max(wanted, slots.count))
+        max_slots = engine.max_sequences if engine.kv_tokens is None else max(1, engine.kv_tokens // longest)
+        count = min(engine.max_sequences, max_slots, max(wanted, slots.count))
         if (count, longest) == (slots.count, slots.longest):
             return True
         if len(slots.active) > count:
@@ -372,15 +372,15 @@ class NativeSession(GenerationSession):
             first, filled, fresh = len(self.slots.active), 0, []
             while self.waiting and self.slots.free:
                 queued = self.waiting[0]
-                known = queued.logits is not None
+                is_prefilled = queued.logits is not None
                 kept = self._find_kept(queued)
                 past = 0 if kept is None else kept.length - 1  # its last token was chosen, but never fed
-                filled += 0 if known else len(queued.request.prompt) - past
+                filled += 0 if is_prefilled else len(queued.request.prompt) - past
                 if fresh and filled > self.engine.prefill_tokens:
                     break
-                queued.prefills += not known
+                queued.prefills += not is_prefilled
                 slots = self._start(queued, kept)
-                if known:
+                if is_prefilled:
                     assert queued.prefix is not None
                     self.slots.cache.write(slots, queued.prefix)
                 else:
@@ -405,10 +405,10 @@ class NativeSession(GenerationSession):
     def _start(self, queued: QueuedRequest, kept: ActiveSequence | None) -> slice:
         first = len(self.slots.active)
         count = min(queued.waiting, self.slots.free)
-        for place in range(queued.started, queued.started + count):
-            key = queued.find_key(self.engine.seed, place)
+        for offset in range(queued.started, queued.started + count):
+            key = queued.find_key(self.engine.seed, offset)
             stops = queued.find_stops(self.sampling, self.engine.decoder)
-            self.slots.add(ActiveSequence(queued, place, stops, prefill=queued.prefills), key, kept)
+            self.slots.add(ActiveSequence(queued, offset, stops, prefill=queued.prefills), key, kept)
         queued.started += count
         return slice(first, first + count)
 
@@ -422,13 +422,13 @@ class NativeSession(GenerationSession):
             tokens += request.prompt[past:]
             positions += range(past, len(request.prompt))
             decoded = min(request.decoded, len(tokens) - start)
-            own = [span for span in request.images if span.start >= past]
-            two_way = join_neighbours(own) if self.model.images and self.model.images.has_two_way_images else ()
+            images = [span for span in request.images if span.start >= past]
+            two_way = join_neighbours(images) if self.model.images and self.model.images.has_two_way_images else ()
             sequences.append(PrefillSequence(start, len(tokens), slots, decoded, past, two_way))
-            spans += [replace(span, start=span.start + start - past) for span in own]
+            spans += [replace(span, start=span.start + start - past) for span in images]
             if self.model.images is not None:
-                places = torch.arange(past, len(request.prompt)).expand(3, -1)
-                axes.append(places - queued.shift if queued.axes is None else queued.axes[:, past:])
+                indices = torch.arange(past, len(request.prompt)).expand(3, -1)
+                axes.append(indices - queued.shift if queued.axes is None else queued.axes[:, past:])
             last.append(len(tokens) - 1)
             self.count_prompt(queued, prefilled=len(tokens) - start, kept=past)
         padding = [0] * (-len(tokens) % ROWS)
@@ -448,11 +448,11 @@ class NativeSession(GenerationSession):
         if not active:
             return
         columns = max(s.length for s in active)
-        if (found := self._replay(len(active), columns)) is None:
-            found = (self._compute_logits(-(-len(active) // ROWS) * ROWS, columns),)
-        if len(found) == 1:
-            found = self._draw(found[0][: len(active)], slice(0, len(active)))
-        self._record(0, *found)
+        if (outputs := self._replay(len(active), columns)) is None:
+            outputs = (self._compute_logits(-(-len(active) // ROWS) * ROWS, columns),)
+        if len(outputs) == 1:
+            outputs = self._draw(outputs[0][: len(active)], slice(0, len(active)))
+        self._record(0, *outputs)
 
     def _compute_logits(self, rows: int, columns: int) -> Tensor:
         """Compute the logits [rows, V] behind the last tokens of the slots 0..rows-1."""
@@ -471,12 +471,12 @@ class NativeSession(GenerationSession):
         if self._graphs is None:
             return None
         slots, cache = self.slots, self.slots.cache
-        if self._memory_of != (now := (self.model.loads, slots.changes)):
+        if self._memory_state != (now := (self.model.loads, slots.changes)):
             keys_and_values = (storage for layer in cache.layers.values() for storage in layer)
             seen = [] if slots.seen is None else [slots.seen]
             self._memory = [slots.state, *seen, *keys_and_values, *self.model.module.parameters()]
             self._memory += self.model.module.buffers()
-            self._memory_of = now
+            self._memory_state = now
         return self._graphs.run(count, columns, (cache.slots, cache.length), self._memory)
 
     def _draw(self, logits: Tensor, here: slice, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -498,7 +498,7 @@ class NativeSession(GenerationSession):
         """Read the tokens and log-probs of the slots from ``first`` on, perhaps with others behind, and record them."""
         sequences = self.slots.active[first:]
         tokens, logprobs = tokens[: len(sequences)], logprobs[: len(sequences)]
-        groups = [each.submitted.request.group for each in sequences]
+        groups = [sequence.submitted.request.group for sequence in sequences]
         choices = zip(sequences, *read_choices(tokens, logprobs, groups, self.engine.version), strict=True)
         self.tokens_chosen += len(sequences)
         ended = []
@@ -506,7 +506,7 @@ class NativeSession(GenerationSession):
             status = sequence.add(token, logprob, self.engine.version, self.engine.end_tokens)
             if self.on_token is not None:
                 request = sequence.submitted.request
-                self.on_token(request.group, request.first + sequence.place, token, logprob)
+                self.on_token(request.group, request.first + sequence.offset, token, logprob)
             if status is not None:
                 ended.append((sequence, status))
         for sequence, _ in reversed(ended):  # the last slot first: then a sequence that moves down has not ended itself
@@ -521,7 +521,7 @@ class NativeSession(GenerationSession):
 
     def _finish(self, sequence: ActiveSequence, status: Status) -> None:
         self.finished += 1
-        sequence.submitted.on_done(sequence.place, sequence.response(status))
+        sequence.submitted.on_done(sequence.offset, sequence.response(status))
 
 
 class NativeEngine(MetaModelEngine):
@@ -576,11 +576,11 @@ class NativeEngine(MetaModelEngine):
             with self.model.packed():
                 self.is_invariant = probe.is_invariant(self.model)
             if not self.is_invariant:
-                parts = ", ".join(self.model.variant_parts) or "its attention"
+                layers = ", ".join(self.model.variant_layers) or "its attention"
                 log.warning(
                     "native engine: log-probs of %s may differ in their last bits from one batch to another (%s)",
                     type(self.model.module).__name__,
-                    parts,
+                    layers,
                 )
 
 
@@ -609,20 +609,20 @@ class NativeModule(MetaModelModule):
 
     @classmethod
     def find_arithmetic(cls, config: ModelConfig) -> tuple[torch.dtype, kernels.KernelChoice | None, list[str]]:
-        """Return the dtype and the kernel of the model on this CPU, and what may round a row differently in batches."""
-        if (known := find_known_model(config)) is None:
+        """The model's dtype and kernel on this CPU, and the layers that may round a row differently in batches."""
+        if (plain := find_known_model(config)) is None:
             model = cls.build_model(pretrained.read_config(config), config, "cpu")
-            return model.dtype, model.kernel, model.variant_parts
+            return model.dtype, model.kernel, model.variant_layers
         cpu = torch.device("cpu")
         dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), cpu)
-        kernel = kernels.choose_kernel_for(known.linears, dtype)
+        kernel = kernels.choose_kernel_for(plain.linears, dtype)
         return dtype, kernel, kernels.list_variant_linears(kernel, dtype, cpu)
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
-        limits, kv_tokens = super().list_limits(config, where), config.native.kv_tokens
+    def list_limits(cls, config: ModelConfig, section: str) -> list[RowLimit]:
+        limits, kv_tokens = super().list_limits(config, section), config.native.kv_tokens
         if kv_tokens is not None and all(limit.amount >= kv_tokens for limit in limits):
-            keys = f"{where}: native.kv_tokens less sampling.max_new_tokens"
+            keys = f"{section}: native.kv_tokens less sampling.max_new_tokens"
             limits.append(RowLimit(kv_tokens - config.sampling.max_new_tokens, keys))
         return limits
 
@@ -643,10 +643,10 @@ class NativeModule(MetaModelModule):
         notes = [*super().notes(config)]
         if config.devices:
             return notes
-        known = find_known_model(config)
+        plain = find_known_model(config)
         asked = getattr(torch, config.compute_dtype or config.dtype)
         dtype = kernels.choose_compute_dtype(asked, torch.device("cpu"))
-        if known is None or kernels.is_measured(known.linears, dtype):
+        if plain is None or kernels.is_measured(plain.linears, dtype):
             _, kernel, variant = cls.find_arithmetic(config)
             notes += [str(kernel)] if kernel else []
         else:  # seconds, which a check does not take

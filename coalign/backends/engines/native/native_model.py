@@ -92,7 +92,7 @@ class NativeModel(MetaModel):
     @property
     def experts(self) -> tuple[int, int] | None:
         """The layers with experts, and how many a token has there; None if they are not recorded."""
-        return (len(self.routers.found), self.routers.chosen[0].shape[1]) if self.record_experts else None
+        return (len(self.routers.modules), self.routers.chosen[0].shape[1]) if self.record_experts else None
 
     @contextlib.contextmanager
     def packed(self) -> Iterator[None]:
@@ -131,15 +131,15 @@ class NativeModel(MetaModel):
         )
 
     @property
-    def variant_parts(self) -> list[str]:
-        """The parts that may round a row differently in another batch, as far as is known without computing."""
-        parts = kernels.list_variant_linears(self.kernel, self.dtype, self.device)
+    def variant_layers(self) -> list[str]:
+        """The layers that may round a row differently in another batch, as far as is known without computing."""
+        layers = kernels.list_variant_linears(self.kernel, self.dtype, self.device)
         if self.kernel is None:
-            return parts
-        known = (nn.Embedding, PackedLinear)
-        modules = (m for m in self.module.modules() if not isinstance(m, known))
-        others = {type(m).__name__ for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))}
-        return parts + sorted(others)
+            return layers
+        invariant = (nn.Embedding, PackedLinear)
+        modules = (m for m in self.module.modules() if not isinstance(m, invariant))
+        unchecked = {type(m).__name__ for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))}
+        return layers + sorted(unchecked)
 
     def forward(
         self,
@@ -175,12 +175,12 @@ class NativeModel(MetaModel):
 
 
 def _refuse_foreign_state(module: PreTrainedModel) -> None:
-    kind, config = type(module).__name__, module.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - MIXERS
-    if other or module._is_stateful:
-        raise ValueError(REFUSAL.format(kind, f"it has layers other than causal attention {sorted(other)}"))
+    name, config = type(module).__name__, module.config.get_text_config()
+    mixers = set(getattr(config, "layer_types", None) or ()) - MIXERS
+    if mixers or module._is_stateful:
+        raise ValueError(REFUSAL.format(name, f"it has layers other than causal attention {sorted(mixers)}"))
     if not module._supports_attention_backend or "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        raise ValueError(REFUSAL.format(kind, NO_INTERFACE))
+        raise ValueError(REFUSAL.format(name, NO_INTERFACE))
 
 
 _STEPS = 4  # tokens decoded after the prefill
@@ -193,22 +193,22 @@ def check_against_transformers(model: NativeModel) -> None:
     Raises ValueError where they differ at more than half of the positions (in bfloat16 a router may flip at a few), and
     for a model that fails on such rows.
     """
-    kind = type(model.module).__name__
+    name = type(model.module).__name__
     tokens = _probe_tokens(model)
     model.module.set_attn_implementation("eager")
     expected = model.module(input_ids=tokens[None], use_cache=False).logits[0, ROWS - 1 :].float()
     sees = model.images is not None
     model.module.set_attn_implementation(choose_attention(model.module.config, NAME, sees=sees))
     try:
-        found = _compute_stepwise(model, tokens)
+        logits = _compute_stepwise(model, tokens)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as problem:  # a layer that expects another layout in memory
-        raise ValueError(REFUSAL.format(kind, shorten(str(problem), 200))) from problem
-    error = compare_logits(found, expected)
-    if error > TOLERANCE[model.dtype]:  # false for NaN: weights that are not numbers are reported by generation
+        raise ValueError(REFUSAL.format(name, shorten(str(problem), 200))) from problem
+    error = compare_logits(logits, expected)
+    if error > TOLERANCE[model.dtype]:  # false for NaN: generation reports weights that are NaN
         raise ValueError(
-            f"the native engine cannot run {kind}: its logits would differ from those of a plain forward by "
+            f"the native engine cannot run {name}: its logits would differ from those of a plain forward by "
             f"{error:.1e} of their spread"
         )
 
@@ -218,21 +218,21 @@ def check_images(model: NativeModel) -> None:
     """Raises ValueError unless a prompt with pictures, and tokens after it, have the logits of a plain forward."""
     if (images := model.images) is None:
         return
-    kind, (prompt, spans) = type(model.module).__name__, images.make_probe()
+    name, (prompt, spans) = type(model.module).__name__, images.make_probe()
     tokens = torch.tensor([*prompt, *images.plain[5 : 5 + _STEPS]], device=model.device)
     try:
         sdpa = {"": "sdpa"} | dict.fromkeys(model.module.config.sub_configs, "sdpa")
         model.module.set_attn_implementation(sdpa)
         expected = model.module(**images.list_plain_inputs(tokens, spans)).logits[0, len(prompt) - 1 :].float()
         model.module.set_attn_implementation(choose_attention(model.module.config, NAME, sees=True))
-        found = _compute_images(model, images, tokens, len(prompt), spans)
+        logits = _compute_images(model, images, tokens, len(prompt), spans)
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # a model fails by whatever it stumbles over
         why = f"with images: {type(problem).__name__}: {shorten(str(problem), 200)}"
-        raise ValueError(REFUSAL.format(kind, why)) from problem
-    if (error := compare_logits(found, expected)) > TOLERANCE[model.dtype]:
-        raise ValueError(REFUSAL.format(kind, f"with images its logits would differ by {error:.1e} of their spread"))
+        raise ValueError(REFUSAL.format(name, why)) from problem
+    if (error := compare_logits(logits, expected)) > TOLERANCE[model.dtype]:
+        raise ValueError(REFUSAL.format(name, f"with images its logits would differ by {error:.1e} of their spread"))
 
 
 def _compute_images(
@@ -240,12 +240,12 @@ def _compute_images(
 ) -> Tensor:
     """Prefill the prompt, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V]."""
     cache = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None)
-    fed, places = _pad(model, tokens[:prompt].tolist(), list(range(prompt)))
-    whole, shift = place_prompt(images, prompt, spans, places)
+    fed, positions = _pad(model, tokens[:prompt].tolist(), list(range(prompt)))
+    rotary, shift = place_prompt(images, prompt, spans, positions)
     two_way = join_neighbours(spans) if images.has_two_way_images else ()
     last = torch.tensor([prompt - 1], device=model.device)
     sequence = PrefillSequence(0, prompt, slice(0, 1), two_way=two_way)
-    out = [model.forward(fed, whole, PrefillAttention(cache, [sequence]), last, spans)]
+    out = [model.forward(fed, rotary, PrefillAttention(cache, [sequence]), last, spans)]
     for step in range(prompt, len(tokens)):
         fed, at = torch.zeros(2, ROWS, dtype=torch.int64, device=model.device)
         fed[0], at[0] = tokens[step], step
@@ -253,12 +253,12 @@ def _compute_images(
     return torch.cat(out).float()
 
 
-def place_prompt(images: ImageEmbedder, length: int, spans: Sequence[ImageSpan], places: Tensor) -> tuple[Tensor, int]:
-    """The rotary positions of a prompt whose tokens stand at ``places`` i64[T], padding behind it: i64[T], or with
-    M-RoPE [3, T]. Then how much less than its place the position of a later token is."""
+def place_prompt(images: ImageEmbedder, length: int, spans: Sequence[ImageSpan], at: Tensor) -> tuple[Tensor, int]:
+    """The rotary positions of a prompt whose tokens have the indices ``at`` i64[T], padding behind it: i64[T],
+    or with M-RoPE [3, T]. Then the difference of index and rotary position of a later token."""
     if (axes := images.find_positions(length, spans)) is None:
-        return places, 0
-    padded = F.pad(axes, (0, len(places) - length)).to(places.device)
+        return at, 0
+    padded = F.pad(axes, (0, len(at) - length)).to(at.device)
     return padded, images.find_shift(length, spans)
 
 
@@ -267,7 +267,7 @@ def is_invariant(model: NativeModel) -> bool:
     """Test whether the logits of that sequence have the same bits alone, among others, and continued after a cut."""
     tokens = _probe_tokens(model)
     alone = _compute_stepwise(model, tokens)
-    return torch.equal(alone, _compute_stepwise(model, tokens, others=2 * ROWS + 1)) and torch.equal(
+    return torch.equal(alone, _compute_stepwise(model, tokens, neighbours=2 * ROWS + 1)) and torch.equal(
         alone[1:], _compute_continued(model, tokens)
     )
 
@@ -276,39 +276,39 @@ def _probe_tokens(model: NativeModel) -> Tensor:
     return torch.arange(1, ROWS + _STEPS + 1, device=model.device) * 7919 % model.vocabulary
 
 
-def _compute_stepwise(model: NativeModel, tokens: Tensor, others: int = 0) -> Tensor:
+def _compute_stepwise(model: NativeModel, tokens: Tensor, neighbours: int = 0) -> Tensor:
     """Prefill ROWS tokens, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V].
 
-    ``others``: the number of longer sequences computed with it, in the slots before its own.
+    ``neighbours``: the number of longer sequences computed with it, in the slots before its own.
     """
-    slots, length = _round_up(others + 1, ROWS), _round_up((3 if others else 1) * len(tokens), STRIDE)
-    cache, positions = KVCache(slots, length, lambda size: None), torch.arange(length, device=model.device)
-    fed, places, sequences = [], [], []
-    for slot in range(others):
-        start, count = len(places), len(tokens) + slot
+    slots, length = _round_up(neighbours + 1, ROWS), _round_up((3 if neighbours else 1) * len(tokens), STRIDE)
+    cache, indices = KVCache(slots, length, lambda size: None), torch.arange(length, device=model.device)
+    fed, positions, sequences = [], [], []
+    for slot in range(neighbours):
+        start, count = len(positions), len(tokens) + slot
         fed += [(slot + i) % model.vocabulary for i in range(count)]
-        places += range(count)
+        positions += range(count)
         sequences.append(PrefillSequence(start, start + count, slice(slot, slot + 1)))
-    sequences.append(PrefillSequence(len(places), len(places) + ROWS, slice(others, others + 1)))
+    sequences.append(PrefillSequence(len(positions), len(positions) + ROWS, slice(neighbours, neighbours + 1)))
     fed += tokens[:ROWS].tolist()
-    places += range(ROWS)
-    last = torch.tensor([len(places) - 1], device=model.device)
-    out = [model.forward(*_pad(model, fed, places), PrefillAttention(cache, sequences), last)]
+    positions += range(ROWS)
+    last = torch.tensor([len(positions) - 1], device=model.device)
+    out = [model.forward(*_pad(model, fed, positions), PrefillAttention(cache, sequences), last)]
     for step in range(ROWS, len(tokens)):
         fed, at = torch.zeros(2, slots, dtype=torch.int64, device=model.device)
-        at[:others] = positions[step + len(tokens) : step + len(tokens) + 1]
-        fed[others], at[others] = tokens[step], step
+        at[:neighbours] = indices[step + len(tokens) : step + len(tokens) + 1]
+        fed[neighbours], at[neighbours] = tokens[step], step
         columns = int(at.max()) + 1
-        out.append(model.forward(fed, at, DecodeAttention(cache, at, columns), None)[others : others + 1])
+        out.append(model.forward(fed, at, DecodeAttention(cache, at, columns), None)[neighbours : neighbours + 1])
     return torch.cat(out).float()
 
 
 def _compute_continued(model: NativeModel, tokens: Tensor) -> Tensor:
     """Compute the decoded steps in one prefill, as for a sample that continues. Returns logits, float32 [_STEPS, V]."""
     cache, count = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None), len(tokens)
-    whole = PrefillAttention(cache, [PrefillSequence(0, count, slice(0, 1), decoded=_STEPS)])
+    prefill = PrefillAttention(cache, [PrefillSequence(0, count, slice(0, 1), decoded=_STEPS)])
     rows = torch.arange(ROWS, count, device=model.device)
-    return model.forward(*_pad(model, tokens.tolist(), list(range(count))), whole, rows).float()
+    return model.forward(*_pad(model, tokens.tolist(), list(range(count))), prefill, rows).float()
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -18,7 +18,7 @@ from vllm.inputs import MultiModalInput, mm_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 
-from coalign.backends.vision import OF_VIDEOS
+from coalign.backends.vision import VIDEO_ARGUMENTS
 from coalign.data.images.pixels import PixelCache, Pixels
 from coalign.data.images.placeholders import split_images
 from coalign.data.images.processor import ImageProcessor
@@ -54,7 +54,7 @@ class ImageInputs:
     def build(self, tokens: list[int], spans: Sequence[ImageSpan], salt: str) -> MultiModalInput:
         """Return the input of a prompt. ``salt`` keeps it from keys, values and features of other weights.
 
-        Raises what `PixelCache.get` raises, and ValueError for a video that vLLM reads otherwise than transformers.
+        Raises what `PixelCache.get` raises, and ValueError for a video that vLLM reads differently than transformers.
         """
         if not self._has_steps and any(span.is_video for span in spans):
             raise ValueError(
@@ -62,17 +62,18 @@ class ImageInputs:
                 "behind others its positions are not those of transformers; use `module: native`"
             )
         images = split_images(spans)
-        kinds = ["video" if own[0].is_video else "image" for own in images]
+        modalities = ["video" if first.is_video else "image" for first, *_ in images]
 
         def sort(values: Sequence[Any]) -> dict[str, list[Any]]:
-            """By kind of what each value is of."""
-            return {kind: [v for v, own in zip(values, kinds, strict=True) if own == kind] for kind in sorted({*kinds})}
+            """Group the values, one for each image, by modality."""
+            pairs = [*zip(modalities, values, strict=True)]
+            return {modality: [v for m, v in pairs if m == modality] for modality in sorted({*modalities})}
 
         return mm_input(
             prompt_token_ids=tokens,
-            mm_kwargs=MultiModalKwargsItems(sort([self._convert(self.pixels.get(own[0]), own[0]) for own in images])),
-            mm_hashes=sort([f"{own[0].image}/{salt}" for own in images]),
-            mm_placeholders=sort([self._find_range(own) for own in images]),
+            mm_kwargs=MultiModalKwargsItems(sort([self._convert(self.pixels.get(span), span) for span, *_ in images])),
+            mm_hashes=sort([f"{span.image}/{salt}" for span, *_ in images]),
+            mm_placeholders=sort([self._find_range(spans) for spans in images]),
             cache_salt=salt,
         )
 
@@ -80,17 +81,17 @@ class ImageInputs:
         joined = _join_tiles(pixels)
         tiles = torch.tensor([len(joined["pixel_values"])])
         derived = {**dict.fromkeys(TILES, tiles), TOKEN: torch.tensor(self.pixels.processor.token)}
-        kind = "image"
+        modality = "image"
         if span is not None and span.is_video:
-            kind, joined = "video", {OF_VIDEOS[name]: tensor for name, tensor in joined.items()}
+            modality, joined = "video", {VIDEO_ARGUMENTS[name]: tensor for name, tensor in joined.items()}
         inputs = BatchFeature({**derived, **joined})
         items = MultiModalKwargsItems.from_hf_inputs(inputs, self._processor._get_mm_fields_config(inputs, {}))
-        [item] = items[kind]
+        [item] = items[modality]
         return item
 
     def _find_range(self, spans: Sequence[ImageSpan]) -> PlaceholderRange:
-        """Where an image stands. That of a video whose steps have texts begins with the marker before its first step,
-        from which on vLLM looks for them."""
+        """The range of an image's placeholders. For a video whose steps have texts it begins with the marker before the
+        first step, from which on vLLM looks for them."""
         start, stop = spans[0].start - (spans[0].is_video and self._has_steps), spans[-1].stop
         if sum(span.length for span in spans) == stop - start:
             return PlaceholderRange(start, stop - start)

@@ -121,11 +121,11 @@ class CounterSampler(LogitsProcessor):
 
     def _create_row(self, params: SamplingParams, prompt: list[int] | None, chosen: list[int]) -> SampledRow:
         assert params.extra_args is not None and prompt is not None
-        sampling = params.extra_args[SAMPLING]  # of a worker in another process: a copy for each request
+        sampling = params.extra_args[SAMPLING]  # in a worker of another process, a copy for each request
         if sampling not in self.samplings:
             self.samplings.append(sampling)
-        known = self.samplings[self.samplings.index(sampling)]
-        return SampledRow(params.extra_args[KEY], known, len(prompt), chosen)
+        shared = self.samplings[self.samplings.index(sampling)]
+        return SampledRow(params.extra_args[KEY], shared, len(prompt), chosen)
 
 
 class VLLMSession(GenerationSession):
@@ -161,7 +161,7 @@ class VLLMSession(GenerationSession):
         self.cut(*self._arrived, *(answer.submitted for answer in self._answers.values()))
 
     def take_active(self) -> Sequence[PartialResponse]:
-        """Also those that wait within vLLM: they might find keys and values of other weights."""
+        """Samples that wait within vLLM are taken, too: they might reuse keys and values of older weights."""
         answers = list(self._answers.values())
         self.close()
         return answers
@@ -197,23 +197,23 @@ class VLLMSession(GenerationSession):
         prompt: PromptType | EngineInput = TokensPrompt(prompt_token_ids=request.prompt, cache_salt=salt)
         if request.images and engine.images is not None:
             prompt = engine.images.build(request.prompt, request.images, salt)
-        for place in range(request.samples):
+        for offset in range(request.samples):
             name = next(engine.request_ids)
             stops = submitted.find_stops(self.sampling, engine.decoder)
-            self._answers[name] = PartialResponse(submitted, place, stops)
-            parameters = self._vllm_parameters(submitted, place)
+            self._answers[name] = PartialResponse(submitted, offset, stops)
+            parameters = self._vllm_parameters(submitted, offset)
             engine.llm.add_request(name, prompt, parameters, lora_request=engine.lora_request)
 
-    def _vllm_parameters(self, submitted: SubmittedRequest, place: int) -> SamplingParams:
+    def _vllm_parameters(self, submitted: SubmittedRequest, offset: int) -> SamplingParams:
         engine = self.engine
-        key = submitted.find_key(engine.seed, place)
+        key = submitted.find_key(engine.seed, offset)
         return SamplingParams(
             temperature=1.0,  # CounterSampler has left one token to choose
             repetition_penalty=self.sampling.repetition_penalty,
             max_tokens=submitted.limit,
             stop_token_ids=sorted(engine.end_tokens),
             ignore_eos=True,  # stop_token_ids has all end tokens
-            logprobs=0,  # of the chosen token alone
+            logprobs=0,  # only the chosen token's
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args={KEY: key, SAMPLING: self.sampling},
@@ -244,15 +244,15 @@ class VLLMSession(GenerationSession):
     def _add_tokens(self, answer: PartialResponse, output: RequestOutput) -> Status | None:
         [completion] = output.outputs
         request, version, status = answer.submitted.request, self.engine.version, None
-        for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True):
-            assert found is not None
-            logprob = found[token].logprob
+        for token, choices in zip(completion.token_ids, completion.logprobs or (), strict=True):
+            assert choices is not None
+            logprob = choices[token].logprob
             if not math.isfinite(logprob):
                 raise FloatingPointError(f"logits are not finite (weights version {version}, group {request.group})")
             status = answer.add(token, logprob, version, self.engine.end_tokens)
             self.tokens_chosen += 1
             if self.on_token is not None:
-                self.on_token(request.group, request.first + answer.place, token, logprob)
+                self.on_token(request.group, request.first + answer.offset, token, logprob)
         return status
 
     def _abort(self, names: list[str]) -> None:
@@ -262,7 +262,7 @@ class VLLMSession(GenerationSession):
     def _finish(self, name: str, status: Status) -> None:
         answer = self._answers.pop(name)
         self.finished += 1
-        answer.submitted.on_done(answer.place, answer.response(status))
+        answer.submitted.on_done(answer.offset, answer.response(status))
 
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
@@ -306,10 +306,10 @@ def _describe_exit(code: int | None) -> str:
 class VLLMEngine(InferenceEngine):
     """Generates with vLLM.
 
-    shapes: of all weights, by their names in memory; vLLM gets them as ``stored``. decoder: see
-    coalign.backends.engines.request. adapter_rank: of the LoRA adapters that come with the weights, each time all of
-    them; None: there are none. processor: of a model that sees. Raises ValueError for an architecture, or for images,
-    that vLLM cannot run.
+    shapes: those of all weights, by their names in memory; vLLM gets the weights as ``stored``. decoder: see
+    coalign.backends.engines.request. adapter_rank: the rank of the LoRA adapters, all of which come with the weights
+    each time; None: there are none. processor: given for a model that sees. Raises ValueError for an architecture, or
+    for images, that vLLM cannot run.
     """
 
     def __init__(
@@ -349,8 +349,8 @@ class VLLMEngine(InferenceEngine):
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        kinds = set(self.llm.collective_rpc("coalign_dtype"))
-        return kinds.pop() if len(kinds) == 1 else None
+        dtypes = set(self.llm.collective_rpc("coalign_dtype"))
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     def step(self) -> list[RequestOutput]:
         """Run one step of vLLM.
@@ -406,10 +406,10 @@ class VLLMEngine(InferenceEngine):
 
     def _check_weights(self, weights: Iterable[tuple[str, Tensor]], taken: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield weights and adapters, add weights to ``taken``; raise ValueError for one that does not fit."""
-        parts: dict[str, torch.Size] = {}
+        adapters: dict[str, torch.Size] = {}
         for name, tensor in weights:
-            if self.adapter_rank and lora.PART in name:
-                parts[name] = tensor.shape
+            if self.adapter_rank and lora.INFIX in name:
+                adapters[name] = tensor.shape
                 yield name, tensor.detach()
                 continue
             shape = self.shapes.get(name)
@@ -419,7 +419,7 @@ class VLLMEngine(InferenceEngine):
                 raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(shape)}")
             taken.add(name)
             yield name, tensor.detach()
-        check_adapters(parts, self.shapes, self.adapter_rank or 0)
+        check_adapters(adapters, self.shapes, self.adapter_rank or 0)
 
     def _check_complete(self, taken: set[str]) -> None:
         """Raise ValueError if weights are missing: the first time any.
@@ -436,8 +436,8 @@ class VLLMEngine(InferenceEngine):
     def _list_fused(self, name: str) -> list[str]:
         path, _, leaf = name.rpartition(".")
         owner, _, layer = path.rpartition(".")
-        fused = next((parts for parts in self._fused.values() if layer in parts and len(parts) > 1), [layer])
-        return [each for part in fused if (each := f"{owner}.{part}.{leaf}") in self.shapes]
+        fused = next((layers for layers in self._fused.values() if layer in layers and len(layers) > 1), [layer])
+        return [sibling for fused_layer in fused if (sibling := f"{owner}.{fused_layer}.{leaf}") in self.shapes]
 
 
 def create_engine_arguments(
@@ -458,7 +458,7 @@ def create_engine_arguments(
         "distributed_executor_backend": "mp" if config.tensor_parallel * config.pipeline_parallel > 1 else "uni",
         "enable_sleep_mode": device != "cpu" and config.offload != [],
         "load_format": "dummy",
-        "language_model_only": config.vision is None,  # of a vision-language model
+        "language_model_only": config.vision is None,  # whether vLLM leaves out the towers
         "generation_config": "vllm",
         "logits_processors": [f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
         "logprobs_mode": "processed_logits",
@@ -501,8 +501,8 @@ def _config(arguments: EngineArgs, *, sees: bool) -> VllmConfig:
     if sees and on_cpu and config.model_config.is_mm_prefix_lm and not CPUAttentionBackend.supports_mm_prefix():
         raise ValueError("its kernels for CPUs let no token of an image see a later one, as here; use `native`")
     if on_cpu and not CPUAttentionBackend.supports_head_size(size):
-        known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
-        raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
+        sizes = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
+        raise ValueError(f"its kernels for CPUs know heads of {sizes} numbers, and the model's have {size}")
     return config
 
 

@@ -71,7 +71,7 @@ class VLLMModule(RolloutModule):
     adapters = True
     reads_images = True
     engine: VLLMEngine
-    offloaded: frozenset[str] = frozenset()  # the parts (weights, kv) that are not on the device
+    offloaded: frozenset[str] = frozenset()  # the components (weights, kv) that are not on the device
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
@@ -84,24 +84,24 @@ class VLLMModule(RolloutModule):
             )
 
     @classmethod
-    def list_limits(cls, config: ModelConfig, where: str) -> list[RowLimit]:
-        limits, longest = super().list_limits(config, where), config.vllm.get("max_model_len")
-        key = f"{where}.vllm.max_model_len, less one"
+    def list_limits(cls, config: ModelConfig, section: str) -> list[RowLimit]:
+        limits, longest = super().list_limits(config, section), config.vllm.get("max_model_len")
+        key = f"{section}.vllm.max_model_len, less one"
         return limits if longest is None else [*limits, RowLimit(longest - 1, key)]
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         hf = pretrained.read_config(config)
         _check_rope(hf, config, name)
-        text, parts = hf.get_text_config(), config.tensor_parallel
+        text, ranks = hf.get_text_config(), config.tensor_parallel
         heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
-        if heads % parts:
+        if heads % ranks:
             raise ValueError(
-                f"models.{name}.tensor_parallel is {parts}, which does not divide the model's {heads} attention heads"
+                f"models.{name}.tensor_parallel is {ranks}, which does not divide the model's {heads} attention heads"
             )
-        if kv_heads and kv_heads % parts and parts % kv_heads:
+        if kv_heads and kv_heads % ranks and ranks % kv_heads:
             raise ValueError(
-                f"models.{name}.tensor_parallel is {parts}, which neither divides the model's {kv_heads} heads of keys "
+                f"models.{name}.tensor_parallel is {ranks}, which neither divides the model's {kv_heads} heads of keys "
                 "and values nor is a multiple of them"
             )
 
@@ -147,9 +147,9 @@ class VLLMModule(RolloutModule):
             processor=self.read_processor(),
         )
 
-    def move(self, to: str, parts: Sequence[str]) -> None:
+    def move(self, to: str, components: Sequence[str]) -> None:
         """Let vLLM move its memory: to the host all of it at once. On CPU nothing moves."""
-        moving = {"weights", "kv"}.intersection(parts)
+        moving = {"weights", "kv"}.intersection(components)
         if self.context.device == "cpu" or not moving:
             return
         if to == "host":
@@ -157,7 +157,7 @@ class VLLMModule(RolloutModule):
                 self.engine.llm.sleep(level=1, mode="keep")  # drops keys and values
             self.offloaded = frozenset({"weights", "kv"})
         elif back := sorted(moving & self.offloaded):
-            self.engine.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[part] for part in back])
+            self.engine.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[component] for component in back])
             self.offloaded -= moving
 
 
@@ -165,16 +165,16 @@ def _check_rope(hf: PreTrainedConfig, config: ModelConfig, name: str) -> None:
     """Refuse rotary embeddings that vLLM chooses once, by the longest sequence that it may get."""
     if (limit := pretrained.read_rope_limit(hf)) is None:
         return
-    kind, longest = limit
-    if kind != "longrope":
+    rope_type, longest = limit
+    if rope_type != "longrope":
         raise ValueError(
-            f"models.{name}.load: vLLM computes rotary embeddings of type `{kind}` otherwise than a trainer: it scales "
-            "short sequences, too; use `module: native`"
+            f"models.{name}.load: vLLM computes rotary embeddings of type `{rope_type}` otherwise than a trainer: it "
+            "scales short sequences, too; use `module: native`"
         )
     if config.vllm.get("max_model_len", longest + 1) > longest:
         raise ValueError(
-            f"models.{name}.vllm.max_model_len: rotary embeddings of type `{kind}` change above {longest} tokens, and "
-            f"vLLM then changes them for short sequences, too; set it to {longest} or less"
+            f"models.{name}.vllm.max_model_len: rotary embeddings of type `{rope_type}` change above {longest} tokens, "
+            f"and vLLM then changes them for short sequences, too; set it to {longest} or less"
         )
 
 
@@ -184,10 +184,10 @@ def check_owned(options: Iterable[str], model: str) -> None:
         raise ValueError(f"models.{model}.vllm.{owned[0]} is set by Coalign: {OWNED_ARGUMENTS[owned[0]]}")
 
 
-def check_known(options: Iterable[str], known: Iterable[str], model: str) -> None:
-    """Raise ValueError for an option that is not among vLLM's ``known`` engine arguments."""
-    if unknown := [name for name in options if name not in known]:
-        close = suggest(unknown[0], sorted(each for each in known if each not in OWNED_ARGUMENTS))
+def check_known(options: Iterable[str], arguments: Iterable[str], model: str) -> None:
+    """Raise ValueError for an option that is not among vLLM's engine ``arguments``."""
+    if unknown := [name for name in options if name not in arguments]:
+        close = suggest(unknown[0], sorted(argument for argument in arguments if argument not in OWNED_ARGUMENTS))
         raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
 
 

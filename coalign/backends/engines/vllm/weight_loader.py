@@ -77,7 +77,7 @@ class WeightLoader:
     vllm_config: VllmConfig
     model_runner: Any
     coalign_adapters: dict[str, Tensor]  # those of the load in progress
-    coalign_kernels: list[tuple[Any, Any]]  # of experts, before it
+    coalign_kernels: list[tuple[Any, Any]]  # (method, kernel) of layers with experts, taken out during the load
 
     def coalign_setup(self, eager: bool) -> dict[str, list[str]]:
         """Return the layers that vLLM computes as one: its name -> their names in Hugging Face's model.
@@ -92,8 +92,8 @@ class WeightLoader:
         """Return the dtype of all weights, if there is one; attention scales (`_…` buffers) do not count."""
         state = self.model_runner.get_model().state_dict()
         weights = [tensor for name, tensor in state.items() if not name.rpartition(".")[2].startswith("_")]
-        kinds = {tensor.dtype for tensor in weights if tensor.is_floating_point()}
-        return kinds.pop() if len(kinds) == 1 else None
+        dtypes = {tensor.dtype for tensor in weights if tensor.is_floating_point()}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     @torch.no_grad()
     def coalign_begin(self) -> None:
@@ -113,7 +113,7 @@ class WeightLoader:
     def coalign_without_adapters(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights; keep the adapters for the end of the load."""
         for name, tensor in weights:
-            if lora.PART not in name:
+            if lora.INFIX not in name:
                 yield name, tensor
             else:
                 self.coalign_adapters[name] = tensor.cpu().clone()
@@ -131,7 +131,7 @@ class WeightLoader:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
-            for method, kernel in self.coalign_kernels:  # of experts that did not come
+            for method, kernel in self.coalign_kernels:  # layers whose experts were not loaded keep theirs
                 method.moe_kernel = method.moe_kernel or kernel
             _repack_shared(model)
             if complete and (config := self.vllm_config.lora_config) is not None:
@@ -146,10 +146,10 @@ def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     with new weights that are not packed, and nothing would tell.
     """
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
-    found = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
-    for method, _ in found:
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in kernels:
         method.moe_kernel = None
-    return found
+    return kernels
 
 
 def _repack_shared(model: nn.Module) -> None:
@@ -187,19 +187,19 @@ def adapter_capacity(rank: int, model: str) -> int:
 def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size], rank: int) -> None:
     """Raise ValueError for adapters (their shapes by name) that are incomplete or do not fit these weights.
 
-    shapes: [out, in] of the weights. rank: of every adapter.
+    shapes: [out, in] of the weights. rank: that of every adapter.
     """
     for name, shape in tensors.items():
-        layer, _, factor = name.partition(lora.PART)
+        layer, _, factor = name.partition(lora.INFIX)
         weight = shapes.get(f"{layer.removeprefix(lora.PREFIX)}.weight")
         if weight is None or factor not in ("A.weight", "B.weight"):
             raise ValueError(f"the weights do not fit: '{name}' is no adapter of a weight of the model")
         needed = (rank, weight[1]) if factor == "A.weight" else (weight[0], rank)
         if tuple(shape) != needed:
             raise ValueError(f"weight '{name}' has shape {list(shape)}; the model needs {list(needed)}")
-        other = f"{layer}{lora.PART}{'B' if factor == 'A.weight' else 'A'}.weight"
-        if other not in tensors:
-            raise ValueError(f"the weights do not fit: missing ['{other}'], the other half of '{name}'")
+        sibling = f"{layer}{lora.INFIX}{'B' if factor == 'A.weight' else 'A'}.weight"
+        if sibling not in tensors:
+            raise ValueError(f"the weights do not fit: missing ['{sibling}'], the other half of '{name}'")
 
 
 class AdaptedModel(Protocol):

@@ -4,7 +4,7 @@ So every backend computes shared prompts once, and context parallelism exchanges
 Engine. The file owns ALiBi (2108.12409), rotary angles by position with every `rope_scaling` of the families, and
 multi-head latent attention (DeepSeek V2, 2405.04434).
 
-The rotary formulas are those of transformers (modeling_rope_utils). megatron-core counts angles by place in the row,
+The rotary formulas are those of transformers (modeling_rope_utils). megatron-core counts angles by index in the row,
 knows Llama 3's scaling with its default numbers only, and has no dynamic scaling.
 """
 
@@ -73,7 +73,7 @@ def compute_rotary_angles(model: MegatronConfig, positions: Tensor, blocks: Sequ
     """Compute rotary angles f32[P, 1, 1, D] of positions i64[P], or i64[3, P] on three axes; D of a head's numbers are
     rotated.
 
-    ``blocks``: of the whole row. Returns None for a model without rotary embeddings. ValueError for a sequence above
+    ``blocks``: the whole row's. Returns None for a model without rotary embeddings. ValueError for a sequence above
     the length at which dynamic scaling begins: it changes the angles of the whole row.
     """
     if model.position_embedding_type != "rope":
@@ -109,7 +109,7 @@ def _llama3_share(scaling: RopeScaling, speed: Tensor) -> Tensor:
     Pairs of few turns keep nothing, pairs of many turns all of it.
     """
     low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
-    assert low is not None and high is not None and length is not None  # families require them of this kind
+    assert low is not None and high is not None and length is not None  # families require them
     turns = length * speed / (2 * math.pi)
     return ((turns - low) / (high - low)).clamp(0, 1)
 
@@ -144,9 +144,9 @@ def _yarn_factor(factor: float, mscale: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """What attention needs to know of a row; megatron-core passes it on as its own parameters of packed sequences.
+    """Describes a row to attention; megatron-core passes it on as its own parameters of packed sequences.
 
-    positions i64[P]: of this rank's part of the row. angles f32[P, 1, 1, D]: for latent attention only, which gets no
+    positions i64[P] of this rank's chunk of the row. angles f32[P, 1, 1, D]: for latent attention only, which gets no
     angles from megatron-core.
     """
 
@@ -161,7 +161,7 @@ class PackedRow:
 class PackedAttention(nn.Module):
     """query [P, 1, heads, D], key [P, 1, groups, D] and value [P, 1, groups, E] -> [P, 1, heads · E].
 
-    ``alibi``: of all heads of the model.
+    ``alibi``: the bias of all heads of the model.
     """
 
     def __init__(
@@ -203,14 +203,14 @@ class PackedAttention(nn.Module):
 # 0.16.1 tests for a class of Transformer Engine that is only a placeholder where that is not installed.
 multi_latent_attention.HAVE_TE = find_spec("transformer_engine") is not None
 
-EPSILON = 1e-6  # of the norms of compressed states, whatever config.json says for other norms
+EPSILON = 1e-6  # the norms of compressed states take it, whatever config.json says for other norms
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Latent attention with angles by position; megatron-core counts them by place in the row.
+    """Latent attention with angles by position; megatron-core counts them by index in the row.
 
     It also mends a gradient: without Transformer Engine, under tensor parallelism, megatron-core computes the gradient
-    of the key part that all heads share from the rank's own heads only. ``scaling``: of the angles.
+    of the key component that all heads share from the rank's own heads only. ``scaling``: that of the angles.
     """
 
     def __init__(self, *arguments: Any, scaling: RopeScaling | None, **settings: Any) -> None:
@@ -248,16 +248,16 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
     def _compress_query(self, hidden: Tensor) -> Tensor:
-        """Return the states that queries are computed from [P or its part, 1, rank]; uncompressed ones as they are."""
+        """Return the states that queries are computed from, [P or a chunk of it, 1, rank], or ``hidden`` itself."""
         if self.config.q_lora_rank is None:
             return hidden
         down = self.linear_q_down_proj(hidden)[0]
         if down.shape[-1] != self.config.q_lora_rank:
-            down = self._own_tokens(tensor_parallel.gather_from_tensor_model_parallel_region(down))
+            down = self._local_tokens(tensor_parallel.gather_from_tensor_model_parallel_region(down))
         return self.q_layernorm(down)
 
     def _compress_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states of keys and values, and the key part [P, 1, D] that all heads share, of all tokens."""
+        """Return the states of keys and values, and for all tokens the key component [P, 1, D] that all heads share."""
         config = self.config
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         down = self.linear_kv_down_proj(hidden)[0]
@@ -267,10 +267,10 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
                 shared = tensor_parallel.gather_from_sequence_parallel_region(shared, group=self.tp_group)
         else:  # megatron-core's own layer is sharded over ranks and has gathered the tokens
             latent, shared = tensor_parallel.gather_from_tensor_model_parallel_region(down).split(sizes, -1)
-            latent, shared = self._own_tokens(latent), tensor_parallel.copy_to_tensor_model_parallel_region(shared)
+            latent, shared = self._local_tokens(latent), tensor_parallel.copy_to_tensor_model_parallel_region(shared)
         return cast(nn.Module, self.kv_layernorm)(latent), shared
 
-    def _own_tokens(self, x: Tensor) -> Tensor:
+    def _local_tokens(self, x: Tensor) -> Tensor:
         if not self.config.sequence_parallel:
             return x
         return tensor_parallel.scatter_to_sequence_parallel_region(x, group=self.tp_group)

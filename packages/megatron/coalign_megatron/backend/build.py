@@ -1,4 +1,4 @@
-"""Builds this rank's part of a megatron-core model: process groups, configuration, chunks, weights."""
+"""Builds this rank's chunks of a megatron-core model: process groups, configuration, modules, weights."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def create_transformer_config(
         fields["expert_model_parallel_size"], fields["expert_tensor_parallel_size"] = sizes.expert, sizes.expert_tensor
     if model.multi_latent_attention:
         fields |= {name: getattr(model, name) for name in LATENT} | {"rope_type": "rope"}
-        if (scaling := model.rope_scaling) is not None:  # of the scores
+        if (scaling := model.rope_scaling) is not None:  # also scales the scores
             fields |= {"rotary_scaling_factor": scaling.factor, "mscale_all_dim": scaling.mscale_all_dim or 0.0}
     fields |= {
         "activation_func": ACTIVATIONS[model.activation_func],
@@ -107,8 +107,8 @@ def create_transformer_config(
     }
     if not te:
         fields |= UNFUSED
-    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    config = kind(**fields | more)
+    config_class = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    config = config_class(**fields | more)
     if (factor := compute_attention_factor(model.rope_scaling)) != 1.0:
         # megatron-core reads these attributes, which are no fields, and computes 1 + mscale · ln(scaling factor) / 10.
         vars(config).update(yarn_rotary_scaling_factor=math.e, yarn_mscale=10 * (factor - 1), yarn_mscale_all_dim=0.0)
@@ -120,8 +120,8 @@ def _initialise_nothing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _joined: ParallelSizes | None = None  # the partition of all models of this process
-_models = 0  # that use the groups
-_owns_process_group = False  # whether `leave` ends torch's process group
+_models = 0  # models that use the groups
+_owns_process_group = False  # whether `leave_ranks` ends torch's process group
 
 
 def join_ranks(sizes: ParallelSizes, context: Context) -> None:
@@ -146,9 +146,9 @@ def join_ranks(sizes: ParallelSizes, context: Context) -> None:
             context_parallel_size=sizes.context,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
-            distributed_timeout_minutes=int(process_group.TIMEOUT.total_seconds() // 60),
+            distributed_timeout_minutes=int(process_group.COLLECTIVE_TIMEOUT.total_seconds() // 60),
         )
-        # Dropout differs between ranks with other rows or other parts of a layer, and is equal elsewhere.
+        # Dropout differs between ranks with different rows or shards of a layer, and is equal elsewhere.
         tensor_parallel.model_parallel_cuda_manual_seed(context.seed)
         _joined = sizes
     _models += 1
@@ -252,8 +252,8 @@ def read_weights(config: ModelConfig, context: Context, weights: WeightPartition
 def load_head(chunks: Sequence[torch.nn.Module], name: str) -> None:
     """Read the head that was trained beside adapters from their directory, where the last of ``chunks`` has one."""
     _, tensors = adapters.read_adapter(find_directory(name))
-    if (own := lora.find_head(chunks)) is not None:
-        own.data.copy_(tensors[adapters.PREFIX + SCORE])
+    if (head := lora.find_head(chunks)) is not None:
+        head.data.copy_(tensors[adapters.PREFIX + SCORE])
 
 
 def _select_stored(config: ModelConfig, weights: WeightPartition, reader: HuggingFaceReader) -> Callable[[str], Tensor]:
@@ -287,19 +287,19 @@ def _build_chunk(
 
 
 def _compute_fields(config: ModelConfig) -> dict[str, Any]:
-    own = config.megatron
+    settings = config.megatron
     fields: dict[str, Any] = {
-        "sequence_parallel": own.sequence_parallel and config.tensor_parallel > 1,
-        "num_layers_in_first_pipeline_stage": own.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": own.last_stage_layers,
+        "sequence_parallel": settings.sequence_parallel and config.tensor_parallel > 1,
+        "num_layers_in_first_pipeline_stage": settings.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": settings.last_stage_layers,
         "deterministic_mode": config.deterministic,
     }
     if config.activation_checkpointing == "full" and not config.frozen:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform"}
-        fields |= {"recompute_num_layers": own.recompute_num_layers}
+        fields |= {"recompute_num_layers": settings.recompute_num_layers}
     elif config.activation_checkpointing == "selective" and not config.frozen:
-        fields |= {"recompute_granularity": "selective", "recompute_modules": list(own.recompute_modules)}
-    return fields | own.config
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(settings.recompute_modules)}
+    return fields | settings.config
 
 
 def check_machine(config: ModelConfig, device: torch.device) -> None:
@@ -311,7 +311,7 @@ def check_machine(config: ModelConfig, device: torch.device) -> None:
             raise ValueError(
                 "fp8 of Megatron's layers needs Transformer Engine (pip install 'transformer-engine[pytorch]')"
             )
-    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    if unknown := [name for name in config.megatron.config if name not in known]:
-        close = suggest(unknown[0], known - set(OWNED))
+    field_names = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    if unknown := [name for name in config.megatron.config if name not in field_names]:
+        close = suggest(unknown[0], field_names - set(OWNED))
         raise ValueError(f"megatron.config.{unknown[0]} is no field of megatron-core's TransformerConfig{close}")

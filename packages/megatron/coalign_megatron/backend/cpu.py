@@ -41,7 +41,7 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, stream: Any) -> None:
         pass
 
     def record_event(self) -> _Stream:
@@ -59,24 +59,24 @@ def _counts(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 all_gather = dist.all_gather
 
 
-def _all_gather(parts: list[Tensor], own: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def _all_gather(outputs: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """Gather tensors of different lengths (tokens for experts); gloo needs equal ones, so they are padded."""
-    longest = max(map(len, parts))
-    if all(len(part) == longest for part in parts):
-        return all_gather(parts, own, group, async_op)
-    padded = own.new_zeros(longest, *own.shape[1:])
-    padded[: len(own)] = own
-    whole = [torch.empty_like(padded) for _ in parts]
-    all_gather(whole, padded, group)
-    for part, found in zip(parts, whole, strict=True):
-        part.copy_(found[: len(part)])
+    longest = max(map(len, outputs))
+    if all(len(output) == longest for output in outputs):
+        return all_gather(outputs, tensor, group, async_op)
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    all_gather(gathered, padded, group)
+    for output, received in zip(outputs, gathered, strict=True):
+        output.copy_(received[: len(output)])
 
 
-def _reduce_scatter(out: Tensor, parts: list[Tensor], group: Any = None, **_: Any) -> None:
+def _reduce_scatter(out: Tensor, inputs: list[Tensor], group: Any = None, **_: Any) -> None:
     """Sum and split what `_all_gather` gathered."""
-    whole = torch.cat([part.reshape(len(part), -1) for part in parts])
-    dist.all_reduce(whole, group=group)
-    out.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)].view_as(out))
+    total = torch.cat([tensor.reshape(len(tensor), -1) for tensor in inputs])
+    dist.all_reduce(total, group=group)
+    out.copy_(total.split([len(tensor) for tensor in inputs])[dist.get_rank(group)].view_as(out))
 
 
 class _Tracker(random.CudaRNGStatesTracker):
@@ -88,13 +88,13 @@ class _Tracker(random.CudaRNGStatesTracker):
 
     @contextmanager
     def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        before = torch.get_rng_state()
+        previous = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
             yield
         finally:
             self.states_[name] = torch.get_rng_state()
-            torch.set_rng_state(before)
+            torch.set_rng_state(previous)
 
 
 TRACKER = _Tracker()
@@ -120,8 +120,8 @@ def on_cpu() -> Iterator[None]:
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
     with ExitStack() as stack:
-        for where, name, value in stand_ins:
-            stack.enter_context(patch.object(where, name, value))
+        for owner, name, value in stand_ins:
+            stack.enter_context(patch.object(owner, name, value))
         # 0.16.1 uses this function of Transformer Engine without testing whether it is installed.
         stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(_CudaTensorsOnCpu())

@@ -42,7 +42,7 @@ class LowRankAdapter(nn.Module):
         super().__init__()
         weight = layer.weight
         copies = [[nn.Parameter(f.to(weight.device, torch.float32, copy=True)) for f in pair] for pair in factors]
-        self.lora_A, self.lora_B = (nn.ParameterList(each) for each in zip(*copies, strict=True))
+        self.lora_A, self.lora_B = (nn.ParameterList(column) for column in zip(*copies, strict=True))
         self.shard, self.scaling, self.enabled = shard, scaling, True
         self.rows = nn.Buffer(torch.tensor(shard.rows, device=weight.device), persistent=False)
         self.group: dist.ProcessGroup = layer.tp_group
@@ -60,14 +60,14 @@ class LowRankAdapter(nn.Module):
         self.enabled = enabled
 
     def compute_factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and scaling · B of this rank's part of the weight: [ranks, columns] and [rows, ranks]."""
-        a = torch.cat([each[:, slice(*self.shard.columns)] for each in self.lora_A])
+        """Return A and scaling · B of this rank's shard of the weight: [ranks, columns] and [rows, ranks]."""
+        a = torch.cat([factor[:, slice(*self.shard.columns)] for factor in self.lora_A])
         scaled = [b * scale for b, scale in zip(self.lora_B, self.scaling, strict=True)]
-        b = F.pad(torch.block_diag(*scaled), (0, 0, 0, 1))  # the last row is of rows without an adapter
+        b = F.pad(torch.block_diag(*scaled), (0, 0, 0, 1))  # rows without an adapter take the last one, of zeros
         return a, b.index_select(0, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output for the input ``x``, both as its ranks share them."""
+        """Return what is added to the layer's output for the input ``x``; both are sharded as the layer shards them."""
         a, b = (factor.to(x.dtype) for factor in self.compute_factors())
         low = F.linear(x, a)
         return F.linear(low if self.gathered else self._exchange(low), b)
@@ -83,7 +83,7 @@ class LowRankAdapter(nn.Module):
         return tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.group)
 
     def list_partial(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of which each tensor-parallel rank computes a part of the gradient."""
+        """Yield the parameters of which each tensor-parallel rank computes a partial gradient."""
         # Without sequence parallelism all ranks compute the same of what is not cut: A of columns, B of rows.
         every = self.gathered or self.sequence_parallel
         yield from self.lora_A if every or self.shard.row else ()
@@ -91,7 +91,7 @@ class LowRankAdapter(nn.Module):
 
     @torch.no_grad()
     def merge(self, weight: Tensor) -> Tensor:
-        """Return weight + scaling · B A as a new tensor of this rank's part, in its dtype."""
+        """Return weight + scaling · B A as a new tensor of this rank's shard, in its dtype."""
         a, b = self.compute_factors()
         return weight.float().addmm(b, a).to(weight.dtype)
 
@@ -142,7 +142,7 @@ def find_layers(model: nn.Module) -> dict[str, Any]:
 
 def _get_factors(layer: Any, expert: int | None) -> tuple[Tensor, Tensor]:
     """Return A and B of a layer, or of one expert of a stack (coalign.backends.lora._merge): views."""
-    a, b = (part[lora.ADAPTER].weight for part in (layer.lora_A, layer.lora_B))
+    a, b = (factor[lora.ADAPTER].weight for factor in (layer.lora_A, layer.lora_B))
     if expert is None:
         return a, b
     return a.unflatten(0, (layer.num_experts, -1))[expert], b.unflatten(1, (-1, layer.num_experts))[:, :, expert]
@@ -164,7 +164,7 @@ def find_adapters(chunks: Sequence[nn.Module]) -> dict[str, LowRankAdapter]:
 
 
 def sum_partial_gradients(chunks: Sequence[nn.Module]) -> None:
-    """Sum gradients of which tensor-parallel ranks have a part each (a collective)."""
+    """Sum the partial gradients of tensor-parallel ranks (a collective)."""
     groups: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
     for adapter in find_adapters(chunks).values():
         if adapter.group.size() > 1:
@@ -194,11 +194,11 @@ class MergedTensors(Mapping[str, Tensor]):
         return len(self.tensors)
 
 
-def list_own(chunks: Sequence[nn.Module], weights: WeightPartition, rank: int) -> Iterator[LowRankAdapter]:
-    """Yield the adapters of this rank that no rank before it has."""
+def list_owned(chunks: Sequence[nn.Module], weights: WeightPartition, rank: int) -> Iterator[LowRankAdapter]:
+    """Yield the adapters that this rank is the first to have: each adapter is owned by one rank."""
     mesh, at = weights.layout.mesh, weights.layout.mesh.at(rank)
-    stage = [other for other in range(mesh.size) if mesh.at(other).pipeline == at.pipeline]
-    first = next(other for other in stage if mesh.at(other).expert == at.expert)
+    stage = [peer for peer in range(mesh.size) if mesh.at(peer).pipeline == at.pipeline]
+    first = next(peer for peer in stage if mesh.at(peer).expert == at.expert)
     for adapter in find_adapters(chunks).values():
         if rank == (stage[0] if adapter.shard.expert is None else first):
             yield adapter
@@ -206,10 +206,10 @@ def list_own(chunks: Sequence[nn.Module], weights: WeightPartition, rank: int) -
 
 def export_separate(chunks: Sequence[nn.Module], weights: WeightPartition, rank: int) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's own adapters by their names in an adapter's file, B multiplied by the scaling."""
-    for adapter in list_own(chunks, weights, rank):
+    for adapter in list_owned(chunks, weights, rank):
         factors = zip(adapter.shard.sources, adapter.lora_A, adapter.lora_B, adapter.scaling, strict=True)
         for source, a, b, scale in factors:
-            layer = f"{lora.PREFIX}{source.removesuffix('.weight')}{lora.PART}"
+            layer = f"{lora.PREFIX}{source.removesuffix('.weight')}{lora.INFIX}"
             yield f"{layer}A.weight", a.detach()
             yield f"{layer}B.weight", b.detach() * scale
 
@@ -218,14 +218,14 @@ def save(
     chunks: Sequence[nn.Module], weights: WeightPartition, config: ModelConfig, context: Context, directory: str | Path
 ) -> None:
     """Write the adapters in peft's format (a collective)."""
-    own: dict[Any, Any] = {}
-    for adapter in list_own(chunks, weights, context.rank):
+    local: dict[Any, Any] = {}
+    for adapter in list_owned(chunks, weights, context.rank):
         pairs = zip(adapter.shard.sources, adapter.lora_A, adapter.lora_B, strict=True)
-        own |= {(source, adapter.shard.expert): (a.detach().cpu(), b.detach().cpu()) for source, a, b in pairs}
+        local |= {(source, adapter.shard.expert): (a.detach().cpu(), b.detach().cpu()) for source, a, b in pairs}
     if config.head != "lm" and (head := find_head(chunks)) is not None:
-        own[SCORE] = head.detach().cpu()
+        local[SCORE] = head.detach().cpu()
     shares: list[Any] = [None] * context.world_size
-    dist.gather_object(own, shares if context.rank == 0 else None)
+    dist.gather_object(local, shares if context.rank == 0 else None)
     if context.rank == 0:
         carrier = build_carrier(config, context)
         layers = find_layers(carrier)

@@ -123,8 +123,8 @@ class ExpertGroupChoice:
     ) -> tuple[Tensor, Tensor]:
         """Return the ``topk`` greatest of scores [T, E] in the chosen groups, and their experts, both [T, topk]."""
         grouped = scores.unflatten(1, (groups, -1))
-        of_groups = grouped.topk(min(self.best, grouped.shape[2]), -1).values.sum(-1)
-        chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, of_groups.topk(group_topk).indices, True)
+        sums = grouped.topk(min(self.best, grouped.shape[2]), -1).values.sum(-1)
+        chosen = torch.zeros_like(sums, dtype=torch.bool).scatter(1, sums.topk(group_topk).indices, True)
         return grouped.masked_fill(~chosen[:, :, None], -torch.inf).flatten(1).topk(topk)
 
 
@@ -175,15 +175,15 @@ def _norm(model: MegatronConfig, **settings: float) -> ModuleSpec:
 
 def _set_attention(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
     attention = cast(Any, layer.submodules).self_attention
-    parts = attention.submodules
-    parts.core_attention = ModuleSpec(module=PackedAttention, params={"alibi": Alibi.of(model)})
+    submodules = attention.submodules
+    submodules.core_attention = ModuleSpec(module=PackedAttention, params={"alibi": Alibi.of(model)})
     if model.multi_latent_attention:
         attention.module = LatentAttention
         attention.params = {**attention.params, "scaling": model.rope_scaling}
         if not te:
-            parts.q_layernorm = parts.kv_layernorm = _norm(model, epsilon=EPSILON)
+            submodules.q_layernorm = submodules.kv_layernorm = _norm(model, epsilon=EPSILON)
     elif model.qk_layernorm and not te:
-        parts.q_layernorm = parts.k_layernorm = _norm(model)
+        submodules.q_layernorm = submodules.k_layernorm = _norm(model)
 
 
 def _set_norms(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
@@ -191,15 +191,15 @@ def _set_norms(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
 
     Transformer Engine fuses a norm that has weights into the one linear layer that it feeds.
     """
-    parts, engine = cast(Any, layer.submodules), TESpecProvider()
+    submodules, provider = cast(Any, layer.submodules), TESpecProvider()
     if te and model.parallel_residual == "none" and model.layernorm_affine:
         return
     if te:
-        parts.self_attention.submodules.linear_qkv = engine.column_parallel_linear()
-        parts.mlp.submodules.linear_fc1 = engine.column_parallel_linear()
-    norm = engine.layer_norm() if te and model.layernorm_affine else _norm(model)
-    parts.input_layernorm = norm
-    parts.pre_mlp_layernorm = IdentityOp if model.parallel_residual == "one_norm" else norm
+        submodules.self_attention.submodules.linear_qkv = provider.column_parallel_linear()
+        submodules.mlp.submodules.linear_fc1 = provider.column_parallel_linear()
+    norm = provider.layer_norm() if te and model.layernorm_affine else _norm(model)
+    submodules.input_layernorm = norm
+    submodules.pre_mlp_layernorm = IdentityOp if model.parallel_residual == "one_norm" else norm
 
 
 class PackedGPT(GPTModel):
@@ -240,7 +240,7 @@ class PackedGPT(GPTModel):
             self.vision = vision.tower
             for number in range(model.deepstack_layers):
                 self.decoder.layers[number].register_forward_hook(partial(self._add_features, number))
-        self._added: list[Tensor] = []  # of the row that is computed: [P, 1, H] for each of the first layers
+        self._added: list[Tensor] = []  # features of the current row: [P, 1, H] for each of the first layers
         if first and model.embedding_layernorm:
             self.embedding.layernorm = PackedNorm(config, config.hidden_size, config.layernorm_epsilon)
 
@@ -249,7 +249,7 @@ class PackedGPT(GPTModel):
     ) -> Tensor | dict[str, Tensor]:
         """Return hidden states [P, 1, H] for the next chunk, or the outputs of the last one.
 
-        ``layout``: of this rank's part of the row (coalign.backends.hf.row_sharding.RowShard).
+        ``layout``: this rank's chunk of the row (coalign.backends.hf.row_sharding.RowShard).
         """
         positions = layout.positions if layout.axes is None else layout.axes
         angles = compute_rotary_angles(self.described, positions, layout.blocks)
@@ -266,29 +266,29 @@ class PackedGPT(GPTModel):
         return self._outputs(hidden, layout, needs) if self.post_process else hidden
 
     def _embed(self, layout: Layout) -> Tensor:
-        """Return [P, 1, H], or this rank's part of it under sequence parallelism."""
+        """Return [P, 1, H], or this rank's chunk of it under sequence parallelism."""
         seen = self.seen and self.seen.embedder.find_features(layout.tokens, layout.images, layout.offset)
         hidden = self.embedding(layout.tokens[None], layout.positions[None])
         if seen is not None:
-            places, (*layers,) = seen
-            hidden = self._scatter(place_features(hidden[:, 0], places, layers)[:, None])
+            positions, (*layers,) = seen
+            hidden = self._scatter(place_features(hidden[:, 0], positions, layers)[:, None])
             blank = hidden.new_zeros(len(layout.tokens), hidden.shape[-1])
-            deeper = layers[1:] if len(places) else []
-            self._added = [self._scatter(place_features(blank, places, [layer])[:, None]) for layer in deeper]
+            deeper = layers[1:] if len(positions) else []
+            self._added = [self._scatter(place_features(blank, positions, [layer])[:, None]) for layer in deeper]
         if self.described.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.described.embedding_scale, dtype=hidden.dtype)
         return cast(nn.Module, self.embedding.layernorm)(hidden) if self.described.embedding_layernorm else hidden
 
     def _scatter(self, row: Tensor) -> Tensor:
-        """This rank's part of a row [P, 1, H] under sequence parallelism; else all of it."""
+        """This rank's chunk of a row [P, 1, H] under sequence parallelism; else all of it."""
         if not self.config.sequence_parallel:
             return row
         return tensor_parallel.scatter_to_sequence_parallel_region(row, group=self.pg_collection.tp)
 
     def _add_features(self, number: int, _: nn.Module, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Add features of images to what a layer makes (deepstack, 2406.04334)."""
-        hidden, *others = output
-        return (hidden + self._added[number] if self._added else hidden, *others)
+        hidden, *rest = output
+        return (hidden + self._added[number] if self._added else hidden, *rest)
 
     def _outputs(self, hidden: Tensor, layout: Layout, needs: Sequence[str]) -> dict[str, Tensor]:
         config, group = self.config, self.pg_collection.tp
@@ -322,5 +322,5 @@ class ScalarGPT(PackedGPT):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        where = layout.predictors if self.output == "values" else layout.last
-        return {self.output: F.linear(hidden[:, 0][where].float(), self.output_layer.weight.float())[:, 0]}
+        positions = layout.predictors if self.output == "values" else layout.last
+        return {self.output: F.linear(hidden[:, 0][positions].float(), self.output_layer.weight.float())[:, 0]}

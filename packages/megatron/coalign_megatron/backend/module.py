@@ -109,7 +109,7 @@ class MegatronModule(BackgroundSaves, TrainableModule):
             process_group.enforce_determinism(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
 
     def setup(self) -> None:
-        """Join the other ranks and read this rank's part of the weights.
+        """Join the other ranks and read this rank's shards of the weights.
 
         Raises what the checks of Module raise, and ValueError, naming the model, for weights that do not fit.
         """
@@ -139,21 +139,21 @@ class MegatronModule(BackgroundSaves, TrainableModule):
         from coalign_megatron.backend import build
         from coalign_megatron.backend.training import PipelineOptimizer
 
-        config, own = self.config, self.config.optimizer
+        config, adam = self.config, self.config.optimizer
         pipeline = build.build_pipeline(config, self.context, self.weights, carrier, te=te)
         exact = self._read_weights(pipeline)
         if config.head != "lm" and config.lora and config.lora.load and pretrained.has_adapters(config):
             build.load_head(pipeline.models, config.lora.load)
         if not config.frozen:
             settings = {
-                "lr": own.lr,
-                "weight_decay": own.weight_decay,
-                "adam_beta1": own.betas[0],
-                "adam_beta2": own.betas[1],
-                "adam_eps": own.eps,
+                "lr": adam.lr,
+                "weight_decay": adam.weight_decay,
+                "adam_beta1": adam.betas[0],
+                "adam_beta2": adam.betas[1],
+                "adam_eps": adam.eps,
             }
             distributed = config.megatron.distributed_optimizer
-            self.optimizer = PipelineOptimizer(pipeline, settings, clip=own.clip_grad_norm, distributed=distributed)
+            self.optimizer = PipelineOptimizer(pipeline, settings, clip=adam.clip_grad_norm, distributed=distributed)
             if exact:
                 self.optimizer.start_from(exact)
         self.pipeline = pipeline
@@ -162,14 +162,14 @@ class MegatronModule(BackgroundSaves, TrainableModule):
         """Read the weights; return them unrounded if the model trains with a rounded copy."""
         from coalign_megatron.backend import build
 
-        own, exact = collect_tensors(pipeline.models), {}
+        unfilled, exact = collect_tensors(pipeline.models), {}
         rounded = self._rounded and not self.config.frozen and not pretrained.has_adapters(self.config)
         with torch.no_grad():
             for name, tensor in build.read_weights(self.config, self.context, self.weights):
-                own.pop(name).copy_(tensor)
+                unfilled.pop(name).copy_(tensor)
                 if rounded:
                     exact[name] = tensor.float()
-        if left := [name for name, _ in pipeline.named() if name in own and lora.PART not in name]:
+        if left := [name for name, _ in pipeline.named() if name in unfilled and lora.INFIX not in name]:
             raise RuntimeError(f"model '{self.context.model}': the checkpoint has no tensor for {left}")
         return exact
 
@@ -194,17 +194,18 @@ class MegatronModule(BackgroundSaves, TrainableModule):
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
         settings = {"needs": needs, "share_prefix": self.config.share_prefix, "idle": IDLE}
-        routers, own = self.pipeline.routers, self.config
+        routers, config = self.pipeline.routers, self.config
         with self._here():
             if loss is None or not routers.shape[0]:
                 return self.pipeline.run(micros, loss, **settings)
             (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
-            if own.router_aux_loss_coef:  # the tokens of each expert in the whole update, before the first backward
+            if config.router_aux_loss_coef:  # the tokens of each expert in the whole update, before the first backward
                 routers.counts.zero_()
                 self.pipeline.run(micros, None, **settings)
-                routers.everything = routers.add_up(routers.counts)
+                routers.global_counts = routers.add_up(routers.counts)
             routers.counts.zero_()
-            factors = RouterCoefficients(own.router_aux_loss_coef, own.router_z_loss_coef, routers.shape[0], tokens)
+            coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
+            factors = RouterCoefficients(*coefficients, routers.shape[0], tokens)
             with routers.learning(factors):
                 results = self.pipeline.run(micros, loss, **settings)
             routers.totals.add_counts(routers.counts.clone())
@@ -230,16 +231,17 @@ class MegatronModule(BackgroundSaves, TrainableModule):
         """Yield weights in ``compute_dtype``, as the model computes with them; `save_hf` writes the exact ones."""
         from coalign_megatron.backend.lora import export_separate
 
-        own, separate = collect_tensors(self.pipeline.models), self.context.adapter_rank is not None
+        tensors, separate = collect_tensors(self.pipeline.models), self.context.adapter_rank is not None
         if separate:
             yield from export_separate(self.pipeline.models, self.weights, self.context.rank)
         export = self._export_changing if changing else self._export
-        for name, tensor in export.tensors(own if separate else self._merge(own)):
+        for name, tensor in export.tensors(tensors if separate else self._merge(tensors)):
             yield name, tensor.detach()
 
     @cached_property
     def _export_changing(self) -> HuggingFaceExport:
-        """With adapters: of weights in the same modules as adapted ones, because engines fuse some of them."""
+        """With adapters: exports all weights in the modules that have adapted ones, because engines fuse some of
+        them."""
         if not self.pipeline.adapted:
             return self._export
         merged = self.pipeline.adapted if self.context.adapter_rank is None else []
@@ -283,9 +285,9 @@ class MegatronModule(BackgroundSaves, TrainableModule):
                 held |= {name: tensor.to(self.device) for name, tensor in exact}
             if self.optimizer:
                 held |= self.optimizer.collect_exact()
-        own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(self._merge(held))}
+        exported = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(self._merge(held))}
         shares: list[dict[str, int]] = [{}] * self.context.world_size
-        dist.all_gather_object(shares, {name: tensor.nbytes for name, tensor in own.items()})
+        dist.all_gather_object(shares, {name: tensor.nbytes for name, tensor in exported.items()})
         filled = [rank for rank, share in enumerate(shares) if share]
         files = {rank: f"model-{i:05d}-of-{len(filled):05d}.safetensors" for i, rank in enumerate(filled, 1)}
 
@@ -301,7 +303,7 @@ class MegatronModule(BackgroundSaves, TrainableModule):
                 (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
                 pretrained.save_config(self.config, self.context, dir)
 
-        self._write_together(dir, own, write)
+        self._write_together(dir, exported, write)
 
     def save_adapter(self, dir: str | Path) -> None:
         from coalign_megatron.backend import lora as adapters
@@ -317,12 +319,12 @@ class MegatronModule(BackgroundSaves, TrainableModule):
 
     # ---- memory
 
-    def tensors(self, part: str) -> Iterable[Tensor]:
-        if part == "weights":
+    def tensors(self, component: str) -> Iterable[Tensor]:
+        if component == "weights":
             return [parameter for _, parameter in self.pipeline.named()]
-        if part == "gradients" and self.optimizer:
+        if component == "gradients" and self.optimizer:
             return [cast(Any, parameter).main_grad for _, parameter in self.pipeline.trained()]
-        if part == "optimizer" and self.optimizer:
+        if component == "optimizer" and self.optimizer:
             return list(self.optimizer.state())
         return ()
 
@@ -337,18 +339,18 @@ class MegatronModule(BackgroundSaves, TrainableModule):
 
 def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong with it) for settings that megatron-core cannot follow."""
-    own = config.megatron
+    megatron = config.megatron
     if not config.frozen and config.optimizer.name != "adamw":
         yield (
             "optimizer.name",
             f" is `{config.optimizer.name}`: Megatron's optimizer is `adamw`; for this one use `module: fsdp`",
         )
-    others = {
+    unsupported = {
         "ema": "no average is kept beside its optimizer",
         "cpu_offload": "its shards stay on their device",
         "compile": "its layers have kernels of their own",
     }
-    for key, reason in others.items():
+    for key, reason in unsupported.items():
         if getattr(config, key):
             yield key, f": {reason}; use `module: fsdp`"
     if config.attention != "auto":
@@ -357,25 +359,25 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
         yield from _find_adapter_problems(config)
     if config.dp_replicate > 1:
         yield "dp_replicate", ": weights are not sharded over data-parallel processes here"
-    if own.transformer_engine and device.type == "cpu":
+    if megatron.transformer_engine and device.type == "cpu":
         yield "megatron.transformer_engine", " is true: it computes on GPUs only"
-    for field in own.config:
+    for field in megatron.config:
         if field in OWNED:
             yield f"megatron.config.{field}", f": {OWNED[field]}"
 
 
 def _find_adapter_problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong with it) for adapters that Megatron's layers cannot have."""
-    own = config.lora
-    assert own is not None
-    others = {
+    settings = config.lora
+    assert settings is not None
+    unsupported = {
         "dropout": "ranks see parts of an input, whose dropout they cannot draw alike",
         "dora": "the norms of whole rows are on no rank",
         "base_bits": "Megatron's layers do not compute with 4-bit weights",
     }
-    for key, reason in others.items():
-        if getattr(own, key):
-            yield f"lora.{key}", f" is {getattr(own, key)}: {reason}; use `module: fsdp`"
+    for key, reason in unsupported.items():
+        if getattr(settings, key):
+            yield f"lora.{key}", f" is {getattr(settings, key)}: {reason}; use `module: fsdp`"
     if config.megatron.transformer_engine:
         yield (
             "megatron.transformer_engine",
@@ -386,11 +388,11 @@ def _find_adapter_problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
 def _check_targets(config: ModelConfig, name: str, count: int) -> None:
     """Raise ValueError, naming `lora.target`, for a layer that has no adapter here, and for stages of ``count`` ranks
     that lack some."""
-    kind = read_model_config(pretrained.get_directory(config)).get("model_type")
-    if kind not in CONFIG_MAPPING and not config.trust_remote_code:
+    model_type = read_model_config(pretrained.get_directory(config)).get("model_type")
+    if model_type not in CONFIG_MAPPING and not config.trust_remote_code:
         raise ValueError(
             f"models.{name}.lora: adapters are those of a class of transformers, which has none for the model type "
-            f"`{kind}` of {config.load}; without `lora` all weights are trained"
+            f"`{model_type}` of {config.load}; without `lora` all weights are trained"
         )
     skeleton = pretrained.build_skeleton(config, name=name, packed=False)
     adapted = {weight.replace(lora.BASE, ""): None for weight in lora.find_adapted_weights(skeleton)}.keys()

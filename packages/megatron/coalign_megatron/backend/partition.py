@@ -1,4 +1,4 @@
-"""Plans which rank has what of a model, reads Hugging Face tensors into the ranks, and exports them from there.
+"""Plans which rank has which shards of a model, reads Hugging Face tensors into the ranks, and exports them from there.
 
 It also lists the fields of megatron-core's configuration that Coalign sets. megatron-core is not imported here.
 """
@@ -28,16 +28,16 @@ from coalign_megatron.families.family import HuggingFaceTensor, keep_whole
 from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign_megatron.layouts.megatron_model import MegatronConfig
 
-SCORE = "score.weight"  # of a value or reward model, in every Hugging Face directory
+SCORE = "score.weight"  # the head of a value or reward model, in every Hugging Face directory
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedShard:
-    """A rank's part of the weight of a linear layer, made of Hugging Face weights some of which have adapters.
+    """A rank's shard of the weight of a linear layer, made of Hugging Face weights some of which have adapters.
 
     layer: `<chunk>/<name in the chunk>`. sources: the adapted weights. expert: which one of a stack they are. row: the
-    columns are cut, not the rows. columns: of A, from start to stop. rows: for each own row that of B, counted through
-    all sources, or one more than these have.
+    columns are cut, not the rows. columns: those of A, from start to stop. rows: for each row of the shard the row of
+    B, counted through all sources; for a row without an adapter the number of all these rows.
     """
 
     layer: str
@@ -59,7 +59,7 @@ class WeightPartition:
     layout: MegatronLayout
     vocabulary: int
     scalar: bool = False
-    _known: dict[bool, dict[str, Parameter]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[bool, dict[str, Parameter]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def padded(self) -> int:
@@ -68,16 +68,16 @@ class WeightPartition:
 
     def parameters(self, *, in_memory: bool) -> dict[str, Parameter]:
         """Return the parameters of the whole model; ``in_memory``: from tensors of a transformers model, not a file."""
-        if in_memory not in self._known:  # thousands of experts take seconds
-            self._known[in_memory] = self._parameters(in_memory)
-        return self._known[in_memory]
+        if in_memory not in self._cache:  # thousands of experts take seconds
+            self._cache[in_memory] = self._parameters(in_memory)
+        return self._cache[in_memory]
 
     def _parameters(self, in_memory: bool) -> dict[str, Parameter]:
         config = self.layout.config
-        found = self.family.parameters(config, vocab_divisor=self.vocabulary, in_memory=in_memory)
+        parameters = self.family.parameters(config, vocab_divisor=self.vocabulary, in_memory=in_memory)
         if self.scalar:
-            found["output_layer.weight"] = keep_whole("output_layer.weight", SCORE, (1, config.hidden_size))
-        return found
+            parameters["output_layer.weight"] = keep_whole("output_layer.weight", SCORE, (1, config.hidden_size))
+        return parameters
 
     def sources(self, *, in_memory: bool) -> dict[str, HuggingFaceTensor]:
         return {name: s for p in self.parameters(in_memory=in_memory).values() for name, s in p.sources.items()}
@@ -92,7 +92,7 @@ class WeightPartition:
         ]
 
     def adapted_shards(self, rank: int, adapted: Collection[str]) -> Iterator[AdaptedShard]:
-        """Yield a rank's parts of weights that are made of ``adapted`` ones, by the names of transformers in memory."""
+        """Yield a rank's shards of weights made of ``adapted`` ones, by the names of transformers in memory."""
         parameters, at = self.parameters(in_memory=True), self.layout.mesh.at(rank)
         for chunk in range(len(self.layout.stages[at.pipeline[0]])):
             for parameter, shard in self.layout.place(parameters, at, chunk):
@@ -104,7 +104,7 @@ class WeightPartition:
                 for piece in (piece for piece in shard.pieces if piece.name in first):
                     (start, stop), _ = piece.full[-2:]
                     rows[slice(*piece.local[-2])] = range(first[piece.name] + start, first[piece.name] + stop)
-                layer, row = f"{chunk}/{shard.name.removesuffix('.weight')}", parameter.kind == "row"
+                layer, row = f"{chunk}/{shard.name.removesuffix('.weight')}", parameter.sharding == "row"
                 expert = parameter.expert if parameter.sources[sources[0]].experts else None
                 yield AdaptedShard(layer, tuple(sources), expert, row, shard.pieces[0].full[-1], tuple(rows))
 
@@ -118,12 +118,12 @@ class WeightPartition:
     def find_bare_stage(self, adapted: Set[str]) -> int | None:
         """Return a pipeline stage without ``adapted`` weights, or without those of the experts that others have: its
         ranks would have no optimizer for them."""
-        kinds: dict[int, set[bool]] = {stage: set() for stage in range(self.layout.mesh.pipeline)}
+        held: dict[int, set[bool]] = {stage: set() for stage in range(self.layout.mesh.pipeline)}
         for parameter in self.parameters(in_memory=True).values():
             if not adapted.isdisjoint(parameter.sources):
-                kinds[self.layout.stage_of(parameter)[0]].add(parameter.expert is not None)
-        every = set().union(*kinds.values())
-        return next((stage for stage, found in kinds.items() if found != every), None)
+                held[self.layout.stage_of(parameter)[0]].add(parameter.expert is not None)
+        every = set().union(*held.values())
+        return next((stage for stage, types in held.items() if types != every), None)
 
     def read(self, rank: int, tensor: Callable[[str], Tensor], *, in_memory: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield a rank's tensors, made from Hugging Face ones. Raises ValueError for a wrong shape."""
@@ -135,7 +135,7 @@ class HuggingFaceExport:
     """Makes Hugging Face tensors from those of the ranks; each on one rank only, spread evenly.
 
     The ranks of a pipeline stage make the tensors of its layers among themselves, one for each rank at a time, and send
-    each other only the missing parts. ``blocks``: leave out weights that are in none of these modules.
+    each other only the missing boxes. ``blocks``: leave out weights that are in none of these modules.
     """
 
     def __init__(self, weights: WeightPartition, rank: int, *, in_memory: bool, blocks: Set[str] | None = None) -> None:
@@ -144,22 +144,22 @@ class HuggingFaceExport:
         self.stage = [r for r in range(mesh.size) if mesh.at(r).pipeline == mesh.at(rank).pipeline]
         self.held = [weights.shards(r, in_memory=in_memory) for r in self.stage]
         # A tied embedding is also on the last stage, which does not export it again.
-        parameters, own = weights.parameters(in_memory=in_memory), mesh.at(rank).pipeline[0]
-        here = {name for p in parameters.values() if weights.layout.stage_of(p)[0] == own for name in p.sources}
+        parameters, stage = weights.parameters(in_memory=in_memory), mesh.at(rank).pipeline[0]
+        here = {name for p in parameters.values() if weights.layout.stage_of(p)[0] == stage for name in p.sources}
         self.names = [name for name in self.sources if name in here and (blocks is None or find_block(name) in blocks)]
 
     @cached_property
     def moves(self) -> dict[str, list[BoxCopy]]:
-        """For each tensor, which parts its owner takes from which rank of the stage."""
-        found: dict[str, list[BoxCopy]] = {}
+        """For each tensor, which boxes its owner takes from which rank of the stage."""
+        moves: dict[str, list[BoxCopy]] = {}
         for number, name in enumerate(self.names):
             owner = number % len(self.stage)
             box: Box = tuple((0, size) for size in self.sources[name].shape)
-            whole = Shard(name, self.sources[name].shape, name, (ShardBox(name, box, box),))
-            found |= plan([whole], self.held, near=owner)
-        return found
+            target = Shard(name, self.sources[name].shape, name, (ShardBox(name, box, box),))
+            moves |= plan([target], self.held, near=owner)
+        return moves
 
-    def tensors(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) that this rank exports, from its own tensors by `<chunk>/<name>`.
 
         A collective of the stage's ranks.
@@ -167,7 +167,7 @@ class HuggingFaceExport:
         me, ranks = self.stage.index(self.rank), len(self.stage)
         for start in range(0, len(self.names), ranks):
             together = self.names[start : start + ranks]
-            received = _exchange(together, self.moves, own, self.stage, me)
+            received = _exchange(together, self.moves, local, self.stage, me)
             if me < len(together):
                 name = together[me]
                 yield name, self.sources[name].write(_assemble(self.sources[name], received))
@@ -176,11 +176,11 @@ class HuggingFaceExport:
 def _exchange(
     names: Sequence[str],
     moves: Mapping[str, Sequence[BoxCopy]],
-    own: Mapping[str, Tensor],
+    local: Mapping[str, Tensor],
     stage: Sequence[int],
     me: int,
 ) -> list[tuple[BoxCopy, Tensor]]:
-    """Return the parts of this rank's tensor; rank i of the stage makes the i-th of ``names``.
+    """Return the boxes of this rank's tensor; rank i of the stage makes the i-th of ``names``.
 
     Each rank sends each other one at most one message.
     """
@@ -189,29 +189,29 @@ def _exchange(
     for owner, name in enumerate(names):
         for move in moves[name]:
             if move.rank == me and owner != me:
-                out[owner].append(_box(own[move.source], move.source_box).reshape(-1))
+                out[owner].append(_box(local[move.source], move.source_box).reshape(-1))
     come: dict[int, list[BoxCopy]] = defaultdict(list)
     for move in mine:
         if move.rank != me:
             come[move.rank].append(move)
-    like = next(iter(own.values()))
-    buffers = {r: like.new_empty(sum(_size(m.source_box) for m in parts)) for r, parts in come.items()}
-    operations = [dist.P2POp(dist.isend, torch.cat(parts), stage[r]) for r, parts in sorted(out.items())]
+    like = next(iter(local.values()))
+    buffers = {r: like.new_empty(sum(_size(m.source_box) for m in chunks)) for r, chunks in come.items()}
+    operations = [dist.P2POp(dist.isend, torch.cat(chunks), stage[r]) for r, chunks in sorted(out.items())]
     operations += [dist.P2POp(dist.irecv, buffer, stage[r]) for r, buffer in sorted(buffers.items())]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     pieces = {r: iter(buffer.split([_size(m.source_box) for m in come[r]])) for r, buffer in buffers.items()}
-    return [(m, _box(own[m.source], m.source_box) if m.rank == me else next(pieces[m.rank])) for m in mine]
+    return [(m, _box(local[m.source], m.source_box) if m.rank == me else next(pieces[m.rank])) for m in mine]
 
 
-def _assemble(source: HuggingFaceTensor, parts: Sequence[tuple[BoxCopy, Tensor]]) -> Tensor:
-    first = parts[0][1]
-    if len(parts) == 1 and tuple(first.shape) == source.shape:
+def _assemble(source: HuggingFaceTensor, chunks: Sequence[tuple[BoxCopy, Tensor]]) -> Tensor:
+    first = chunks[0][1]
+    if len(chunks) == 1 and tuple(first.shape) == source.shape:
         return first  # a single rank exports its live tensors
     view = first.new_empty(source.shape)
-    for move, part in parts:
-        place = _box(view, move.target_box)
-        place.copy_(part.reshape(place.shape))
+    for move, chunk in chunks:
+        target = _box(view, move.target_box)
+        target.copy_(chunk.reshape(target.shape))
     return view
 
 
@@ -327,14 +327,14 @@ class ParallelSizes:
 
 
 def read_sizes(config: ModelConfig) -> ParallelSizes:
-    own = config.megatron
+    megatron = config.megatron
     return ParallelSizes(
         config.tensor_parallel,
         config.pipeline_parallel,
         config.context_parallel,
         config.expert_parallel,
-        own.expert_tensor_parallel or config.tensor_parallel,
-        own.virtual_pipeline,
+        megatron.expert_tensor_parallel or config.tensor_parallel,
+        megatron.virtual_pipeline,
     )
 
 
@@ -350,7 +350,7 @@ def check_recomputed(model: MegatronConfig, modules: Sequence[str]) -> None:
 
 
 def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> WeightPartition:
-    """Plan which rank of ``count`` has what of the model in ``config.load``. ``te``: with Transformer Engine's layers.
+    """Plan which rank of ``count`` has which shards of ``config.load``. ``te``: with Transformer Engine's layers.
 
     Raises ValueError for an unknown architecture, for one that contradicts the configuration, and for sizes that do not
     divide.
@@ -359,29 +359,28 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     # The architecture names the head of the file; the configuration decides the head of this model.
     family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
     _check_vision(config, family)
-    model, sizes, own = family.config(hf), read_sizes(config), config.megatron
+    model, sizes, megatron = family.config(hf), read_sizes(config), config.megatron
     if model.deepstack_layers and config.activation_checkpointing == "full" and not config.frozen:
         raise ValueError(
             f"activation_checkpointing is full: the first {model.deepstack_layers} layers of {config.load} add "
             "features of images, which are not computed again; use `selective`, or `module: fsdp`"
         )
-    found = {
+    actual = {
         "swiglu": model.gated_linear_unit and model.activation_func == "silu",
         "position_embedding_type": model.position_embedding_type,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
         "add_bias_linear": model.add_bias_linear,
         "normalization": model.normalization,
     }
-    for key, value in found.items():
-        if (wanted := getattr(own, key)) not in (None, value):
+    for key, value in actual.items():
+        if (wanted := getattr(megatron, key)) not in (None, value):
             raise ValueError(f"megatron.{key} is {wanted}; the model in {config.load} has {value}")
     if config.activation_checkpointing == "selective" and not config.frozen:
-        check_recomputed(model, own.recompute_modules)
+        check_recomputed(model, megatron.recompute_modules)
     if config.head != "lm":
         model = replace(model, share_embeddings_and_output_weights=False)
-    split = split_layers(
-        model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
-    )
+    ends = {"first": megatron.first_stage_layers, "last": megatron.last_stage_layers}
+    split = split_layers(model.num_layers, sizes.pipeline, sizes.virtual, **ends)
     if (here := len(split[0][0])) < model.deepstack_layers:
         raise ValueError(
             f"pipeline_parallel {sizes.pipeline} gives the first stage {here} layers: the first "

@@ -3,9 +3,9 @@
 Checkpoints have Megatron's format `torch_dist`, which any layout of ranks can read. torch's own writer stores the
 shards that megatron-core plans: megatron-core's writer forks and spawns processes, which is unsafe in a worker.
 
-Routers are watched, their losses added to the gradient, and given experts chosen. These losses are those of
-coalign.algorithms.routing, over all tokens of an update. megatron-core's own are taken of each micro-batch, and scaled
-for gradients that are divided by numbers of tokens later, which is not done here.
+Routers are watched, their losses added to the gradient, and recorded experts replayed. The losses are those of
+coalign.algorithms.routing, over all tokens of an update. megatron-core computes its own for each micro-batch, and
+scales them for gradients that are divided by numbers of tokens later, which is not done here.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class _AddLoss(torch.autograd.Function):
 class MegatronRouters:
     """The routers of a rank's chunks. ``layers``: for each layer of the whole model, whether it has experts.
 
-    ``place`` says before each forward which tokens it has. ``counts`` f64[L, E] grow by the tokens of each expert; L
-    counts the layers with experts of the whole model, of which this rank has some.
+    ``set_tokens`` says before each forward which tokens it has. ``counts`` f64[L, E] grow by the tokens of each expert;
+    L counts the layers with experts of the whole model, of which this rank has some.
     """
 
     def __init__(self, models: Sequence[nn.Module], layers: Sequence[int], experts: int) -> None:
         self.totals = RouterTotals()
         self.shape = sum(layers), experts
         self.counts = torch.zeros(self.shape, dtype=torch.float64)
-        self.factors: RouterCoefficients | None = None  # of the losses; None: no gradient
-        self.everything = self.counts
+        self.factors: RouterCoefficients | None = None  # factors of the losses; None: no gradient
+        self.global_counts = self.counts
         self.tokens: tuple[Tensor, Tensor | None] = torch.ones(0), None
         self.again: dict[int, deque[tuple[Tensor, Tensor | None]]] = defaultdict(deque)
         numbers = [0, *accumulate(layers)]
@@ -91,7 +91,7 @@ class MegatronRouters:
             number = numbers[cast(int, router.layer_number) - 1]
             router.routing = partial(self._route, number, router.routing)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def place(self, layout: Layout, *, idle: bool) -> None:
+    def set_tokens(self, layout: Layout, *, idle: bool) -> None:
         """Take the tokens of the next forward; with sequence parallelism the routers of a rank see some of them."""
         ranks, rank = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -131,12 +131,12 @@ class MegatronRouters:
         choice = ExpertChoice(experts, None if given is None else given[:, layer].long())
         with choice:
             probabilities, chosen = routing(logits, padding_mask)
-        [found] = choice.found
+        [indices] = choice.choices
         if not (training and first):
-            self.counts[layer] += count_choices(found, weights.to(found.device), experts).cpu()
+            self.counts[layer] += count_choices(indices, weights.to(indices.device), experts).cpu()
         if self.factors and not first:
             flat = logits.view(-1, experts)
-            loss = self.totals.compute_loss(flat, weights, self.everything[layer], self.factors)
+            loss = self.totals.compute_loss(flat, weights, self.global_counts[layer], self.factors)
             probabilities = _AddLoss.apply(probabilities, loss)
         return probabilities, chosen
 
@@ -198,10 +198,10 @@ class MegatronPipeline:
             number = next(numbers)
             shard = shards[number]
             layout = shard.layout.to(next(model.parameters()).device)
-            self.routers.place(layout, idle=number >= len(micros) or micros[number] is idle)
+            self.routers.set_tokens(layout, idle=number >= len(micros) or micros[number] is idle)
 
-            def finish(own: Outputs) -> tuple[Tensor, Tensor, Any]:
-                outputs = self.rows.gather(own, shard)
+            def finish(shard_outputs: Outputs) -> tuple[Tensor, Tensor, Any]:
+                outputs = self.rows.gather(shard_outputs, shard)
                 results.append({name: out.detach() for name, out in outputs.items()})
                 value = next(iter(outputs.values())).sum() * 0.0
                 if loss is not None and number < len(micros):
@@ -240,7 +240,7 @@ class MegatronPipeline:
         return received
 
     def finish_gradients(self) -> None:
-        """Sum gradients over ranks with other rows, other parts of a layer, or the same weights."""
+        """Sum gradients over ranks with different rows, different shards of a layer, or the same weights."""
         sum_partial_gradients(self.models)
         finalize_model_grads(self.chunks)
 
@@ -278,24 +278,24 @@ class PipelineOptimizer:
             use_distributed_optimizer=distributed,
         )
         self.pipeline, self.limit, self.distributed = pipeline, clip, distributed
-        found: list[Any] = cast(Any, get_megatron_optimizer(config, pipeline.chunks)).chained_optimizers
-        self.parts = [part for part in found if part.optimizer is not None]  # one has none if only experts are trained
-        self.inner = ChainedOptimizer(self.parts)
+        chained: list[Any] = cast(Any, get_megatron_optimizer(config, pipeline.chunks)).chained_optimizers
+        self.optimizers = [o for o in chained if o.optimizer is not None]  # one has none if only experts are trained
+        self.inner = ChainedOptimizer(self.optimizers)
         for group in self.groups():  # Megatron leaves this to its scheduler
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        for part in self.parts:  # at once, so that every checkpoint has the same entries
-            part.init_state_fn(part.optimizer, config)
-            for state in () if HAVE_APEX_OR_TE else part.optimizer.state.values():
+        for optimizer in self.optimizers:  # at once, so that every checkpoint has the same entries
+            optimizer.init_state_fn(optimizer.optimizer, config)
+            for state in () if HAVE_APEX_OR_TE else optimizer.optimizer.state.values():
                 state["step"] = torch.zeros((), dtype=torch.float32)
 
     def start_from(self, exact: Mapping[str, Tensor]) -> None:
         """Start from these unrounded weights, by the names of `MegatronPipeline.named`."""
         chunks: dict[str, dict[str, Tensor]] = {title: {} for title in self.pipeline.titles}
         for name, tensor in exact.items():
-            number, own = name.split("/")
-            chunks[self.pipeline.titles[int(number)]][own] = tensor
-        for part in self.parts:
-            part.reload_model_params(chunks)
+            number, chunk_name = name.split("/")
+            chunks[self.pipeline.titles[int(number)]][chunk_name] = tensor
+        for optimizer in self.optimizers:
+            optimizer.reload_model_params(chunks)
 
     def step(self, lr: float) -> float:
         """Update with summed gradients; return their norm before clipping. If it is not finite, nothing changes."""
@@ -305,8 +305,8 @@ class PipelineOptimizer:
         if norm < float("inf"):
             for group in self.groups():
                 group["lr"] = lr
-            for part in self.parts:
-                if self.limit is not None and (parameters := part.get_parameters()):
+            for optimizer in self.optimizers:
+                if self.limit is not None and (parameters := optimizer.get_parameters()):
                     clip_grad_by_total_norm_fp32(parameters, self.limit, norm)
             self.inner.step_with_ready_grads()
         self.inner.zero_grad()
@@ -323,18 +323,18 @@ class PipelineOptimizer:
         if parameter.dtype == torch.float32:
             return parameter
         if not self.distributed:
-            pairs = (zip(part.float16_groups, part.fp32_from_float16_groups, strict=True) for part in self.parts)
+            pairs = (zip(o.float16_groups, o.fp32_from_float16_groups, strict=True) for o in self.optimizers)
             return next(
                 exact
                 for low_and_exact in chain.from_iterable(pairs)
-                for own, exact in zip(*low_and_exact, strict=True)
-                if own is parameter
+                for rounded, exact in zip(*low_and_exact, strict=True)
+                if rounded is parameter
             )
         exact = torch.zeros(parameter.numel(), device=parameter.device)
-        for part in self.parts:
-            if parameter in part.model_param_gbuf_map:  # this rank has some of it
-                own = part._get_model_param_range_map(parameter)["param"]
-                exact[own.start : own.end] = cast(Any, parameter).main_param
+        for optimizer in self.optimizers:
+            if parameter in optimizer.model_param_gbuf_map:  # this rank has some of it
+                span = optimizer._get_model_param_range_map(parameter)["param"]
+                exact[span.start : span.end] = cast(Any, parameter).main_param
         expert = not getattr(parameter, "allreduce", True)
         group = (
             parallel_state.get_expert_data_parallel_group()
@@ -349,54 +349,54 @@ class PipelineOptimizer:
         """Updates so far, for a checkpoint."""
         if not self.distributed:
             return 0  # the saved state has them
-        return int(self.parts[0].state_dict()["optimizer"]["param_groups"][0]["step"])
+        return int(self.optimizers[0].state_dict()["optimizer"]["param_groups"][0]["step"])
 
     def load(self, state: Any, steps: int) -> None:
         """Load moments and steps; learning rate and the like stay those of the configuration.
 
-        megatron-core keeps experts in a separate part for some layouts only, so it may have another number of parts
-        than it saved. Moments are stored by the names of parameters, so only they are loaded.
+        megatron-core keeps experts in a separate optimizer for some layouts only, so their number may differ from the
+        saved one. Moments are stored by the names of parameters, so only they are loaded.
         """
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.groups()]
         if self.distributed:
-            for number, part in enumerate(self.parts):
-                found = state[number] if len(self.parts) > 1 else state
-                own = part.state_dict()
-                for group in own["optimizer"]["param_groups"]:
+            for number, optimizer in enumerate(self.optimizers):
+                saved = state[number] if len(self.optimizers) > 1 else state
+                current = optimizer.state_dict()
+                for group in current["optimizer"]["param_groups"]:
                     group["step"] = steps
-                moments = {"param_state": found["param_state"], "param_state_sharding_type": BY_PARAMETER}
-                with nullcontext() if HAVE_APEX_OR_TE else patch.object(part, *_add_steps(part)):
-                    part.load_state_dict(own | moments)
+                moments = {"param_state": saved["param_state"], "param_state_sharding_type": BY_PARAMETER}
+                with nullcontext() if HAVE_APEX_OR_TE else patch.object(optimizer, *_add_steps(optimizer)):
+                    optimizer.load_state_dict(current | moments)
         else:
             self.inner.load_state_dict(state)
-        for group, own in zip(self.groups(), settings, strict=True):
-            group.update(own)
-        for part in self.parts:  # megatron-core shares one step counter, which every parameter would count up
-            for entries in () if HAVE_APEX_OR_TE else part.optimizer.state.values():
+        for group, values in zip(self.groups(), settings, strict=True):
+            group.update(values)
+        for optimizer in self.optimizers:  # megatron-core shares one step counter, which every parameter would count up
+            for entries in () if HAVE_APEX_OR_TE else optimizer.optimizer.state.values():
                 entries["step"] = entries["step"].clone()
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        for part in self.parts:
-            yield from part.param_groups
+        for optimizer in self.optimizers:
+            yield from optimizer.param_groups
 
     def state(self) -> Iterator[Tensor]:
         """Yield this rank's float32 weights and moments."""
-        for part in self.parts:
-            for group in part.param_groups:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield parameter
-                    yield from (v for v in part.optimizer.state[parameter].values() if isinstance(v, Tensor))
+                    yield from (v for v in optimizer.optimizer.state[parameter].values() if isinstance(v, Tensor))
 
 
-def _add_steps(part: Any) -> tuple[str, Callable[[Any, dict[str, Tensor]], None]]:
+def _add_steps(optimizer: Any) -> tuple[str, Callable[[Any, dict[str, Tensor]], None]]:
     """Patch megatron-core 0.16.1, which does not store the step count that torch's Adam keeps for each parameter."""
     name = "_set_main_param_and_optimizer_states"
-    original = getattr(part, name)
+    original = getattr(optimizer, name)
 
     def complete(parameter: Any, tensors: dict[str, Tensor]) -> None:
-        group, place = part.model_param_group_index_map[parameter]
-        own = part.optimizer.param_groups[group]["params"][place]
-        original(parameter, {**tensors, "step": part.optimizer.state[own]["step"].clone()})
+        group, index = optimizer.model_param_group_index_map[parameter]
+        key = optimizer.optimizer.param_groups[group]["params"][index]
+        original(parameter, {**tensors, "step": optimizer.optimizer.state[key]["step"].clone()})
 
     return name, complete
 
@@ -414,10 +414,10 @@ class _CheckpointWriter(SaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         if self.background is not None:
-            tensors = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
-            copies = copy_to_host({str(number): each.data for number, each in enumerate(tensors)})
-            for each, data in zip(tensors, copies.values(), strict=True):
-                each.data = data
+            tensors = [shard for shard in nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
+            copies = copy_to_host({str(number): shard.data for number, shard in enumerate(tensors)})
+            for shard, data in zip(tensors, copies.values(), strict=True):
+                shard.data = data
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         writer = FileSystemWriter(checkpoint_dir, thread_count=1)
@@ -442,10 +442,10 @@ class _CheckpointReader(TorchDistLoadShardedStrategy):
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         state, layout, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         torch_state = mcore_to_pyt_state_dict(state, True)
-        tensors = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
+        tensors = [shard for shard in nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
         planner = _CheckpointPlanner(
-            shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
+            shapes_validation_sharded_tensors=[shard for shard in tensors if not shard.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in tensors if shard.allow_shape_mismatch},
         )
         DistributedCheckpointReader(checkpoint_dir).fill(torch_state, planner)
         loaded: Any = {key: _unwrap_pyt_sharded_tensor(value) for key, value in torch_state.items()}
@@ -481,7 +481,7 @@ def load_checkpoint(dir: str | Path, pipeline: MegatronPipeline, optimizer: Pipe
         raise FileNotFoundError(f"{dir} holds no checkpoint of a Megatron model (no metadata.json there)")
     there = cast(dict[str, Any], dist_checkpointing.load_common_state_dict(str(dir))).get("adapted", [])
     sides = [(there, pipeline.adapted, "only there"), (pipeline.adapted, there, "not there")]
-    if differences := [f"{name} is {side}" for own, other, side in sides for name in sorted({*own} - {*other})[:3]]:
+    if differences := [f"{name} is {side}" for mine, theirs, side in sides for name in sorted({*mine} - {*theirs})[:3]]:
         raise ValueError(f"lora.target is not that of the checkpoint {dir}: of the adapters, {', '.join(differences)}")
     state = cast(
         dict[str, Any],

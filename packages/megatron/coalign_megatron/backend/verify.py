@@ -35,7 +35,7 @@ from coalign_megatron.convert.sources import ConversionRequest, OpenedCheckpoint
 from coalign_megatron.layouts.megatron import MegatronLayout, split_layers
 
 TOKENS = 64
-TOLERANCE = 1e-4  # of log-probs and entropies; the order of sums alone gives 1e-6 in small models
+TOLERANCE = 1e-4  # largest difference of log-probs and entropies; the order of sums alone gives 1e-6 in small models
 
 
 def compare_models(request: ConversionRequest, source: OpenedCheckpoint, folder: Path) -> str:
@@ -46,24 +46,24 @@ def compare_models(request: ConversionRequest, source: OpenedCheckpoint, folder:
     """
     if source.format == request.to or "hf" not in (source.format, request.to):
         return "no model was run: only one side is Hugging Face's"
-    hf, other = (source.hf, folder) if source.format == "hf" else (folder, None)
+    hf, target = (source.hf, folder) if source.format == "hf" else (folder, None)
     config = json.loads((hf / "config.json").read_text())
-    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None:
+    model_class = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if model_class is None:
         return f"no model was run: transformers has no class for {config.get('architectures')}"
     if "quantization_config" in config:
         return "no model was run: transformers computes with the source's 8 bits on GPUs only"
-    size = 4 * sum(torch.Size(each.shape).numel() for each in source.family.sources(source.config).values())
+    size = 4 * sum(torch.Size(tensor.shape).numel() for tensor in source.family.sources(source.config).values())
     if size > (free := psutil.virtual_memory().available * 0.8):
         return f"no model was run: in float32 it has {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
-    megatron = source if other is None else open_source(replace(request, source=other, hf=None, pickles=False))
+    megatron = source if target is None else open_source(replace(request, source=target, hf=None, pickles=False))
     generator = torch.Generator().manual_seed(0)
     count = min(TOKENS, source.config.max_position_embeddings)
     tokens = torch.randint(source.config.vocab_size, (count,), generator=generator)
     with torch.no_grad():
-        expected = _transformers(kind, hf, request.dtype, tokens)
-        found = _megatron(megatron, choose_dtypes(request, megatron), tokens)
-    difference = float((found - expected).abs().max())
+        expected = _transformers(model_class, hf, request.dtype, tokens)
+        computed = _megatron(megatron, choose_dtypes(request, megatron), tokens)
+    difference = float((computed - expected).abs().max())
     if not difference <= TOLERANCE:
         raise WeightError(
             f"transformers and megatron-core differ by {difference:.1e} in log-probs or entropies of {count} tokens; "
@@ -75,9 +75,9 @@ def compare_models(request: ConversionRequest, source: OpenedCheckpoint, folder:
     )
 
 
-def _transformers(kind: type, folder: Path, dtype: str | None, tokens: Tensor) -> Tensor:
+def _transformers(model_class: type, folder: Path, dtype: str | None, tokens: Tensor) -> Tensor:
     """Return log-probs of all tokens but the first, and entropies there [2, n], by transformers."""
-    model = kind.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    model = model_class.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
     if dtype is not None:  # buffers are never converted
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
@@ -96,7 +96,7 @@ def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], token
         weights = WeightPartition(opened.family, layout, multiple)
         settings = create_transformer_config(config, ParallelSizes())
         model = PackedGPT(config, settings, vocabulary=weights.padded, read=LanguageModelHead())
-        own = collect_tensors([model])
+        left = collect_tensors([model])
         sources = opened.family.sources(config)
         views = {name: whole_shard(source) for name, source in sources.items()}
         specs = {name: TensorSpec(source.shape, dtypes[name]) for name, source in sources.items()}
@@ -106,9 +106,9 @@ def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], token
             return next(tensor for _, tensor in reshard(specs, [views[name]], moves, side.fetch))
 
         # Texts alone are compared: a vision tower is left out.
-        for name, tensor in cut(view, [shard for shard in weights.shards(0, in_memory=False) if shard.name in own]):
-            own.pop(name).copy_(tensor)
-        assert not own, f"nothing was read for {sorted(own)}"
+        for name, tensor in cut(view, [shard for shard in weights.shards(0, in_memory=False) if shard.name in left]):
+            left.pop(name).copy_(tensor)
+        assert not left, f"nothing was read for {sorted(left)}"
         batch = Batch(torch.tensor([len(tokens)]), {"tokens": tokens.int()}, {})
         outputs = model.eval()(pack(batch), None, ("entropy",))
     return torch.stack([outputs["logprobs"], outputs["entropy"]])

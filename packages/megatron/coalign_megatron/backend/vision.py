@@ -1,8 +1,8 @@
 """The tower of a vision-language model beside megatron-core's language model.
 
 Tower and projector are transformers' modules. Each rank of the first pipeline stage has them whole, and computes the
-images of its part of the row, so their gradients are summed as those of other weights that are not cut. All stages know
-the positions of images.
+images of its chunk of the row, so their gradients are summed as those of other weights that are not cut. All stages
+know the positions of images.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from coalign.backends import pretrained
-from coalign.backends.vision import ImageEmbedder, find_owner, name_parts
+from coalign.backends.vision import ImageEmbedder, find_owner, name_components
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.images.processor import ImageProcessor
 from coalign.roles import Context
 
 
 class PipelineVision:
-    """What a rank needs to compute rows with images. ``tower``: None on all stages but the first."""
+    """The image embedder of a rank, which computes rows with images. ``tower``: None on all stages but the first."""
 
     def __init__(self, config: ModelConfig, context: Context, *, first: bool) -> None:
         assert config.vision is not None
@@ -29,10 +29,10 @@ class PipelineVision:
         skeleton = pretrained.build_skeleton(config, name=context.model)
         self.tower: nn.Module | None = None
         owner = find_owner(skeleton)
-        self._parts = {name.partition(".visual.")[2]: part for name, part in name_parts(skeleton).items()}
+        self._components = {name.partition(".visual.")[2]: c for name, c in name_components(skeleton).items()}
         if first:
-            kind = cast(Any, type(owner.visual))
-            owner.visual = self.tower = kind._from_config(owner.visual.config, dtype=getattr(torch, config.dtype))
+            tower = cast(Any, type(owner.visual))
+            owner.visual = self.tower = tower._from_config(owner.visual.config, dtype=getattr(torch, config.dtype))
         directory, images = pretrained.get_directory(config), context.images or ImagesConfig()
         self.embedder = ImageEmbedder(
             skeleton,
@@ -42,9 +42,9 @@ class PipelineVision:
         )
 
     def freeze(self) -> None:
-        """Freeze the parts of the tower that stay as they are."""
+        """Freeze the components that the section `vision` freezes."""
         for name, parameter in self.tower.named_parameters() if self.tower is not None else ():
-            if getattr(self._settings, self._parts[name]) == "freeze":
+            if getattr(self._settings, self._components[name]) == "freeze":
                 parameter.requires_grad_(False)
 
 

@@ -44,17 +44,17 @@ def compare_with_source(output: ConversionOutput, source: OpenedCheckpoint, fold
     """
     written = open_source(replace(output.request, source=folder, hf=None, pickles=False)).weights
     fetch = lru_cache(OPEN)(written.fetch)
-    specs = {name: TensorSpec(each.shape, written.dtypes[name]) for name, each in output.specs.items()}
+    specs = {name: TensorSpec(spec.shape, written.dtypes[name]) for name, spec in output.specs.items()}
     held = [(rank, shard) for rank, shards in enumerate(source.weights.ranks) for shard in shards]
     for rank, shard in held:
-        own = source.weights.fetch(rank, shard.name)
-        parts = [(box, _clip(shard, box)) for box in _boxes(shard, own.element_size())]
-        moves = dict(plan([part for _, part in parts], written.ranks))
-        for (box, part), (_, tensor) in zip(parts, reshard(specs, [p for _, p in parts], moves, fetch), strict=True):
-            expected = own[slices(box)].to(tensor.dtype)
-            for piece in part.pieces:
-                place = slices(piece.local)
-                if not _same(tensor[place], expected[place]):
+        stored = source.weights.fetch(rank, shard.name)
+        blocks = [(box, _clip(shard, box)) for box in _boxes(shard, stored.element_size())]
+        moves = dict(plan([block for _, block in blocks], written.ranks))
+        for (box, block), (_, tensor) in zip(blocks, reshard(specs, [p for _, p in blocks], moves, fetch), strict=True):
+            expected = stored[slices(box)].to(tensor.dtype)
+            for piece in block.pieces:
+                index = slices(piece.local)
+                if not _same(tensor[index], expected[index]):
                     raise WeightError(
                         f"'{piece.name}' {list(piece.full)} in {folder} differs from '{shard.name}' in "
                         f"{output.request.source}"
@@ -64,7 +64,7 @@ def compare_with_source(output: ConversionOutput, source: OpenedCheckpoint, fold
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
 def _boxes(shard: Shard, itemsize: int) -> Iterator[Box]:
@@ -81,9 +81,9 @@ def _clip(shard: Shard, box: Box) -> Shard:
         if (both := overlap(piece.local, box)) is not None:
             lead = len(piece.local) - len(piece.full)
             pairs = zip(both[lead:], piece.local[lead:], piece.full, strict=True)
-            full = tuple((a - own[0] + there[0], b - own[0] + there[0]) for (a, b), own, there in pairs)
-            own = tuple((a - start, b - start) for (a, b), (start, _) in zip(both, box, strict=True))
-            pieces.append(ShardBox(piece.name, full, own))
+            full = tuple((a - local[0] + there[0], b - local[0] + there[0]) for (a, b), local, there in pairs)
+            local = tuple((a - start, b - start) for (a, b), (start, _) in zip(both, box, strict=True))
+            pieces.append(ShardBox(piece.name, full, local))
     shape = tuple(stop - start for start, stop in box)
     return Shard(f"{shard.name}{list(box)}", shape, shard.like, tuple(pieces))
 
@@ -118,13 +118,13 @@ class ConversionJournal:
             raise ValueError(
                 f"{self.path.parent} was left by another conversion (different: {', '.join(changed)}): delete it"
             )
-        found = {}
+        records = {}
         for entry in entries[1:]:
             number, record = entry.pop("number"), entry
             file = self.path.parent / record["name"]
             if file.is_file() and hash_file(file) == {key: record[key] for key in ("size", "xxh3_128")}:
-                found[number] = record
-        return found
+                records[number] = record
+        return records
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +232,14 @@ def _make_writer(request: ConversionRequest, folder: Path) -> Callable[..., Reco
     return partial(plan_conversion(request)[1].write, folder=folder)
 
 
-def _check_source(source: Path, files: list[Path], found: list[Record]) -> None:
+def _check_source(source: Path, files: list[Path], hashes: list[Record]) -> None:
     """Raise ValueError for a source file that differs from the manifest beside it."""
     if (source / MANIFEST).is_file():
-        known = json.loads((source / MANIFEST).read_text())["files"]
-        for file, record in zip(files, found, strict=True):
+        recorded = json.loads((source / MANIFEST).read_text())["files"]
+        for file, record in zip(files, hashes, strict=True):
             name = str(file.relative_to(source))
-            if known.get(name, record) != record:
-                raise ValueError(f"{file} is {record}, but {MANIFEST} in its folder says {known[name]}")
+            if recorded.get(name, record) != record:
+                raise ValueError(f"{file} is {record}, but {MANIFEST} in its folder says {recorded[name]}")
 
 
 def _check_disk_space(folder: Path, total: int) -> None:
@@ -273,7 +273,7 @@ def _make_manifest(
 ) -> dict[str, Any]:
     names = [str(file.relative_to(request.source)) for file in opened.files]
     written = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    known = {record["name"]: {key: record[key] for key in ("size", "xxh3_128")} for record in records}
+    hashed = {record["name"]: {key: record[key] for key in ("size", "xxh3_128")} for record in records}
     return {
         "tool": TOOL,
         "source": {
@@ -287,5 +287,5 @@ def _make_manifest(
         "tensors": len(plan.sources),
         **plan.details,
         "verified": None if compared is None else f"{compared} tensors, bit for bit; {models}",
-        "files": known | {name: hash_file(folder / name) for name in sorted(written - known.keys() - {JOURNAL})},
+        "files": hashed | {name: hash_file(folder / name) for name in sorted(written - hashed.keys() - {JOURNAL})},
     }

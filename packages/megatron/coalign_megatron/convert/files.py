@@ -58,12 +58,12 @@ def write_hashed(path: Path) -> Iterator[HashedFile]:
 
 
 def hash_file(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Return size and hash of a file. It stops early, with those of a part, once ``ended`` is true."""
-    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
+    """Return size and hash of a file. Once ``ended`` is true, it returns those of the bytes that it has read."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
         while not ended() and (count := file.readinto(buffer)):
-            found.update(buffer[:count])
-        return {"size": file.tell(), "xxh3_128": found.hexdigest()}
+            digest.update(buffer[:count])
+        return {"size": file.tell(), "xxh3_128": digest.hexdigest()}
 
 
 @contextmanager
@@ -71,9 +71,9 @@ def hash_in_background(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict
     """Hash files in a thread while the block runs. The function waits for the sizes and hashes and returns them."""
     ended = Event()
     with ThreadPoolExecutor(1) as pool:
-        found = [pool.submit(hash_file, path, ended.is_set) for path in paths]
+        tasks = [pool.submit(hash_file, path, ended.is_set) for path in paths]
         try:
-            yield lambda: [each.result() for each in found]
+            yield lambda: [task.result() for task in tasks]
         finally:
             ended.set()
             pool.shutdown(cancel_futures=True)
@@ -112,7 +112,7 @@ def run_tasks(
             advance(done.value - seen)
             seen = done.value
             # Failed tasks come last, so that no finished one is lost.
-            for task in sorted(ready, key=lambda each: each.exception() is not None):
+            for task in sorted(ready, key=lambda future: future.exception() is not None):
                 yield waiting.pop(task), task.result()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -121,12 +121,12 @@ def run_tasks(
 @contextmanager
 def single_threaded() -> Iterator[None]:
     """Limit torch to one thread: copies of a few MiB are slower with several, above all on busy cores."""
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def _begin(done: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

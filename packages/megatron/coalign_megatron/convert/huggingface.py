@@ -26,7 +26,7 @@ from coalign_megatron.families.family import HuggingFaceTensor
 
 SCALES = "_scale_inv"  # suffix of the scales' name
 BLOCK = 128  # rows and columns per scale
-DTYPE = torch.bfloat16  # of FP8 weights when read
+DEQUANTIZED_DTYPE = torch.bfloat16  # FP8 weights are read as this
 
 
 def read_fp8(name: str, weight: Tensor, scales: Tensor) -> Tensor:
@@ -40,11 +40,11 @@ def read_fp8(name: str, weight: Tensor, scales: Tensor) -> Tensor:
             f"'{name}{SCALES}' has the shape {list(scales.shape)}; '{name}' {list(weight.shape)} in blocks of "
             f"{BLOCK} × {BLOCK} has {list(blocks)}"
         )
-    found = torch.empty(weight.shape, dtype=DTYPE)
+    product = torch.empty(weight.shape, dtype=DEQUANTIZED_DTYPE)
     for block, row in enumerate(scales.float()):
-        some = slice(block * BLOCK, (block + 1) * BLOCK)
-        found[some] = weight[some].float() * row.repeat_interleave(BLOCK)[: weight.shape[1]]
-    return found
+        rows = slice(block * BLOCK, (block + 1) * BLOCK)
+        product[rows] = weight[rows].float() * row.repeat_interleave(BLOCK)[: weight.shape[1]]
+    return product
 
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
@@ -87,9 +87,9 @@ class HuggingFaceReader:
         self.folder = folder
         self.files = self._files(pickled)
         self._open: dict[Path, Any] = {}
-        self._where = {name: file for file in self.files for name in list(self._open_file(file).keys())}
-        scales = {name + SCALES for name in self._where}
-        self.names = [name for name in self._where if name not in scales]
+        self._files_by_name = {name: file for file in self.files for name in list(self._open_file(file).keys())}
+        scales = {name + SCALES for name in self._files_by_name}
+        self.names = [name for name in self._files_by_name if name not in scales]
 
     def _files(self, pickled: bool) -> list[Path]:
         for single in (SAFETENSORS, *((BIN,) if pickled else ())):
@@ -111,7 +111,7 @@ class HuggingFaceReader:
 
     def is_scaled(self, name: str) -> bool:
         """Return whether a tensor is in FP8 with scales."""
-        return name in self._where and name + SCALES in self._where
+        return name in self._files_by_name and name + SCALES in self._files_by_name
 
     def tensor(self, name: str) -> Tensor:
         if self.is_scaled(name):
@@ -120,21 +120,21 @@ class HuggingFaceReader:
 
     def like(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return shape and dtype of ``tensor(name)``. Raises ValueError for FP8 without scales."""
-        found = self._list_stored(name)
+        tensor = self._list_stored(name)
         if not self.is_scaled(name):
-            if found.dtype.itemsize == 1 and found.is_floating_point():
-                raise ValueError(f"{self.folder}: '{name}' is {found.dtype}, but there is no '{name}{SCALES}'")
-            return tuple(found.shape), found.dtype
-        return tuple(found.shape), DTYPE
+            if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+                raise ValueError(f"{self.folder}: '{name}' is {tensor.dtype}, but there is no '{name}{SCALES}'")
+            return tuple(tensor.shape), tensor.dtype
+        return tuple(tensor.shape), DEQUANTIZED_DTYPE
 
     def _list_stored(self, name: str) -> Tensor:
-        file = self._where[name]
+        file = self._files_by_name[name]
         opened = self._open_file(file)
         return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)
 
 
 def _explain(file: Path, problem: SafetensorError) -> Exception:
-    """What is wrong with a file, better than safetensors says it where that is known."""
+    """Describe the damage of a file, better than safetensors does where that is known."""
     try:
         read_header(file)
     except ValueError as reason:

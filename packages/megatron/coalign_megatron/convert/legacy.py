@@ -53,14 +53,14 @@ def load_pickle(path: Path, *, mmap: bool = False) -> Any:
 
 def refuse_compressed(archive: zipfile.ZipFile) -> None:
     """Refuse records that could become much larger than the file; torch.save compresses none."""
-    for each in archive.infolist():
-        if each.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{each.filename} is compressed, which torch.save never does")
+    for record in archive.infolist():
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{record.filename} is compressed, which torch.save never does")
 
 
 def _make_stand_in(name: str) -> type:
-    module, _, own = name.rpartition(".")
-    return type(own, (SkippedObject,), {"__module__": module})
+    module, _, class_name = name.rpartition(".")
+    return type(class_name, (SkippedObject,), {"__module__": module})
 
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -94,17 +94,17 @@ class LegacyWeights:
 
     def __init__(self, ranks: list[LegacyRank], parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
         self.files = ranks
-        sizes = [1 + max(place) for place in zip(*((r.tensor, r.stage, r.expert) for r in ranks), strict=True)]
-        places = {(r.tensor, r.stage, r.expert) for r in ranks}
-        if len(places) != sizes[0] * sizes[1] * sizes[2]:
+        sizes = [1 + max(indices) for indices in zip(*((r.tensor, r.stage, r.expert) for r in ranks), strict=True)]
+        coordinates = {(r.tensor, r.stage, r.expert) for r in ranks}
+        if len(coordinates) != sizes[0] * sizes[1] * sizes[2]:
             raise ValueError(
-                f"{ranks[0].path.parent.parent} has {len(places)} ranks, which are not {sizes[0]} tensor × {sizes[1]} "
-                f"pipeline × {sizes[2]} expert parallel ones: files are missing"
+                f"{ranks[0].path.parent.parent} has {len(coordinates)} ranks, which are not {sizes[0]} tensor × "
+                f"{sizes[1]} pipeline × {sizes[2]} expert parallel ones: files are missing"
             )
         mesh = Mesh(sizes[0], sizes[1], sizes[2], sizes[2], sizes[0])
         stages = _list_stages(ranks, config)
         held = [self._list_shards(MegatronLayout(config, mesh, stages, spec), ranks, parameters) for spec in SPECS]
-        chosen = min((each for each in held if each is not None), key=lambda each: _count_missing(ranks, each))
+        chosen = min((shards for shards in held if shards is not None), key=lambda s: _count_missing(ranks, s))
         self.ranks: list[list[Shard]] = []
         self.dtypes: dict[str, torch.dtype] = {}
         self._tensors: list[dict[str, Tensor]] = []
@@ -132,7 +132,7 @@ class LegacyWeights:
 
     def _take(self, rank: LegacyRank, chunks: list[dict[str, Shard]], config: MegatronConfig) -> None:
         held: list[Shard] = []
-        found: dict[str, Tensor] = {}
+        taken: dict[str, Tensor] = {}
         for chunk, (shards, tensors) in enumerate(zip(chunks, rank.chunks, strict=True)):
             missing = [name for name in shards if name not in tensors]
             tied = tuple(TIED_HEAD.values()) if config.share_embeddings_and_output_weights else ()
@@ -146,10 +146,10 @@ class LegacyWeights:
                         f"of ranks require {list(shard.shape)}"
                     )
                 held.append(replace(shard, name=f"{chunk}:{name}"))
-                found[f"{chunk}:{name}"] = tensors[name]
+                taken[f"{chunk}:{name}"] = tensors[name]
                 self.dtypes |= {piece.name: tensors[name].dtype for piece in shard.pieces}
         self.ranks.append(held)
-        self._tensors.append(found)
+        self._tensors.append(taken)
 
     def fetch(self, rank: int, name: str) -> Tensor:
         return self._tensors[rank][name]
@@ -170,7 +170,7 @@ def is_legacy(folder: Path) -> bool:
 
 
 def _list_folders(folder: Path) -> Iterator[Path]:
-    return (each for each in sorted(folder.glob("mp_rank_*")) if RANK.match(each.name))
+    return (path for path in sorted(folder.glob("mp_rank_*")) if RANK.match(path.name))
 
 
 def read_ranks(folder: Path) -> list[LegacyRank]:
@@ -179,26 +179,26 @@ def read_ranks(folder: Path) -> list[LegacyRank]:
     Raises ValueError for a file that is missing, cut off, or older than checkpoint version 2, whose queries, keys and
     values are in another order.
     """
-    found = []
-    for each in _list_folders(folder):
-        path = next((each / name for name in FILES if (each / name).is_file()), None)
+    files = []
+    for rank_folder in _list_folders(folder):
+        path = next((rank_folder / name for name in FILES if (rank_folder / name).is_file()), None)
         if path is None:
-            raise ValueError(f"{each} has none of the files {', '.join(FILES)}")
-        match = RANK.match(each.name)
+            raise ValueError(f"{rank_folder} has none of the files {', '.join(FILES)}")
+        match = RANK.match(rank_folder.name)
         assert match is not None
         state = load_pickle(path, mmap=True)
         if (version := state.get("checkpoint_version", 0)) < 2:
             raise ValueError(f"{path} has checkpoint_version {version}; 2.0 and later can be read")
         keys = [key for key in state if re.fullmatch(r"model\d*", key)]
         chunks = [_collect_tensors(state[key]) for key in sorted(keys, key=lambda key: int(key[5:] or 0))]
-        found.append((path, tuple(int(number) for number in match.groups() if number is not None), chunks))
+        files.append((path, tuple(int(number) for number in match.groups() if number is not None), chunks))
     # A single number after the tensor rank is the stage; but if stage 0 has the last norm, there is only one stage, and
     # the number is the expert rank.
     experts = any(
-        len(at) == 2 and at[1] == 0 and any(name.endswith(LAST) for name in chunks[-1]) for _, at, chunks in found
+        len(at) == 2 and at[1] == 0 and any(name.endswith(LAST) for name in chunks[-1]) for _, at, chunks in files
     )
     ranks = []
-    for path, at, chunks in found:
+    for path, at, chunks in files:
         tensor, stage, expert = (at[0], 0, at[1]) if len(at) == 2 and experts else (*at, 0, 0)[:3]
         ranks.append(LegacyRank(path, tensor, stage, expert, chunks))
     return ranks
@@ -206,13 +206,13 @@ def read_ranks(folder: Path) -> list[LegacyRank]:
 
 def _collect_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors by name in megatron-core, without `_extra_state`."""
-    found = {}
+    tensors = {}
     for name, value in _flatten(state, ""):
         if isinstance(value, Tensor) and not name.endswith("_extra_state"):
             for pattern, new in RENAMED:
                 name = pattern.sub(new, name)
-            found[name] = value
-    return found
+            tensors[name] = value
+    return tensors
 
 
 def _flatten(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -39,7 +39,7 @@ FILES, SMALL = 16, 512 * 2**20  # at least 16 files for the processes, unless th
 OPEN = 16  # tensors of the source that stay mapped
 Advance = Callable[[int], None]
 Entry = TypeVar("Entry")
-Record = dict[str, Any]  # of a written file: name, size, xxh3_128, and `places` of chunks
+Record = dict[str, Any]  # describes a written file: name, size, xxh3_128, and `places` of chunks
 
 
 class ScratchBuffer:
@@ -64,13 +64,13 @@ def build_shard(
     """
     dtype = specs[shard.like].dtype
     if len(moves) == 1 and moves[0].target_box == tuple((0, size) for size in shard.shape):
-        found = fetch(moves[0].rank, moves[0].source)[slices(moves[0].source_box)]
-        return found.reshape(shard.shape).to(dtype)
+        view = fetch(moves[0].rank, moves[0].source)[slices(moves[0].source_box)]
+        return view.reshape(shard.shape).to(dtype)
     return next(tensor for _, tensor in reshard(specs, [shard], {shard.name: moves}, fetch, scratch))
 
 
 def trim_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor with a storage of its own size: of a view, torch.save writes the whole storage."""
+    """Return a tensor whose storage is no larger than itself: torch.save writes the whole storage of a view."""
     return torch.from_numpy(tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
 
 
@@ -164,9 +164,9 @@ class HuggingFaceOutput(ConversionOutput):
             return
         for start, stop in split_rows(source.shape, entry.dtype.itemsize):
             box = row_box(source.shape, start, stop)
-            own = row_box(source.shape, 0, stop - start)
+            local = row_box(source.shape, 0, stop - start)
             shape = (stop - start, *source.shape[1:])
-            yield Shard(f"{entry.name}[{start}:{stop}]", shape, entry.name, (ShardBox(entry.name, box, own),))
+            yield Shard(f"{entry.name}[{start}:{stop}]", shape, entry.name, (ShardBox(entry.name, box, local),))
 
     def finish(self, folder: Path, records: Sequence[Record]) -> None:
         huggingface.write_index(folder, dict(zip(self.names, self.files, strict=True)))
@@ -183,15 +183,13 @@ class TorchDistOutput(ConversionOutput):
         self.parameters = family.parameters(config, vocab_divisor=divisor)
         self._check_layout()
         naming = torch_dist.TorchDistNaming(request.flavour, torch_dist.has_stacked_layers(config))
-        chunks = [
-            chunk for each in self.parameters.values() for chunk in self._chunks(naming.place(each, config), each)
-        ]
+        parameters = self.parameters.values()
+        chunks = [chunk for p in parameters for chunk in self._chunks(naming.place(p, config), p)]
         sizes = [torch.Size(chunk.sizes).numel() * chunk.dtype.itemsize for chunk in chunks]
         self.total = sum(sizes)
         self.files = group_by_file(chunks, sizes, min(request.file_size, max(self.total // FILES, SMALL)))
         self.names = [f"{RELEASE}/__{i}_0.distcp" for i in range(len(self.files))]
-        places = [place for each in self.parameters.values() for place in naming.objects(each, config)]
-        self.objects = [place.object for place in places]
+        self.objects = [location.object for p in parameters for location in naming.objects(p, config)]
         rows = self.parameters["embedding.word_embeddings.weight"].shape[0]
         self.details = dict(format="torch_dist", dtype=request.dtype, flavour=request.flavour, padded_vocab_size=rows)
 
@@ -210,16 +208,16 @@ class TorchDistOutput(ConversionOutput):
             sizes = f"--tp {request.tensor} --pp {request.pipeline} --ep {request.expert} --etp {request.expert_tensor}"
             raise ValueError(f"{sizes}: {problem}") from problem
 
-    def _chunks(self, place: torch_dist.TorchDistKey, parameter: Parameter) -> Iterator[PlannedChunk]:
+    def _chunks(self, location: torch_dist.TorchDistKey, parameter: Parameter) -> Iterator[PlannedChunk]:
         dtype = self.dtypes[next(iter(parameter.sources))]
         for start, stop in split_rows(parameter.shape, dtype.itemsize):
             box = row_box(parameter.shape, start, stop)
-            own = row_box(parameter.shape, 0, stop - start)
-            offsets = (*place.index, start, *(0 for _ in parameter.shape[1:]))
+            local = row_box(parameter.shape, 0, stop - start)
+            offsets = (*location.index, start, *(0 for _ in parameter.shape[1:]))
             shape = (stop - start, *parameter.shape[1:])
             like = parameter.pieces[0].name
-            shard = Shard(f"{parameter.name}[{start}:{stop}]", shape, like, tuple(parameter.placed(box, own)))
-            yield PlannedChunk(place, offsets, shard, (*place.stacked, *parameter.shape), dtype)
+            shard = Shard(f"{parameter.name}[{start}:{stop}]", shape, like, tuple(parameter.placed(box, local)))
+            yield PlannedChunk(location, offsets, shard, (*location.stacked, *parameter.shape), dtype)
 
     def write(self, number: int, folder: Path, advance: Advance) -> Record:
         chunks = self.files[number]
@@ -227,11 +225,11 @@ class TorchDistOutput(ConversionOutput):
         path = folder / self.names[number]
         path.parent.mkdir(exist_ok=True)
         with write_hashed(path) as file:
-            places = [
+            spans = [
                 torch_dist.append_archive(file, trim_storage(tensor).view(chunk.sizes))
                 for chunk, tensor in zip(chunks, tensors, strict=True)
             ]
-        return {"name": self.names[number], "size": file.size, "xxh3_128": file.digest, "places": places}
+        return {"name": self.names[number], "size": file.size, "xxh3_128": file.digest, "places": spans}
 
     def finish(self, folder: Path, records: Sequence[Record]) -> None:
         torch_dist.write_metadata(folder / RELEASE, self.files, self.objects, records)
@@ -242,8 +240,8 @@ class TorchDistOutput(ConversionOutput):
 def choose_dtypes(request: ConversionRequest, opened: OpenedCheckpoint) -> dict[str, torch.dtype]:
     """Return the dtype in the output for each Hugging Face tensor."""
     dtype: torch.dtype | None = getattr(torch, request.dtype) if request.dtype is not None else None
-    found = {name: dtype or stored for name, stored in opened.weights.dtypes.items()}
+    dtypes = {name: dtype or stored for name, stored in opened.weights.dtypes.items()}
     for parameter in opened.family.parameters(opened.config).values():
         if parameter.dtype is not None:
-            found |= dict.fromkeys(parameter.sources, parameter.dtype)
-    return found
+            dtypes |= dict.fromkeys(parameter.sources, parameter.dtype)
+    return dtypes

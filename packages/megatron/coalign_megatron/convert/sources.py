@@ -29,8 +29,8 @@ class ConversionRequest:
     ``hf``: a Hugging Face directory of the same model (config.json, tokenizer), for Megatron checkpoints of other
     tools. ``tensor`` … ``expert_tensor``: parallel sizes of later use. They must divide the model, and the vocabulary
     is padded to a multiple of ``vocab_divisor`` × tensor; otherwise torch_dist files do not depend on them.
-    ``flavour``: names of norms, as in megatron-core's own layers or in Transformer Engine's. ``dtype``: of the output
-    (None: the source's); tensors that must be float32 stay so. ``file_size``: most bytes of an output file.
+    ``flavour``: names of norms, as in megatron-core's own layers or in Transformer Engine's. ``dtype``: that of the
+    output (None: the source's); tensors that must be float32 stay so. ``file_size``: most bytes of an output file.
     ``pickles``: read `.bin` files, without running code from them. ``without_mtp``: leave out multi-token-prediction
     layers.
     """
@@ -145,27 +145,28 @@ def dtype_keys(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _open_megatron(request: ConversionRequest, folder: Path) -> OpenedCheckpoint:
-    places = [request.hf] if request.hf else [request.source / HF, request.source.parent / HF]
-    place = next((each for each in places if (each / "config.json").is_file()), None)
-    if place is None:
+    candidates = [request.hf] if request.hf else [request.source / HF, request.source.parent / HF]
+    hf_folder = next((candidate for candidate in candidates if (candidate / "config.json").is_file()), None)
+    if hf_folder is None:
         raise ValueError(
             f"{request.source} has no config.json: --hf names a Hugging Face directory of the same model "
             "(config.json, tokenizer)"
         )
-    hf = read_model_config(place)
+    hf = read_model_config(hf_folder)
     family = families.find_family(hf)
     config = family.config(hf)
     if legacy.is_legacy(folder):
         ranks = legacy.read_ranks(folder)
         parameters = list_parameters(family, config, legacy.count_vocabulary_rows(ranks))
         weights = legacy.LegacyWeights(ranks, parameters, config)
-        return OpenedCheckpoint("legacy", place, family, config, [rank.path for rank in ranks], weights, {})
+        return OpenedCheckpoint("legacy", hf_folder, family, config, [rank.path for rank in ranks], weights, {})
     if not (folder / METADATA).is_file():
         raise ValueError(f"{folder} has neither mp_rank_* nor {METADATA}: no format that can be read")
     parameters = list_parameters(family, config, torch_dist.count_vocabulary_rows(folder))
     weights = torch_dist.TorchDistWeights(folder, parameters, config)
     files = sorted({stored.file for stored in weights.chunks.values()})
-    return OpenedCheckpoint("torch_dist", place, family, config, files, weights, {"flavour": weights.naming.flavour})
+    details = {"flavour": weights.naming.flavour}
+    return OpenedCheckpoint("torch_dist", hf_folder, family, config, files, weights, details)
 
 
 def list_parameters(family: Family, config: MegatronConfig, rows: int) -> dict[str, Parameter]:

@@ -71,19 +71,19 @@ class TorchDistNaming:
 
     def objects(self, parameter: Parameter, config: MegatronConfig) -> list[TorchDistKey]:
         """Return the `_extra_state` of a weight's module: empty, but Megatron requires it. Further ones do no harm."""
-        if not parameter.template.endswith(".weight") or parameter.kind == "vocabulary":
+        if not parameter.template.endswith(".weight") or parameter.sharding == "vocabulary":
             return []
-        linear = parameter.kind in ("column", "row", "gated")
+        linear = parameter.sharding in ("column", "row", "gated")
         if not linear and self.flavour == "local":
             return []
         module = parameter.template.removesuffix(".weight")
         if parameter.layer is None:
             return [TorchDistKey(f"{module}._extra_state")]
         relative = module.removeprefix(LAYER)
-        found = [relative]
+        names = [relative]
         if relative == "self_attention.linear_proj" and self.flavour == "te":
-            found.append("self_attention.core_attention")
-        return [self._locate(f"{each}._extra_state", parameter, config) for each in found]
+            names.append("self_attention.core_attention")
+        return [self._locate(f"{relative_name}._extra_state", parameter, config) for relative_name in names]
 
     def _locate(self, relative: str, parameter: Parameter, config: MegatronConfig) -> TorchDistKey:
         assert parameter.layer is not None
@@ -105,7 +105,7 @@ FORMAT = {
     "common_backend_version": 1,
 }
 # Keys of training state: optimizers, random numbers, schedules, unsharded objects.
-OTHERS = ("optimizer", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine", "common_state")
+TRAINING_STATE = ("optimizer", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine", "common_state")
 
 
 # ---- reading
@@ -131,11 +131,11 @@ class TorchDistWeights:
     def __init__(self, folder: Path, parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
         self.folder = folder
         self._maps: dict[Path, np.ndarray] = {}
-        found = read_metadata(folder)
+        metadata = read_metadata(folder)
         tensors = {
-            key: each
-            for key, each in found.state_dict_metadata.items()
-            if isinstance(each, dcp.TensorStorageMetadata) and not key.startswith(OTHERS)
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, dcp.TensorStorageMetadata) and not key.startswith(TRAINING_STATE)
         }
         self.naming = _find_naming(tensors, parameters, config)
         self.chunks: dict[str, StoredChunk] = {}
@@ -146,7 +146,7 @@ class TorchDistWeights:
             for chunk in stored.chunks:
                 shard = _make_shard(key, chunk, held)
                 shards.append(shard)
-                self.chunks[shard.name] = self._find_chunk(found, key, chunk, stored.properties.dtype)
+                self.chunks[shard.name] = self._find_chunk(metadata, key, chunk, stored.properties.dtype)
             for _, parameter in held:
                 self.dtypes |= dict.fromkeys(parameter.sources, stored.properties.dtype)
         self._check_files()
@@ -160,32 +160,32 @@ class TorchDistWeights:
     ) -> dict[str, list[tuple[TorchDistKey, Parameter]]]:
         keys: dict[str, list[tuple[TorchDistKey, Parameter]]] = {}
         for parameter in parameters.values():
-            place = self.naming.place(parameter, config)
-            keys.setdefault(place.key, []).append((place, parameter))
+            location = self.naming.place(parameter, config)
+            keys.setdefault(location.key, []).append((location, parameter))
         missing, extra = [key for key in keys if key not in tensors], [key for key in tensors if key not in keys]
         if missing or extra:
             raise ValueError(f"{self.folder} does not match config.json: missing {missing}, extra {extra}")
         wrong = [
-            f"'{key}' {list(tensors[key].size)} (config.json: {list((*place.stacked, *parameter.shape))})"
-            for key, [(place, parameter), *_] in keys.items()
-            if tuple(tensors[key].size) != (*place.stacked, *parameter.shape)
+            f"'{key}' {list(tensors[key].size)} (config.json: {list((*location.stacked, *parameter.shape))})"
+            for key, [(location, parameter), *_] in keys.items()
+            if tuple(tensors[key].size) != (*location.stacked, *parameter.shape)
         ]
         if wrong:
             raise ValueError(f"{self.folder}: shapes that differ from config.json: {', '.join(wrong)}")
         return keys
 
     def _find_chunk(
-        self, found: dcp.Metadata, key: str, chunk: dcp.ChunkStorageMetadata, dtype: torch.dtype
+        self, metadata: dcp.Metadata, key: str, chunk: dcp.ChunkStorageMetadata, dtype: torch.dtype
     ) -> StoredChunk:
-        where = found.storage_data.get(dcp.MetadataIndex(key, chunk.offsets))
-        if where is None:
+        span = metadata.storage_data.get(dcp.MetadataIndex(key, chunk.offsets))
+        if span is None:
             raise ValueError(f"{self.folder / METADATA} does not say where '{key}' at {list(chunk.offsets)} is")
-        return StoredChunk(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
+        return StoredChunk(self.folder / span.relative_path, span.offset, span.length, tuple(chunk.sizes), dtype)
 
     def _check_files(self) -> None:
         ends: dict[Path, int] = {}
-        for each in self.chunks.values():
-            ends[each.file] = max(ends.get(each.file, 0), each.offset + each.length)
+        for chunk in self.chunks.values():
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
         for file, end in ends.items():
             if not file.is_file():
                 raise ValueError(f"{file} is missing")
@@ -202,10 +202,10 @@ class TorchDistWeights:
 
 def count_vocabulary_rows(folder: Path) -> int:
     """Count the rows of the word embedding, padding included. Raises ValueError if there is none."""
-    found = read_metadata(folder).state_dict_metadata.get("embedding.word_embeddings.weight")
-    if not isinstance(found, dcp.TensorStorageMetadata):
+    entry = read_metadata(folder).state_dict_metadata.get("embedding.word_embeddings.weight")
+    if not isinstance(entry, dcp.TensorStorageMetadata):
         raise ValueError(f"{folder} has no embedding.word_embeddings.weight")
-    return found.size[0]
+    return entry.size[0]
 
 
 def _find_naming(
@@ -213,18 +213,18 @@ def _find_naming(
 ) -> TorchDistNaming:
     """Return the naming with the fewest missing keys."""
     candidates = [TorchDistNaming(flavour, stacked) for stacked in (True, False) for flavour in ("te", "local")]
-    return min(candidates, key=lambda each: len({each.place(p, config).key for p in parameters.values()} - keys.keys()))
+    return min(candidates, key=lambda n: len({n.place(p, config).key for p in parameters.values()} - keys.keys()))
 
 
 def _make_shard(key: str, chunk: dcp.ChunkStorageMetadata, held: Sequence[tuple[TorchDistKey, Parameter]]) -> Shard:
-    """Describe a chunk in boxes of Hugging Face tensors. It may have parts of several layers or experts."""
+    """Describe a chunk in boxes of Hugging Face tensors. It may span several layers or experts."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     box: Box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
     pieces: list[ShardBox] = []
-    for place, parameter in held:
-        lead = tuple((i, i + 1) for i in place.index)
-        own = (*lead, *((0, size) for size in parameter.shape))
-        if (both := overlap(box, own)) is not None:
+    for location, parameter in held:
+        lead = tuple((i, i + 1) for i in location.index)
+        full = (*lead, *((0, size) for size in parameter.shape))
+        if (both := overlap(box, full)) is not None:
             here = tuple((start - at, stop - at) for (start, stop), at in zip(both, offsets, strict=True))
             pieces += parameter.placed(both[len(lead) :], here)
     name = f"{key}@{','.join(map(str, offsets))}"
@@ -240,7 +240,7 @@ def _map_chunk(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
         try:
             archive = zipfile.ZipFile(view)
             refuse_compressed(archive)
-            record = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
+            record = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
             view.seek(0)
             with torch.serialization.skip_data():
                 like = torch.load(cast(IO[bytes], view), weights_only=True)
@@ -248,7 +248,7 @@ def _map_chunk(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
             head = view.read(30)
             start = record.header_offset + 30 + sum(int.from_bytes(head[i : i + 2], "little") for i in (26, 28))
             data = torch.from_numpy(file_map[stored.offset :][start : min(stored.length, start + record.file_size)])
-            found = data.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+            tensor = data.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
         except Exception as problem:  # a damaged archive raises almost anything
             raise ValueError(f"{stored.file} is damaged at byte {stored.offset}: {problem}") from problem
     if tuple(like.shape) != stored.shape or like.dtype != stored.dtype:
@@ -256,7 +256,7 @@ def _map_chunk(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
             f"{stored.file} is damaged at byte {stored.offset}: {list(like.shape)} {like.dtype} is stored, "
             f"{METADATA} says {list(stored.shape)} {stored.dtype}"
         )
-    return found
+    return tensor
 
 
 class _Slice(io.RawIOBase):
@@ -293,15 +293,15 @@ class _Slice(io.RawIOBase):
 class PlannedChunk:
     """A chunk to write. ``shard`` does not have the axes of the stack."""
 
-    place: TorchDistKey
+    location: TorchDistKey
     offsets: Shape
     shard: Shard
-    size: Shape  # of the whole tensor
+    size: Shape  # the shape of the complete tensor
     dtype: torch.dtype
 
     @property
     def sizes(self) -> Shape:
-        return (*(1 for _ in self.place.index), *self.shard.shape)
+        return (*(1 for _ in self.location.index), *self.shard.shape)
 
 
 def append_archive(file: HashedFile, value: Any) -> tuple[int, int]:
@@ -331,20 +331,20 @@ def write_metadata(
     data: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for record, held in zip(stored, chunks, strict=True):
         for chunk, (start, length) in zip(held, record["places"], strict=True):
-            key = chunk.place.key
+            key = chunk.location.key
             new = dcp.TensorStorageMetadata(dcp.TensorProperties(chunk.dtype), torch.Size(chunk.size), [])
-            whole = tensors.setdefault(key, new)
-            index = dcp.MetadataIndex(key, chunk.offsets, len(whole.chunks))
-            whole.chunks.append(dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            tensor = tensors.setdefault(key, new)
+            index = dcp.MetadataIndex(key, chunk.offsets, len(tensor.chunks))
+            tensor.chunks.append(dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
             data[index] = _StorageInfo(Path(record["name"]).name, start, length)
     name = f"__{len(chunks)}_0.distcp"
     with write_hashed(folder / name) as file:
-        for each in objects:
-            data[dcp.MetadataIndex(each)] = _StorageInfo(name, *append_archive(file, [None]))
+        for object_key in objects:
+            data[dcp.MetadataIndex(object_key)] = _StorageInfo(name, *append_archive(file, [None]))
     with write_hashed(folder / COMMON) as file:
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, cast(IO[bytes], file))
     with write_hashed(folder / METADATA) as file:
-        entries = tensors | {each: dcp.BytesStorageMetadata() for each in objects}
+        entries = tensors | {object_key: dcp.BytesStorageMetadata() for object_key in objects}
         record = dcp.Metadata(entries, storage_data=data, storage_meta=dcp.StorageMeta(), version="1.0.0")
         file.write(pickle.dumps(record))
     (folder / BACKEND).write_text(json.dumps(FORMAT))

@@ -33,8 +33,8 @@ def find_family(hf: Mapping[str, Any]) -> Family:
         if family.claims(hf):
             return family
     wanted = (architectures or [str(hf.get("model_type"))])[0]
-    known = [each for family in FAMILIES for each in (family.architectures if architectures else family.model_types)]
-    near = get_close_matches(wanted, set(known), n=len(known), cutoff=0.0)
+    names = [name for family in FAMILIES for name in (family.architectures if architectures else family.model_types)]
+    near = get_close_matches(wanted, set(names), n=len(names), cutoff=0.0)
     raise ValueError(
         f"config.json: no family of Megatron models is known for {wanted!r:.60}; known are {', '.join(near)}"
     )

@@ -56,8 +56,8 @@ class RequiredValues:
 
     def __call__(self, hf: Hf) -> dict[str, Any]:
         for key, value in self.values.items():
-            if (found := hf.get(key)) is not None and found != value:
-                raise ValueError(f"config.json: '{key}' is {found!r:.60}; for this family Megatron has {value!r}")
+            if (actual := hf.get(key)) is not None and actual != value:
+                raise ValueError(f"config.json: '{key}' is {actual!r:.60}; for this family Megatron has {value!r}")
         return {}
 
 
@@ -90,10 +90,10 @@ class Activation:
     default: str = "silu"
 
     def __call__(self, hf: Hf) -> dict[str, Any]:
-        found = hf.get(self.key) or self.default
-        if found not in ACTIVATIONS:
-            raise ValueError(f"config.json: '{self.key}' is {found!r:.60}; Megatron has {sorted(ACTIVATIONS)}")
-        return {"activation_func": ACTIVATIONS[found]}
+        name = hf.get(self.key) or self.default
+        if name not in ACTIVATIONS:
+            raise ValueError(f"config.json: '{self.key}' is {name!r:.60}; Megatron has {sorted(ACTIVATIONS)}")
+        return {"activation_func": ACTIVATIONS[name]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +113,15 @@ class Rope:
         return {"rotary_base": base, "rotary_percent": percent, "rope_scaling": scaling}
 
 
-def read_rope_scaling(found: Hf) -> RopeScaling | None:
-    """Read a config.json's `rope_scaling` or `rope_parameters`. ValueError for an unknown kind."""
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
+def read_rope_scaling(settings: Hf) -> RopeScaling | None:
+    """Read a config.json's `rope_scaling` or `rope_parameters`. ValueError for an unknown type."""
+    name = settings.get("rope_type", settings.get("type", "default"))
+    if name == "default":
         return None
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        raise ValueError(f"config.json: rope scaling is {kind!r:.60}; known are 'linear', 'dynamic', 'llama3', 'yarn'")
-    numbers = {name: found[name] for name in RopeScaling.__slots__ if found.get(name) is not None}
-    return RopeScaling(**{**numbers, "kind": kind})
+    if name not in ("linear", "dynamic", "llama3", "yarn"):
+        raise ValueError(f"config.json: rope scaling is {name!r:.60}; known are 'linear', 'dynamic', 'llama3', 'yarn'")
+    numbers = {key: settings[key] for key in RopeScaling.__slots__ if settings.get(key) is not None}
+    return RopeScaling(**{**numbers, "kind": name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ _CONFIG = TypeAdapter(MegatronConfig)
 class HuggingFaceTensor:
     """A Hugging Face tensor and its view: [out, in], without rows that the model never reads. Boxes are of the view.
 
-    ``shape``: of the view. ``transposed``: the file has [in, out] (GPT-2's Conv1D). ``skip``: unread rows in front
+    ``shape``: that of the view. ``transposed``: the file has [in, out] (GPT-2's Conv1D). ``skip``: unread rows in front
     (OPT's positions), written as zeros. ``experts``: the first dimension counts experts.
     """
 
@@ -177,8 +177,8 @@ class HuggingFaceTensor:
     @property
     def stored(self) -> Shape:
         """Its shape in the file."""
-        rows, *others = self.shape
-        return (*others, rows) if self.transposed else (rows + self.skip, *others)
+        rows, *rest = self.shape
+        return (*rest, rows) if self.transposed else (rows + self.skip, *rest)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the view of the file's tensor. ValueError if its shape is not ``stored``."""
@@ -339,11 +339,11 @@ class Parameter(MegatronParameter):
 
         The own tensor may have more dimensions in front.
         """
-        own = ShardBox(self.name, there, here)
+        target = ShardBox(self.name, there, here)
         for piece in self.pieces:
             if (both := overlap(there, piece.local)) is not None:
                 back = ShardBox(piece.name, piece.local, piece.full)
-                yield ShardBox(piece.name, back.within(both), own.within(both))
+                yield ShardBox(piece.name, back.within(both), target.within(both))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,16 +357,16 @@ class Family:
     """
 
     name: str
-    architectures: tuple[str, ...]  # of config.json
-    model_types: tuple[str, ...]  # where it names no architecture
+    architectures: tuple[str, ...]  # names in config.json
+    model_types: tuple[str, ...]  # where config.json names no architecture
     settings: tuple[Setting, ...]
     tensors: Mapping[str, TensorRule | str]
     layer: Mapping[str, TensorRule | str]
     prefix: str  # with {layer}
     memory: Mapping[str, TensorRule | str] = field(default_factory=dict)
-    memory_prefix: str | None = None  # of layers in memory, if it is another
+    memory_prefix: str | None = None  # the prefix of layers in memory, if it differs
     tower: tuple[str, str] | None = None  # what names of the vision tower begin with, in files and in memory
-    base: str = "model."  # of names in files that hold the model without its head
+    base: str = "model."  # prefix that files without a head leave out
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     when: Callable[[Mapping[str, Any]], bool] = lambda hf: True  # where several families share an architecture
 
@@ -378,16 +378,16 @@ class Family:
 
     def config(self, hf: Mapping[str, Any]) -> MegatronConfig:
         """Read a config.json. ValueError names a key that is missing or has a value that Megatron cannot have."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         try:
             for setting in self.settings:
-                found |= setting(hf)
+                values |= setting(hf)
             defaults = {
-                "num_query_groups": found["num_attention_heads"],
-                "kv_channels": found["hidden_size"] // found["num_attention_heads"],
-                "ffn_hidden_size": 4 * found["hidden_size"],
+                "num_query_groups": values["num_attention_heads"],
+                "kv_channels": values["hidden_size"] // values["num_attention_heads"],
+                "ffn_hidden_size": 4 * values["hidden_size"],
             }
-            return _CONFIG.validate_python(defaults | found)
+            return _CONFIG.validate_python(defaults | values)
         except (TypeError, AttributeError, LookupError, ArithmeticError, ValidationError) as error:
             raise ValueError(f"config.json: a value is not of its kind: {describe_problem(error)}") from error
 
@@ -401,18 +401,18 @@ class Family:
         """
         padded = -(-config.vocab_size // vocab_divisor) * vocab_divisor
         bare = list_parameters(config, padded)
-        found = {parameter.name: self._parameter(config, parameter, in_memory) for parameter in bare}
+        parameters = {parameter.name: self._parameter(config, parameter, in_memory) for parameter in bare}
         if self.tower is not None:
             prefix = self.tower[in_memory]
-            found |= {TOWER + name: keep_whole(TOWER + name, prefix + name, shape) for name, shape in config.tower}
-        return found
+            parameters |= {TOWER + name: keep_whole(TOWER + name, prefix + name, shape) for name, shape in config.tower}
+        return parameters
 
     def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, HuggingFaceTensor]:
         """Return all Hugging Face tensors by name."""
-        found: dict[str, HuggingFaceTensor] = {}
+        sources: dict[str, HuggingFaceTensor] = {}
         for parameter in self.parameters(config, in_memory=in_memory).values():
-            found |= parameter.sources
-        return found
+            sources |= parameter.sources
+        return sources
 
     def _parameter(self, config: MegatronConfig, bare: MegatronParameter, in_memory: bool) -> Parameter:
         layer_prefix = self.memory_prefix if in_memory and self.memory_prefix else self.prefix
@@ -426,14 +426,14 @@ class Family:
         if isinstance(rule, str):
             rule = SingleTensor(rule)
         numbers = {"layer": bare.layer, "expert": bare.expert}
-        unpadded = (config.vocab_size, *bare.shape[1:]) if bare.kind == "vocabulary" else bare.shape
-        parts = [
+        unpadded = (config.vocab_size, *bare.shape[1:]) if bare.sharding == "vocabulary" else bare.shape
+        rows = [
             (replace(source, name=(prefix + source.name).format_map(numbers)), start, stop, at)
             for source, start, stop, at in rule.parts(config, suffix, unpadded)
         ]
-        known = {each.name: getattr(bare, each.name) for each in fields(bare)}
-        sources = {part[0].name: part[0] for part in parts}
-        return Parameter(**known, sources=sources, pieces=_locate_pieces(parts, bare.expert))
+        base = {entry.name: getattr(bare, entry.name) for entry in fields(bare)}
+        sources = {source.name: source for source, *_ in rows}
+        return Parameter(**base, sources=sources, pieces=_locate_pieces(rows, bare.expert))
 
     def stored_names(self, config: MegatronConfig, names: Iterable[str]) -> dict[str, str]:
         """Return the name of each Hugging Face tensor in a checkpoint that has ``names``.
@@ -443,23 +443,23 @@ class Family:
         """
         wanted, names = self.sources(config), list(names)
         bare = not any(name.startswith(self.base) for name in names)
-        found = {f"{self.base}{name}" if bare and name not in wanted else name: name for name in names}
-        missing = [name for name in wanted if name not in found]
+        stored_by_name = {f"{self.base}{name}" if bare and name not in wanted else name: name for name in names}
+        missing = [name for name in wanted if name not in stored_by_name]
         extra = [
             stored
-            for name, stored in found.items()
+            for name, stored in stored_by_name.items()
             if name not in wanted
             and not name.endswith(self.computed)
             and not (config.share_embeddings_and_output_weights and name == f"{self.tensors['output_layer']}.weight")
         ]
         if missing or extra:
             raise ValueError(f"not a checkpoint of {self.name} as config.json says: missing {missing}, extra {extra}")
-        return {name: found[name] for name in wanted}
+        return {name: stored_by_name[name] for name in wanted}
 
     def layer_of(self, name: str) -> int | None:
         """Return the layer of a Hugging Face tensor, read from its name; None outside of layers."""
-        found = re.match(re.escape(self.prefix).replace(r"\{layer\}", r"(\d+)"), name)
-        return None if found is None else int(found[1])
+        match = re.match(re.escape(self.prefix).replace(r"\{layer\}", r"(\d+)"), name)
+        return None if match is None else int(match[1])
 
 
 def keep_whole(name: str, source: str, shape: Shape) -> Parameter:
@@ -469,11 +469,11 @@ def keep_whole(name: str, source: str, shape: Shape) -> Parameter:
     return Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
 
 
-def _locate_pieces(parts: list[SourceRows], expert: int | None) -> tuple[ShardBox, ...]:
-    """Return the rows as boxes, full in the other dimensions; of stacked experts this one."""
+def _locate_pieces(rows: list[SourceRows], expert: int | None) -> tuple[ShardBox, ...]:
+    """Return the rows as boxes, full in the other dimensions; stacked experts are cut to this one."""
     made = []
-    for source, start, stop, at in parts:
+    for source, start, stop, at in rows:
         front = ((expert, expert + 1),) if source.experts and expert is not None else ()
-        others: Box = tuple((0, size) for size in source.shape[len(front) + 1 :])
-        made.append(ShardBox(source.name, (*front, (start, stop), *others), ((at, at + stop - start), *others)))
+        rest: Box = tuple((0, size) for size in source.shape[len(front) + 1 :])
+        made.append(ShardBox(source.name, (*front, (start, stop), *rest), ((at, at + stop - start), *rest)))
     return tuple(made)

@@ -68,9 +68,9 @@ MISTRAL = replace(
 
 def _read_gelu(hf: Hf) -> dict[str, Any]:
     """The first Gemmas say `gelu`, and were trained with its tanh approximation all the same."""
-    found = hf.get("hidden_activation") or hf.get("hidden_act") or "gelu_pytorch_tanh"
-    if found not in ("gelu", "gelu_pytorch_tanh"):
-        raise ValueError(f"config.json: 'hidden_activation' is {found!r}; Gemma has 'gelu_pytorch_tanh'")
+    activation = hf.get("hidden_activation") or hf.get("hidden_act") or "gelu_pytorch_tanh"
+    if activation not in ("gelu", "gelu_pytorch_tanh"):
+        raise ValueError(f"config.json: 'hidden_activation' is {activation!r}; Gemma has 'gelu_pytorch_tanh'")
     return {"activation_func": "gelu_tanh"}
 
 
@@ -244,13 +244,13 @@ def _read_tower(hf: Hf) -> dict[str, Any]:
 
 def _read_mrope(hf: Hf) -> dict[str, Any]:
     """Rotary embeddings of three axes: by which each pair of numbers turns, in sections, or in turns (Qwen3-VL)."""
-    found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not (sections := found.get("mrope_section")):
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not (sections := rope.get("mrope_section")):
         raise ValueError("config.json: 'mrope_section' is missing")
     axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
-    if found.get("mrope_interleaved"):
+    if rope.get("mrope_interleaved"):
         axes = [axis if pair < 3 * sections[axis := pair % 3] else 0 for pair in range(len(axes))]
-    base = found.get("rope_theta", hf.get("rope_theta", 1000000.0))
+    base = rope.get("rope_theta", hf.get("rope_theta", 1000000.0))
     return {"mrope_axes": tuple(axes), "rotary_base": base, "rope_scaling": None}
 
 
@@ -301,7 +301,7 @@ QWEN = Family(
         norm_epsilon(1e-6, "layer_norm_epsilon"),
         UNTIED,
         ConfigField("max_position_embeddings", "seq_length", 8192),
-        lambda hf: {"ffn_hidden_size": hf["intermediate_size"] // 2},  # of both halves
+        lambda hf: {"ffn_hidden_size": hf["intermediate_size"] // 2},  # config.json counts gate and up together
         FixedFields(add_qkv_bias=True),
         RequiredValues(no_bias=True, scale_attn_weights=True),
     ),

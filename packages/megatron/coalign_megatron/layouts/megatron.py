@@ -20,7 +20,7 @@ from coalign_megatron.layouts.megatron_model import (
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """A rank's (index, size) in each kind of parallelism."""
+    """A rank's (index, size) in each dimension of parallelism."""
 
     tensor: tuple[int, int]
     pipeline: tuple[int, int]
@@ -30,7 +30,7 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes of each kind of parallelism. Raises ValueError if they do not fit each other.
+    """Sizes of each dimension of parallelism. Raises ValueError if they do not fit each other.
 
     Ranks count tensor-parallel first, then data-parallel, then pipeline stages. The experts of a stage are spread over
     all of its ranks, tensor-parallel ranks within an expert first.
@@ -68,7 +68,7 @@ Stages = tuple[tuple[tuple[int, ...], ...], ...]  # the layers of each chunk (vi
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """How a Megatron model lies on its ranks. ``spec``: whose layers it has, which decides the names.
+    """Which rank has which shards of a Megatron model. ``spec``: whose layers it has, which decides the names.
 
     Raises ValueError for sizes that do not divide, and for stages that are not the model's layers in order.
     """
@@ -128,17 +128,17 @@ class MegatronLayout:
     ) -> Iterator[tuple[Parameter, Shard]]:
         """Yield the parameters that one rank and chunk has a shard of, with that shard, as `shards` lists them."""
         here = (at.pipeline[0], chunk)
-        layers = {layer: own for own, layer in enumerate(self.stages[at.pipeline[0]][chunk])}
+        layers = {layer: numbers for numbers, layer in enumerate(self.stages[at.pipeline[0]][chunk])}
         experts = (self.config.num_moe_experts or 0) // at.expert[1]
         first = at.expert[0] * experts
-        own_experts = (None, *range(first, first + experts))
+        local_experts = (None, *range(first, first + experts))
         for parameter in parameters.values():
-            if self.stage_of(parameter) != here or parameter.expert not in own_experts:
+            if self.stage_of(parameter) != here or parameter.expert not in local_experts:
                 continue
-            own = {"expert": (parameter.expert or 0) - first}
+            numbers = {"expert": (parameter.expert or 0) - first}
             if parameter.layer is not None:
-                own["layer"] = layers[parameter.layer]
-            name = name_in_model(self.config, parameter, self.spec).format_map(own)
+                numbers["layer"] = layers[parameter.layer]
+            name = name_in_model(self.config, parameter, self.spec).format_map(numbers)
             yield parameter, self._shard(parameter, name, at)
         if self.config.share_embeddings_and_output_weights and here == self._last != (0, 0):
             tied = parameters["embedding.word_embeddings.weight"]
@@ -149,9 +149,9 @@ class MegatronLayout:
         return len(self.stages) - 1, len(self.stages[-1]) - 1
 
     def _shard(self, parameter: Parameter, name: str, at: Coordinates) -> Shard:
-        whole = self.spec == "te" and parameter.template.removeprefix(LAYER) in DUPLICATED
-        place = (0, 1) if whole else at.tensor if parameter.expert is None else at.expert_tensor
-        shape, boxes = parameter.cut(*place)
+        is_duplicated = self.spec == "te" and parameter.template.removeprefix(LAYER) in DUPLICATED
+        coordinates = (0, 1) if is_duplicated else at.tensor if parameter.expert is None else at.expert_tensor
+        shape, boxes = parameter.cut(*coordinates)
         pieces = tuple(piece for there, here in boxes for piece in parameter.placed(there, here))
         return Shard(name, shape, (pieces or parameter.pieces)[0].name, pieces)
 
@@ -165,15 +165,15 @@ def split_layers(
     also takes other stages. Raises ValueError if the numbers do not divide.
     """
     fixed = {stage: count for stage, count in ((0, first), (pipeline - 1, last)) if count is not None}
-    rest, others = layers - sum(fixed.values()), pipeline - len(fixed)
-    counts = [fixed.get(stage, rest // others if others else 0) for stage in range(pipeline)]
+    rest, unfixed = layers - sum(fixed.values()), pipeline - len(fixed)
+    counts = [fixed.get(stage, rest // unfixed if unfixed else 0) for stage in range(pipeline)]
     if sum(counts) != layers or any(count % virtual for count in counts) or min(counts) < 0:
         given = "".join(f", {name} {count}" for name, count in (("first", first), ("last", last)) if count is not None)
         raise ValueError(f"{layers} layers do not divide by {pipeline} stages × {virtual} chunks{given}")
-    found: list[list[tuple[int, ...]]] = [[] for _ in range(pipeline)]
+    stages: list[list[tuple[int, ...]]] = [[] for _ in range(pipeline)]
     start = 0
     for _ in range(virtual):
         for stage, count in enumerate(counts):
-            found[stage].append(tuple(range(start, start + count // virtual)))
+            stages[stage].append(tuple(range(start, start + count // virtual)))
             start += count // virtual
-    return tuple(tuple(chunks) for chunks in found)
+    return tuple(tuple(chunks) for chunks in stages)

@@ -19,7 +19,7 @@ from coalign.weights.layouts.shards import Box, Shape
 class RopeScaling:
     """How rotary angles are scaled beyond the length that a model was first trained on.
 
-    The fields are those of transformers' `rope_scaling`; a number that the kind does not use is None.
+    The fields are those of transformers' `rope_scaling`; a number that the type does not use is None.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn"]
@@ -44,7 +44,7 @@ class MegatronConfig:
 
     num_layers: int
     hidden_size: int
-    ffn_hidden_size: int  # of dense layers; of one of the two halves if gated
+    ffn_hidden_size: int  # in dense layers; if gated, the size of one of the two halves
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int  # the size of a head
@@ -58,7 +58,7 @@ class MegatronConfig:
     qk_layernorm: bool = False
     activation_func: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     gated_linear_unit: bool = True
-    add_bias_linear: bool = False  # of all linear layers (queries, keys and values too)
+    add_bias_linear: bool = False  # all linear layers have one (queries, keys and values too)
     add_qkv_bias: bool = False
 
     position_embedding_type: Literal["rope", "learned_absolute", "alibi", "none"] = "rope"
@@ -104,7 +104,7 @@ class MegatronConfig:
 # How tensor parallelism cuts: not; dimension 0; dimension 1; both halves of dimension 0 ([gate | up]); the vocabulary.
 TensorParallelCut = Literal["replicated", "column", "row", "gated", "vocabulary"]
 LAYER = "decoder.layers.{layer}."
-TOWER = "vision."  # of parameters that the first stage has beside the language model's
+TOWER = "vision."  # prefix of parameters that the first stage has beside the language model's
 EXPERT = "mlp.experts.local_experts.{expert}."
 
 
@@ -118,7 +118,7 @@ class MegatronParameter:
 
     template: str
     shape: Shape
-    kind: TensorParallelCut
+    sharding: TensorParallelCut
     layer: int | None = None
     expert: int | None = None
     moe: bool = False
@@ -130,27 +130,27 @@ class MegatronParameter:
         return self.template.format(layer=self.layer, expert=self.expert)
 
     def cut(self, index: int, count: int) -> tuple[Shape, list[tuple[Box, Box]]]:
-        """Return the shape on rank ``index`` of ``count``, and pairs of boxes: of the full tensor, of that rank's.
+        """Return the shape on rank ``index`` of ``count``, and pairs of boxes: (in the full tensor, in that rank's).
 
         Raises ValueError if the size does not divide.
         """
         shape = self.shape
         full: Box = tuple((0, size) for size in shape)
-        if self.kind == "replicated":
+        if self.sharding == "replicated":
             return shape, [(full, full)]
-        dim, halves = (1 if self.kind == "row" else 0), (2 if self.kind == "gated" else 1)
+        dim, halves = (1 if self.sharding == "row" else 0), (2 if self.sharding == "gated" else 1)
         half = shape[dim] // halves
         if shape[dim] % (halves * count):
             raise ValueError(f"'{self.name}' {list(shape)}: {half} rows or columns do not divide by {count} ranks")
-        own = half // count
+        size = half // count
         boxes = []
         for i in range(halves):
             there: list[tuple[int, int]] = list(full)
             here = list(there)
-            there[dim] = (i * half + index * own, i * half + (index + 1) * own)
-            here[dim] = (i * own, (i + 1) * own)
+            there[dim] = (i * half + index * size, i * half + (index + 1) * size)
+            here[dim] = (i * size, (i + 1) * size)
             boxes.append((tuple(there), tuple(here)))
-        return (*shape[:dim], halves * own, *shape[dim + 1 :]), boxes
+        return (*shape[:dim], halves * size, *shape[dim + 1 :]), boxes
 
 
 def list_parameters(config: MegatronConfig, vocabulary: int) -> Iterator[MegatronParameter]:
@@ -166,8 +166,8 @@ def list_parameters(config: MegatronConfig, vocabulary: int) -> Iterator[Megatro
     for layer in range(config.num_layers):
         moe = bool(config.moe_layer_freq and config.moe_layer_freq[layer])
         mlp = _experts(config) if moe else _mlp(config, "mlp.", config.ffn_hidden_size)
-        for part in (*_attention(config), *mlp):
-            yield MegatronParameter(LAYER + part.template, part.shape, part.kind, layer, part.expert, moe, part.dtype)
+        for p in (*_attention(config), *mlp):
+            yield MegatronParameter(LAYER + p.template, p.shape, p.sharding, layer, p.expert, moe, p.dtype)
     yield from _norm(config, "decoder.final_layernorm", hidden)
     if not config.share_embeddings_and_output_weights:
         yield MegatronParameter("output_layer.weight", (vocabulary, hidden), "vocabulary")
@@ -214,8 +214,8 @@ def _experts(config: MegatronConfig) -> Iterator[MegatronParameter]:
     if config.moe_router_enable_expert_bias:
         yield MegatronParameter("mlp.router.expert_bias", (experts,), "replicated", dtype=torch.float32)
     for expert in range(experts):
-        for part in _mlp(config, EXPERT, config.moe_ffn_hidden_size):
-            yield MegatronParameter(part.template, part.shape, part.kind, expert=expert)
+        for p in _mlp(config, EXPERT, config.moe_ffn_hidden_size):
+            yield MegatronParameter(p.template, p.shape, p.sharding, expert=expert)
     if config.moe_shared_expert_intermediate_size:
         yield from _mlp(config, "mlp.shared_experts.", config.moe_shared_expert_intermediate_size)
         if config.moe_shared_expert_gate:
@@ -229,11 +229,11 @@ def _mlp(config: MegatronConfig, prefix: str, ffn: int) -> Iterator[MegatronPara
 
 
 def _linear(
-    name: str, rows: int, columns: int, kind: TensorParallelCut, bias: bool = False
+    name: str, rows: int, columns: int, sharding: TensorParallelCut, bias: bool = False
 ) -> Iterator[MegatronParameter]:
-    yield MegatronParameter(name + ".weight", (rows, columns), kind)
+    yield MegatronParameter(name + ".weight", (rows, columns), sharding)
     if bias:
-        yield MegatronParameter(name + ".bias", (rows,), "replicated" if kind == "row" else kind)
+        yield MegatronParameter(name + ".bias", (rows,), "replicated" if sharding == "row" else sharding)
 
 
 def _norm(config: MegatronConfig, name: str, size: int) -> Iterator[MegatronParameter]:

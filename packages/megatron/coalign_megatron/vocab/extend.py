@@ -39,32 +39,32 @@ INDEX = "model.safetensors.index.json"
 class VocabularyRows:
     """The old and new rows of a vocabulary.
 
-    first: the first new id; ids below are old tokens. pieces: the old ids of each new token. before, after: rows of the
-    tables. There may be more rows than tokens, and in the old model fewer.
+    first: the first new id; ids below are old tokens. pieces: the old ids of each new token. old_size, new_size: rows
+    of the tables. There may be more rows than tokens, and in the old model fewer.
     """
 
     first: int
     pieces: list[list[int]]
-    before: int
-    after: int
+    old_size: int
+    new_size: int
 
     @classmethod
-    def plan(cls, before: int, first: int, pieces: list[list[int]], multiple: int) -> VocabularyRows:
+    def plan(cls, old_size: int, first: int, pieces: list[list[int]], multiple: int) -> VocabularyRows:
         """Use free rows first, and pad a table that must grow to a ``multiple``. Pieces without a row are dropped."""
         needed = first + len(pieces)
-        after = before if needed <= before else -(-needed // multiple) * multiple
-        return cls(first, [[i for i in ids if i < before] for ids in pieces], before, after)
+        new_size = old_size if needed <= old_size else -(-needed // multiple) * multiple
+        return cls(first, [[i for i in ids if i < old_size] for ids in pieces], old_size, new_size)
 
     def extend(self, old: Tensor) -> Tensor:
-        """Return the table [before, ...] as [after, ...] in the same dtype; means are computed in float32.
+        """Return the table [old_size, ...] as [new_size, ...] in the same dtype; means are computed in float32.
 
         Rows of old tokens and unused old rows are kept bit for bit. A new token without pieces, an old token without a
-        row, and padding beyond ``before`` get the mean over all old tokens.
+        row, and padding beyond ``old_size`` get the mean over all old tokens.
         """
-        new = old.new_empty(self.after, *old.shape[1:])
-        new[: self.before] = old
+        new = old.new_empty(self.new_size, *old.shape[1:])
+        new[: self.old_size] = old
         average = old[: self.first].mean(0, dtype=torch.float32)
-        new[self.before :] = average
+        new[self.old_size :] = average
         for i, ids in enumerate(self.pieces, start=self.first):
             new[i] = old[ids].mean(0, dtype=torch.float32) if ids else average
         return new
@@ -92,8 +92,8 @@ def find_token_tables(config: PretrainedConfig) -> set[str]:
     """Return the names of the weights with one row per token: those whose shape depends on ``vocab_size``."""
     larger = copy.deepcopy(config)
     larger.vocab_size += 1
-    before, after = _shapes(config), _shapes(larger)
-    return {name for name, shape in before.items() if shape != after[name]}
+    shapes, larger_shapes = _shapes(config), _shapes(larger)
+    return {name for name, shape in shapes.items() if shape != larger_shapes[name]}
 
 
 def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
@@ -110,7 +110,7 @@ def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyR
     has another number of rows than the config says.
     """
     grown = 0
-    found: set[str] = set()
+    extended: set[str] = set()
     for shard in list_weight_files(source):
         with safe_open(shard, "pt") as file:
             inside = file.keys()
@@ -121,16 +121,16 @@ def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyR
             tensors = {name: file.get_tensor(name) for name in inside}
             metadata = file.metadata()
         for name in here:
-            if len(tensors[name]) != rows.before:
+            if len(tensors[name]) != rows.old_size:
                 raise ValueError(
-                    f"{shard}: {name} has {len(tensors[name])} rows; config.json says vocab_size {rows.before}"
+                    f"{shard}: {name} has {len(tensors[name])} rows; config.json says vocab_size {rows.old_size}"
                 )
             grown -= tensors[name].nbytes
             tensors[name] = rows.extend(tensors[name])
             grown += tensors[name].nbytes
         save_file(tensors, target / shard.name, metadata)
-        found |= here
-    if not found:
+        extended |= here
+    if not extended:
         raise ValueError(f"{source}: the weights have none of {sorted(names)}")
     if (source / INDEX).is_file():
         index = read_json_object(source / INDEX)
@@ -156,29 +156,29 @@ class ExtensionReport:
     def table(self) -> dict[str, float]:
         """Return the numbers that the command prints, by name."""
         rows, new, steps = self.rows, len(self.rows.pieces), len(self.tokens.steps)
-        known = [len(ids) for ids in rows.pieces if ids]
+        piece_counts = [len(ids) for ids in rows.pieces if ids]
         skipped = {f"skipped: {why}": len(what) for why, what in self.tokens.skipped.items() if what}
         numbers: dict[str, float] = {"tokens read": new - steps + sum(skipped.values()), "new tokens": new}
         if steps:
             numbers["of these, steps towards others"] = steps
         numbers |= skipped
-        numbers["old pieces of a new token, mean"] = sum(known) / max(len(known), 1)
-        if new > len(known):
-            numbers["new tokens without old pieces (mean of all rows)"] = new - len(known)
+        numbers["old pieces of a new token, mean"] = sum(piece_counts) / max(len(piece_counts), 1)
+        if new > len(piece_counts):
+            numbers["new tokens without old pieces (mean of all rows)"] = new - len(piece_counts)
         numbers |= {
             "tokens of the tokenizer before": rows.first,
             "tokens of the tokenizer after": rows.first + new,
-            "rows of the model before": rows.before,
-            "rows of the model after": rows.after,
-            "spare rows used": max(0, min(new, rows.before - rows.first)),
-            "rows without a token (padding)": rows.after - rows.first - new,
+            "rows of the model before": rows.old_size,
+            "rows of the model after": rows.new_size,
+            "spare rows used": max(0, min(new, rows.old_size - rows.first)),
+            "rows without a token (padding)": rows.new_size - rows.first - new,
         }
-        if rows.before < rows.first:
-            numbers["old tokens that had no row (mean of all rows)"] = rows.first - rows.before
+        if rows.old_size < rows.first:
+            numbers["old tokens that had no row (mean of all rows)"] = rows.first - rows.old_size
         if self.sample:
-            before, after = self.sample
-            numbers |= {"sample: tokens before": before, "sample: tokens after": after}
-            numbers["sample: after / before"] = after / max(before, 1)
+            old_count, new_count = self.sample
+            numbers |= {"sample: tokens before": old_count, "sample: tokens after": new_count}
+            numbers["sample: after / before"] = new_count / max(old_count, 1)
         return numbers
 
 
@@ -208,7 +208,7 @@ def extend(
         raise FileNotFoundError(f"--sample: {sample} is not a file")
     config, source = read_config(model), read_tokens(tokens)
     tokenizer = load_tokenizer(model)
-    before = count_tokens(tokenizer, sample) if sample else 0
+    old_count = count_tokens(tokenizer, sample) if sample else 0
     extension = extend_tokenizer(tokenizer, source, special=special)
     rows = VocabularyRows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
     ids = _assign(tokenizer, roles or {})
@@ -219,7 +219,7 @@ def extend(
         check_saved_tokenizer(aside, tokenizer)
         _write_configs(model, aside, rows, ids)
         write_weights(model, aside, find_token_tables(config), rows)
-    return ExtensionReport(extension, rows, (before, count_tokens(tokenizer, sample)) if sample else None)
+    return ExtensionReport(extension, rows, (old_count, count_tokens(tokenizer, sample)) if sample else None)
 
 
 def _assign(tokenizer: PreTrainedTokenizerFast, roles: Mapping[str, str]) -> dict[str, int]:
@@ -227,19 +227,19 @@ def _assign(tokenizer: PreTrainedTokenizerFast, roles: Mapping[str, str]) -> dic
 
     A piece of a vocabulary is refused: as a special token it would be cut out of every word.
     """
-    known = tokenizer.get_added_vocab()
+    added = tokenizer.get_added_vocab()
     for role, token in roles.items():
-        if token not in known:
+        if token not in added:
             raise ValueError(f"--{role}: {token!r} is no added token, neither of the model's tokenizer nor a new one")
         tokenizer.add_special_tokens({f"{role}_token": token})
-    return {role: known[token] for role, token in roles.items()}
+    return {role: added[token] for role, token in roles.items()}
 
 
 def _write_configs(source: Path, target: Path, rows: VocabularyRows, roles: dict[str, int]) -> None:
     """Write the configurations with the new sizes and roles. Generation still stops at the old end tokens too."""
     config = read_model_config(source)
     ids: dict[str, int | list[int]] = {f"{role}_token_id": i for role, i in roles.items()}
-    write_json(target / "config.json", config | {"vocab_size": rows.after} | ids)
+    write_json(target / "config.json", config | {"vocab_size": rows.new_size} | ids)
     if (source / "generation_config.json").is_file():
         generation = read_json_object(source / "generation_config.json")
         if "eos_token_id" in ids and (old := generation.get("eos_token_id")) is not None:

@@ -35,8 +35,8 @@ class ByteLevelAlphabet:
 
     def __init__(self) -> None:
         printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-        others = [b for b in range(256) if b not in printable]
-        self._letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+        unprintable = [b for b in range(256) if b not in printable]
+        self._letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(unprintable)}
         self._bytes = {letter: b for b, letter in self._letters.items()}
 
     def spell(self, token: bytes) -> str | None:
@@ -102,22 +102,22 @@ def merge_tokens(old: Tokenizer, tokens: list[bytes], first: int) -> MergedVocab
     description = json.loads(old.to_str())
     _require_plain_bpe(description["model"])
     alphabet = find_alphabet(description)
-    known = old.get_vocab(with_added_tokens=True)
+    vocabulary = old.get_vocab(with_added_tokens=True)
     wanted, present, unreachable = [], [], []
     for token in tokens:
         spelling = alphabet.spell(token)
-        if spelling in known:
+        if spelling in vocabulary:
             present.append(token)
         elif spelling is None or not _is_one_word(old, alphabet, spelling):
             unreachable.append(token)
         else:
             wanted.append(spelling)
     while True:
-        new, extended = _reach(description, known, wanted, first)
-        stuck = [s for s in wanted if _parts(extended, s) != [s]]
+        new, extended = _reach(description, vocabulary, wanted, first)
+        stuck = [s for s in wanted if _split(extended, s) != [s]]
         if not stuck:
             break
-        wanted = [s for s in wanted if _parts(extended, s) == [s]]
+        wanted = [s for s in wanted if _split(extended, s) == [s]]
         unreachable += [alphabet.read(s) for s in stuck]
     pieces = [[t.id for t in old.model.tokenize(spelling)] for spelling in new]
     steps = [alphabet.read(spelling) for spelling in new[len(wanted) :]]
@@ -126,9 +126,9 @@ def merge_tokens(old: Tokenizer, tokens: list[bytes], first: int) -> MergedVocab
 
 def _require_plain_bpe(model: dict[str, Any]) -> None:
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
-        kind = model["type"] if model["type"] != "BPE" else "BPE with marked parts of words"
+        name = model["type"] if model["type"] != "BPE" else "BPE with marked parts of words"
         raise ValueError(
-            f"the model's tokenizer is {kind}: a vocabulary can be merged into a byte-level or SentencePiece BPE only; "
+            f"the model's tokenizer is {name}: a vocabulary can be merged into a byte-level or SentencePiece BPE only; "
             "give the tokens as a text file of one token a line"
         )
 
@@ -145,12 +145,12 @@ def _is_one_word(tokenizer: Tokenizer, alphabet: Alphabet, spelling: str) -> boo
 
 
 def _reach(
-    description: dict[str, Any], known: dict[str, int], wanted: list[str], first: int
+    description: dict[str, Any], vocabulary: dict[str, int], wanted: list[str], first: int
 ) -> tuple[list[str], Tokenizer]:
     """Return the ``wanted`` pieces followed by the steps that they need, and the tokenizer that has all of them."""
     new = list(wanted)
     while True:
-        tokenizer = _extend(description, known, new, first)
+        tokenizer = _extend(description, vocabulary, new, first)
         steps = dict.fromkeys(step for spelling in wanted for step in _next_steps(tokenizer, spelling))
         if not steps:
             return new, tokenizer
@@ -159,24 +159,24 @@ def _reach(
 
 def _next_steps(tokenizer: Tokenizer, spelling: str) -> list[str]:
     """Return new pieces that bring the merges one step closer to ``spelling``; none if no piece does."""
-    parts = _parts(tokenizer, spelling)
-    if "".join(parts) != spelling:  # characters that the vocabulary has as bytes or not at all
+    pieces = _split(tokenizer, spelling)
+    if "".join(pieces) != spelling:  # characters that the vocabulary has as bytes or not at all
         return [c for c in spelling if tokenizer.token_to_id(c) is None]
-    joined = (a + b for a, b in pairwise(parts))
+    joined = (a + b for a, b in pairwise(pieces))
     return [step for step in joined if tokenizer.token_to_id(step) is None][:1]
 
 
-def _parts(tokenizer: Tokenizer, spelling: str) -> list[str]:
+def _split(tokenizer: Tokenizer, spelling: str) -> list[str]:
     return [token.value for token in tokenizer.model.tokenize(spelling)]
 
 
-def _extend(description: dict[str, Any], known: dict[str, int], new: list[str], first: int) -> Tokenizer:
+def _extend(description: dict[str, Any], vocabulary: dict[str, int], new: list[str], first: int) -> Tokenizer:
     """Old added tokens enter the vocabulary with their ids; otherwise the library would give them new ones."""
     model = description["model"]
     building = model["vocab"].keys() | set(new)
     merges = [[s[:i], s[i:]] for s in new for i in range(1, len(s)) if s[:i] in building and s[i:] in building]
-    vocabulary = known | {s: first + i for i, s in enumerate(new)}
-    model = model | {"vocab": vocabulary, "merges": model["merges"] + merges}
+    extended = vocabulary | {s: first + i for i, s in enumerate(new)}
+    model = model | {"vocab": extended, "merges": model["merges"] + merges}
     return Tokenizer.from_str(json.dumps(description | {"model": model}))
 
 

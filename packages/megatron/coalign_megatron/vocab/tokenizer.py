@@ -18,7 +18,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 from coalign.files import describe_problem, read_json_object
 from coalign_megatron.vocab.merges import SENTENCEPIECE, find_alphabet, merge_tokens
 
-KINDS = ("BPE", "Unigram")
+MODEL_TYPES = ("BPE", "Unigram")
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def _read_sentencepiece(path: Path) -> TokenSource:
 def _read_tokenizer_json(path: Path) -> TokenSource:
     try:
         description = read_json_object(path)
-        if (kind := description["model"]["type"]) not in KINDS:
-            raise ValueError(f"a {kind!s:.30} vocabulary; one of {', '.join(KINDS)} is needed")
+        if (model_type := description["model"]["type"]) not in MODEL_TYPES:
+            raise ValueError(f"a {model_type!s:.30} vocabulary; one of {', '.join(MODEL_TYPES)} is needed")
         return _read_vocabulary(path, description)
     except (ValueError, LookupError, TypeError, AttributeError) as problem:
         reason = describe_problem(problem)
@@ -96,10 +96,10 @@ def _read_tokenizer_json(path: Path) -> TokenSource:
 
 def _read_vocabulary(path: Path, description: dict[str, Any]) -> TokenSource:
     model = description["model"]
-    kind, vocabulary = model["type"], model["vocab"]
-    ranked = sorted(vocabulary, key=vocabulary.get) if kind == "BPE" else [piece for piece, _ in vocabulary]
+    model_type, vocabulary = model["type"], model["vocab"]
+    ranked = sorted(vocabulary, key=vocabulary.get) if model_type == "BPE" else [piece for piece, _ in vocabulary]
     control = {added["content"] for added in description["added_tokens"]} | {model.get("unk_token")}
-    if kind == "Unigram" and model["unk_id"] is not None:
+    if model_type == "Unigram" and model["unk_id"] is not None:
         control.add(vocabulary[model["unk_id"]][0])
     if model.get("byte_fallback"):
         control |= {f"<0x{b:02X}>" for b in range(256)}
@@ -175,11 +175,11 @@ def _merge(tokenizer: PreTrainedTokenizerFast, source: TokenSource, first: int) 
 
 def _add(tokenizer: PreTrainedTokenizerFast, source: TokenSource, first: int, special: bool) -> TokenizerExtension:
     """The tokens are not normalised: a text contains one exactly if its characters stand in it."""
-    backend, known = tokenizer.backend_tokenizer, tokenizer.get_vocab()
+    backend, vocabulary = tokenizer.backend_tokenizer, tokenizer.get_vocab()
     alphabet = find_alphabet(json.loads(backend.to_str()))
     new, present, garbled = [], [], []
     for text in (token.decode() for token in source.tokens):
-        if text in known or alphabet.spell(text.encode()) in known:
+        if text in vocabulary or alphabet.spell(text.encode()) in vocabulary:
             present.append(text)
         # A byte-level decoder takes the Latin-1 letters of an added token for bytes.
         elif backend.decoder is None or backend.decoder.decode(["a", text]).endswith(text):

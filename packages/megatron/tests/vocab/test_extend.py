@@ -69,10 +69,10 @@ def test_a_new_token_is_no_likelier_than_its_pieces(pair):
 def test_rows_and_other_weights(pair):
     (old, _), (new, _) = load(pair[0]), load(pair[1])
     rows, before, after = pair[2].rows, old.state_dict(), new.state_dict()
-    assert rows.after == (340 if rows.before == 340 else 384)
+    assert rows.new_size == (340 if rows.old_size == 340 else 384)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        expected = rows.extend(tensor) if len(tensor) == rows.before else tensor
+        expected = rows.extend(tensor) if len(tensor) == rows.old_size else tensor
         assert torch.equal(after[name], expected), name
     same = old.get_input_embeddings().weight is old.get_output_embeddings().weight
     assert (new.get_input_embeddings().weight is new.get_output_embeddings().weight) == same
@@ -80,7 +80,7 @@ def test_rows_and_other_weights(pair):
 
 def test_the_configuration(pair):
     old, new = (json.loads((d / "config.json").read_text()) for d in pair[:2])
-    assert new == old | {"vocab_size": pair[2].rows.after}
+    assert new == old | {"vocab_size": pair[2].rows.new_size}
     assert (pair[1] / "generation_config.json").read_text() == (pair[0] / "generation_config.json").read_text()
 
 
@@ -129,7 +129,7 @@ def test_a_vocabulary_of_another_language(tmp_path):
     assert all(before(t)["input_ids"] == after(t)["input_ids"] for t in made.texts(0))
     assert not (tmp_path / "new" / "tokenizer.model").exists()  # it would not know the new pieces
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
-    assert model.get_input_embeddings().num_embeddings == report.rows.after
+    assert model.get_input_embeddings().num_embeddings == report.rows.new_size
 
 
 def test_a_token_that_the_old_tokenizer_knows_nothing_of(tmp_path):

@@ -18,7 +18,7 @@ PIECES = [[0, 1], [2, 2, 3], []]
 def test_rows_by_hand():
     old = torch.tensor([[1.0, 2.0], [3.0, 6.0], [0.0, 3.0], [3.0, 9.0], [100.0, 100.0]])
     rows = VocabularyRows.plan(5, 4, PIECES, 4)  # four tokens and a spare row; seven needed
-    assert rows.after == 8
+    assert rows.new_size == 8
     expected = [[2.0, 4.0], [1.0, 5.0], [1.75, 5.0], [1.75, 5.0]]  # two means, mean of all, padding
     assert rows.extend(old).tolist() == [*old[:4].tolist(), *expected]
 
@@ -28,7 +28,7 @@ def test_rows_by_hand():
     [(64, 60, 4, 64, 64), (64, 60, 5, 64, 128), (60, 60, 1, 1, 61), (60, 60, 1, 8, 64), (100, 10, 1, 64, 100)],
 )
 def test_how_many_rows(before, first, new, multiple, after):
-    assert VocabularyRows.plan(before, first, [[0]] * new, multiple).after == after
+    assert VocabularyRows.plan(before, first, [[0]] * new, multiple).new_size == after
 
 
 def test_pieces_without_a_row_do_not_count():

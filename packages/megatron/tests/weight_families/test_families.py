@@ -54,7 +54,7 @@ def test_every_tensor_is_visited_once_and_every_parameter_filled_once(case):
         for piece in parameter.pieces:
             filled[tuple(slice(*ends) for ends in piece.local)] += 1
             visited[piece.name][tuple(slice(*ends) for ends in piece.full)] += 1
-        real = config.vocab_size if parameter.kind == "vocabulary" else parameter.shape[0]
+        real = config.vocab_size if parameter.sharding == "vocabulary" else parameter.shape[0]
         assert (filled[:real] == 1).all() and (filled[real:] == 0).all(), parameter.name
     assert visited.keys() == tensors.keys()
     assert all((count == 1).all() for count in visited.values())

@@ -144,7 +144,7 @@ def test_a_vocabulary_is_padded_at_its_end_and_the_padding_dropped():
 
 def test_a_bias_of_what_is_cut_by_rows_is_whole():
     hf = {"architectures": ["BloomForCausalLM"], "n_layer": 1, "hidden_size": 4, "n_head": 2, "vocab_size": 5}
-    kinds = {name: parameter.kind for name, parameter in made(hf)[2].items()}
+    kinds = {name: parameter.sharding for name, parameter in made(hf)[2].items()}
     assert kinds["decoder.layers.0.mlp.linear_fc1.bias"] == "column"
     assert kinds["decoder.layers.0.mlp.linear_fc2.weight"] == "row"
     assert kinds["decoder.layers.0.mlp.linear_fc2.bias"] == "replicated"
