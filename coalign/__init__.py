@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    generate: Callable[..., Any]  # comes with coalign-serve
     from coalign.api import TrainingStopped as TrainingStopped
     from coalign.api import TrainResult as TrainResult
     from coalign.api import evaluate as evaluate

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
     from coalign.cluster.future import Store
 
-PROMPTS, TOKENS = 4, 32  # of the samples whose log-probs are compared
+PROMPTS, TOKENS = 4, 32  # samples whose log-probs are compared, and tokens of each
 # Mean |Δ log-prob| up to which two engines may differ, by the coarser of their dtypes: beyond it one of them computes
 # with other weights than it reports.
 LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}

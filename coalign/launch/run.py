@@ -170,7 +170,7 @@ def _learn(
     _refuse_namesakes(engine.hooks)
     checkpoint = recovery.open(engine, checkpoint)
     if checkpoint is None:
-        folder.move_records_aside()  # of an earlier run
+        folder.move_records_aside()  # an earlier run's
     else:
         restore_engine(engine, checkpoint)
         checkpoints.move_later_aside(engine.step)

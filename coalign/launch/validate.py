@@ -313,7 +313,7 @@ def check_template(environment: EnvironmentFunction | None, config: RunConfig) -
     )
     if jinja is None:
         return
-    if not jinja.startswith("[{"):  # of several templates by name, the tokenizer chooses
+    if not jinja.startswith("[{"):  # a list of templates by name: the tokenizer chooses
         try:
             read_arguments(jinja, arguments)
         except ValueError as error:

@@ -167,7 +167,7 @@ class RewardCaller:
     def __init__(self) -> None:
         self._loop = EventLoopThread("rewards")
         self._threads, self._tasks = ThreadPool(), asyncio.Semaphore(_TASKS)
-        self.service_failures: Counter[str] = Counter()  # of each function, in samples and attempts; see `score`
+        self.service_failures: Counter[str] = Counter()  # samples and attempts by function; see `score`
 
     def start(self, functions: Sequence[RewardFunction]) -> None:
         """Start a process of each function that runs in some. Raises what its module or class raises."""
@@ -213,17 +213,17 @@ class RewardCaller:
         """Repeat failed calls until none fails, or its retries or the patience with its service are used up."""
         units = function.split(samples)
         outcomes = await self._attempt(function, units)
-        tries: Counter[int] = Counter()  # of each unit: calls that failed without a service's failure
+        tries: Counter[int] = Counter()  # failed calls by unit, a service's failures left out
         patience = function.patience if function.weight else 0.0  # what is only logged holds up nothing
-        end = None  # of the patience, which begins anew whenever the service works
+        deadline = None  # begins anew whenever the service works
         repeat = range(len(units))
         for attempt in itertools.count():
             failed = [i for i in repeat if any(map(_is_worth_repeating, outcomes[i]))]
             waiting = {i for i in failed if patience and any(map(_is_service_failure, outcomes[i]))}
             self.service_failures[function.name] += sum(len(outcomes[i]) for i in waiting)
             tries.update(i for i in failed if i not in waiting)
-            end = time.monotonic() + patience if end is None or len(waiting) < len(repeat) else end
-            left = end - time.monotonic()
+            deadline = time.monotonic() + patience if deadline is None or len(waiting) < len(repeat) else deadline
+            left = deadline - time.monotonic()
             repeat = [i for i in failed if (left > 0 if i in waiting else tries[i] <= function.retries)]
             if not repeat:
                 break

@@ -43,7 +43,7 @@ FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),
     *("ahead", "known", "other", "others", "where", "before"),
 }
-FILLER_SHARE = 0.06
+FILLER_SHARE = 0.01
 
 
 def list_stored_names(tree: ast.Module) -> Iterator[str]:

@@ -97,7 +97,8 @@ class Watchdog:
         """Yield a line for each process that is busy, and for each call that waits."""
         for call in self.cluster.list_pending_calls():
             if not _find_start_times(call):
-                yield f"{call.call}: waits since {_describe_time(call.monotonic_start)} (for its inputs, its turn or its devices)"
+                start = _describe_time(call.monotonic_start)
+                yield f"{call.call}: waits since {start} (for its inputs, its turn or its devices)"
             for task in call.running:
                 if not task.meta.done():
                     yield f"{call.call}: at {task.worker} since {_describe_time(task.monotonic_start)}"
