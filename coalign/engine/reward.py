@@ -60,12 +60,12 @@ class Reward:
         self._seen: BatchRef | Future | None = self._remember({}) if self._running else None
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
-        """Add the columns ``reward`` f32[N], ``reward/<term>`` f32[N] (unscaled) and ``status``.
+        """Add the columns ``reward`` f32[N], for each term ``reward/<name>`` f32[N] (unscaled), and ``status``.
 
-        Metrics: `reward/<term>/mean` and `reward/<term>/std`. ``into`` replaces ``reward`` in all names. It is for
+        Metrics: `reward/<name>/mean` and `reward/<name>/std`. ``into`` replaces ``reward`` in all names. It is for
         values that samples are compared with (a baseline): the running moments scale them and do not include them.
 
-        A row that lacks the value of a term with weight becomes ERROR, counted in `reward/<term>/failed`. So does a row
+        A row that lacks the value of a term with weight becomes ERROR, counted in `reward/<name>/failed`. So does a row
         from a source that no such term is for, counted in `reward/unrewarded`. Its reward is NaN, as is that of
         unfinished rows. Evaluation prompts (negative groups) get the weighted sum of the unscaled values. The call
         fails with RewardError if no row that is trained on has a reward, or if a function with weight raises on more

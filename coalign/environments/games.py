@@ -155,15 +155,15 @@ async def game(
     board = _new_game(rules, settings, episode)
     find_move = resolve(opponent, "coalign.environments.games")
     same_in_group = Random(f"{episode.seed}/{episode.group}/starts")
-    own_number = 0 if board.players == 1 or (same_in_group.random() < 0.5 if starts is None else starts) else 1
-    player = _Player(episode, own_number, tries)
+    policy_player = 0 if board.players == 1 or (same_in_group.random() < 0.5 if starts is None else starts) else 1
+    player = _Player(episode, policy_player, tries)
     while (turn := board.turn) is not None:
-        if turn != own_number:
+        if turn != policy_player:
             board.play(await call_function(find_move, board, episode.random))
         elif not await player.move(board):
             episode.reward(illegal)
             return
-    episode.reward(board.score(own_number))
+    episode.reward(board.score(policy_player))
 
 
 async def self_play(

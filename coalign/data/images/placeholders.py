@@ -66,10 +66,10 @@ def _place(messages: Sequence[Message], medium: str, paths: Sequence[str]) -> li
     marker = MARKERS[medium]
     everywhere = [part for message in messages for part in _list_parts(message)]
     marks = sum(len(marker.findall(_get_text(part))) + is_open(part) for part in everywhere)
-    paths_in_parts = {part[medium] for part in everywhere if part.get("type") == medium and part[medium]}
-    if not marks and (not paths or paths_in_parts == set(paths)):
+    named_paths = {part[medium] for part in everywhere if part.get("type") == medium and part[medium]}
+    if not marks and (not paths or named_paths == set(paths)):
         return [_write(message, _list_parts(message)) for message in messages]
-    if paths_in_parts and paths:
+    if named_paths and paths:
         raise BadRow(f"the row has {len(paths)} {medium}s of its own, and others in its messages", REASON)
     if not marks:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
