@@ -525,16 +525,11 @@ def _check_interface(model: PreTrainedModel) -> None:
 
 
 def _options(config: ModelConfig, hf: PretrainedConfig, *, packed: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, config.dtype),
-        "trust_remote_code": config.trust_remote_code,
-    }
-    sees = config.vision is not None
-    return (
-        options | {"attn_implementation": choose_attention(hf, attention.register_attention(), sees=sees)}
-        if packed
-        else options
-    )
+    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
+    if not packed:
+        return options
+    implementation = choose_attention(hf, attention.register_attention(), sees=config.vision is not None)
+    return options | {"attn_implementation": implementation}
 
 
 def choose_attention(hf: PretrainedConfig, name: str, *, sees: bool) -> str | dict[str, str]:

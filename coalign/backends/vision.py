@@ -130,9 +130,8 @@ class ImageEmbedder:
                 raise ValueError(
                     f"the tower makes {len(layers[0])} features of {paths}, and {sum(counts)} have a place"
                 )
-            features |= dict(
-                zip(names, map(list, zip(*(layer.split(counts) for layer in layers), strict=True)), strict=True)
-            )
+            by_image = zip(*(layer.split(counts) for layer in layers), strict=True)
+            features |= dict(zip(names, map(list, by_image), strict=True))
         return features
 
     def _group(self, pixels: Mapping[str, Pixels]) -> list[list[str]]:

@@ -74,20 +74,9 @@ class EnginePolicy:
             if not answer.done():
                 answer.set_result(response)
 
-        request = Request(
-            tokens,
-            group,
-            first=index,
-            first_turn=prompt_length,
-            limit=limit,
-            stop=stop,
-            images=images,
-            restarts=restarts,
-        )
-        prompt = self.session.submit(
-            request,
-            lambda offset, response: loop.call_soon_threadsafe(settle, response),
-        )
+        options: dict[str, Any] = {"limit": limit, "stop": stop, "images": images, "restarts": restarts}
+        request = Request(tokens, group, first=index, first_turn=prompt_length, **options)
+        prompt = self.session.submit(request, lambda offset, response: loop.call_soon_threadsafe(settle, response))
         self.loop.news.set()
         try:
             response = await answer

@@ -73,12 +73,7 @@ class PackedModel(nn.Module):
             inputs = self.images.embed(layout.tokens, layout.images, layout.offset)
             inputs["position_ids"] = layout.positions[None] if layout.axes is None else layout.axes[:, None]
         with self.routers.watch(cast(Tensor, layout.copies), layout.experts):
-            return body(
-                **inputs,
-                use_cache=False,
-                layout=layout,
-                heads=self.heads,
-            ).last_hidden_state[0]
+            return body(**inputs, use_cache=False, layout=layout, heads=self.heads).last_hidden_state[0]
 
     def _compute_unpacked(self, layout: Layout) -> Tensor:
         """[P, hidden], from rows of one sequence each. Padding is on the right, where no token of a decoder sees it."""
@@ -401,8 +396,5 @@ class ScalarModel(PackedModel):
         positions = layout.predictors if self.output == "values" else layout.last
         hidden = self.hidden(layout)[positions]
         with torch.autocast(hidden.device.type, enabled=False):  # one row of weights: float32 costs nothing
-            return {
-                self.output: F.linear(
-                    hidden.float(), self.model.get_submodule("score").get_parameter("weight").float()
-                )[:, 0]
-            }
+            weight = self.model.get_submodule("score").get_parameter("weight")
+            return {self.output: F.linear(hidden.float(), weight.float())[:, 0]}

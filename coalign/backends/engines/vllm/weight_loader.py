@@ -168,9 +168,8 @@ def _repack_shared(model: nn.Module) -> None:
 
 
 ADAPTER_ID = 1
-ADAPTER_REQUEST = LoRARequest(
-    "coalign", ADAPTER_ID, "in memory"
-)  # vLLM reads the path of an adapter that it does not have
+# vLLM reads the path only of an adapter that it does not have.
+ADAPTER_REQUEST = LoRARequest("coalign", ADAPTER_ID, "in memory")
 
 
 def adapter_capacity(rank: int, model: str) -> int:

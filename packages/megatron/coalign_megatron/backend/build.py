@@ -226,13 +226,8 @@ def build_pipeline(
         RankAxis(),
         multiple=config.tensor_parallel * (layers.FLOAT8_MULTIPLE if config.fp8 else 1),
     )
-    return MegatronPipeline(
-        chunks,
-        rows,
-        adapted,
-        trained=not config.frozen,
-        distributed_optimizer=config.megatron.distributed_optimizer,
-    )
+    distributed = config.megatron.distributed_optimizer
+    return MegatronPipeline(chunks, rows, adapted, trained=not config.frozen, distributed_optimizer=distributed)
 
 
 def read_weights(config: ModelConfig, context: Context, weights: WeightPartition) -> Iterator[tuple[str, Tensor]]:

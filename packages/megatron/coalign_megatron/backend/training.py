@@ -93,10 +93,8 @@ class MegatronRouters:
 
     def set_tokens(self, layout: Layout, *, idle: bool) -> None:
         """Take the tokens of the next forward; with sequence parallelism the routers of a rank see some of them."""
-        ranks, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
         copies = cast(Tensor, layout.copies)
         weights = torch.zeros_like(copies) if idle else copies
         given = None if layout.experts is None else layout.experts.chunk(ranks)[rank]
