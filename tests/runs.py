@@ -125,7 +125,7 @@ def stopping_after(step: int) -> Iterator[None]:
     def after_step(self: Any, engine: Any, stats: Any, batch: Any) -> None:
         record(self, engine, stats, batch)
         if engine.step == step:
-            engine.stop = "test"
+            engine.progress.request_stop("test")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsRecorder, "after_step", after_step)

@@ -25,6 +25,7 @@ from coalign.data.loader import Loader
 from coalign.engine.environment import Environment
 from coalign.engine.evaluator import Evaluator, score
 from coalign.engine.flow import AbsentScorer, FunctionChain, PtxTrainer, RolloutPolicy, chain
+from coalign.engine.progress import Progress
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.engine.selection import build_group_selection
@@ -199,15 +200,8 @@ class Engine:
         self.plan = plan
         self.config = plan.config
         self.cluster = cluster
-        self.step = 0
-        self.tokens = 0  # tokens that the main model was trained on
+        self.progress = Progress()
         self.last = data.steps if data else 1
-        self.stop: str | None = None  # why the loop should end before its last step
-        self.healthy = True  # whether the last step passed the guards (coalign.engine.hooks.guards)
-        self.consistent_state: dict[str, Any] | None = None  # the last step's `snapshot`; None while a step trains
-        self.stats: Stats = {}  # metrics of the last step
-        self.learned: BatchRef | None = None  # the last step's batch with advantages, if tokens are logged
-        self.metrics_for_next_step: Stats = {}  # those that came after their step was recorded
         self.pending_notifications: deque[Callable[[], None]] = deque()  # calls of hooks that are due
         self._losses = Counter[int]()  # step -> how often processes were lost in it
         self.hooks: list[Hook] = []
@@ -363,10 +357,20 @@ class Engine:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     @property
+    def step(self) -> int:
+        """The steps that the run has taken."""
+        return self.progress.step
+
+    @property
+    def stop(self) -> str | None:
+        """Why the loop ends before its last step; `progress.request_stop` sets it."""
+        return self.progress.stop_reason
+
+    @property
     def complete(self) -> bool:
         """Whether the run has taken all its steps, or trained on all its tokens (`runtime.tokens`)."""
         budget = self.config.runtime.tokens
-        return self.step >= self.last or (budget is not None and self.tokens >= budget)
+        return self.step >= self.last or (budget is not None and self.progress.tokens >= budget)
 
     @property
     def logs_tokens(self) -> bool:
@@ -388,7 +392,7 @@ class Engine:
         """Return the loop's state for a checkpoint, without waiting: batches of samples stay where they are."""
         return {
             "step": self.step,
-            "tokens": self.tokens,
+            "tokens": self.progress.tokens,
             "environment": self.environment.snapshot(),
             "ptx": self.ptx_loader.state_dict() if self.ptx_loader else None,
             "rewards": self.rewards.snapshot() if self.rewards else None,
@@ -396,7 +400,7 @@ class Engine:
         }
 
     def learn(self) -> None:
-        """Train until the run is complete, or a hook sets ``stop``."""
+        """Train until the run is complete, or a hook asks for its end (`progress.request_stop`)."""
         self.phase("sync")
         self.training.sync(self.step)
         policies = {name: model.module for name, model in self.plan.models.items() if model.role is Rollout}
@@ -405,7 +409,7 @@ class Engine:
             from coalign.engine.sampler_comparison import compare_samplers  # imports transformers
 
             compare_samplers(self, unchecked)
-        self.consistent_state = self.snapshot()
+        self.progress.keep_state(self.snapshot())
         self.pending_notifications.extend(partial(hook.begin, self) for hook in self.hooks)
         while self.pending_notifications or not (self.complete or self.stop):
             try:
@@ -424,7 +428,7 @@ class Engine:
     def _take_step(self) -> None:
         """Train once, send the weights, and queue the notifications of hooks, unless one refuses the step."""
         started_at = time.perf_counter()
-        self.learned = None
+        self.progress.begin_step()
         self.phase("rollout")
         batch, rollout = self.environment.next(self.step, self.served)
         for hook in self.hooks:
@@ -433,20 +437,17 @@ class Engine:
         with self.cluster.defer_errors() as error:
             if error is not None:  # a rollout failed; no weight has changed yet
                 raise error
-            self.consistent_state = None
+            self.progress.begin_training()
             trained, learned = self.training.step(batch)
         if self.ptx_loader is not None and not self.ptx_loader.drawn:
             raise ValueError(
                 f"ptx: train_flow never calls `self.{self.learning[0]}.train_step`, which mixes its rows in"
             )
-        self.step += 1
-        self.tokens += int(trained.get("tokens/trained", Total(0.0)).value)
-        stats = merge_stats([self.metrics_for_next_step, rollout, trained])
+        stats = self.progress.count_step(int(trained.get("tokens/trained", Total(0.0)).value), [rollout, trained])
         if any(hook.refuses(self, stats, batch) for hook in self.hooks):
             return  # before anyone generates with such weights
         self.after_step(stats)
-        self.consistent_state, self.metrics_for_next_step = self.snapshot(), {}
-        self.stats, self.learned = stats, learned
+        self.progress.end_step(self.snapshot(), stats, learned)
         self.pending_notifications.extend(partial(hook.after_step, self, stats, batch) for hook in self.hooks)
         self.phase("sync")
         try:
@@ -484,16 +485,16 @@ class Engine:
         self.cluster.end_calls(lost)
         trainers_live = not self.cluster.replace_lost(lost).intersection(self.learning)
         self.training.reconnect()
-        if self.consistent_state is not None and trainers_live:
+        if (state := self.progress.consistent_state) is not None and trainers_live:
             with suppress(PayloadLost):  # samples that wait were lost, too
-                self._return_to(self.consistent_state)
+                self._return_to(state)
                 self.training.sync(self.step)
                 return True
         step = self.step
-        self.consistent_state = None  # until a saved state is loaded: trained models may be new
+        self.progress.keep_state(None)  # until a saved state is loaded: trained models may be new
         if not any(hook.restore(self) for hook in self.hooks):
             return False
-        self.consistent_state = self.snapshot()
+        self.progress.keep_state(self.snapshot())
         if self.step < step:
             self.pending_notifications.clear()  # their step is trained again
         return True

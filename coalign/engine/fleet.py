@@ -100,7 +100,7 @@ class Fleet:
         if started != previous or name in engine.learning:
             engine.training.reconnect()
             engine.training.sync(engine.step)
-            engine.metrics_for_next_step |= {f"processes/{name}": Total(float(started))}
+            engine.progress.report_late({f"processes/{name}": Total(float(started))})
         waiting = f"; {processes - started} more wait for devices" if started < processes else ""
         return f"{name}: {started} processes since step {engine.step}{waiting}"
 

@@ -194,8 +194,8 @@ def _learn(
     try:
         engine.learn()
     except Exception as error:
-        if engine.consistent_state is not None and max(first, record.newest) < engine.step:
-            record.write(engine.step, engine.stats)
+        if engine.progress.consistent_state is not None and max(first, record.newest) < engine.step:
+            record.write(engine.step, engine.progress.stats)
         save.save_after_error(engine, error)
         preempted = isinstance(error, Preempted)
         record.close(failed=not preempted)

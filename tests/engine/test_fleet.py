@@ -1,5 +1,7 @@
 """When a model gets one more process or one fewer; tests/chaos/test_scaling.py does it on Ray."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from coalign import load_config
@@ -115,15 +117,16 @@ def test_a_replica_without_a_place_waits_for_one():
     training = type("Training", (), dict.fromkeys(("finish", "reconnect"), lambda self: None))()
     training.sync = synced.append
     engine = type("Engine", (), {"running": {"policy": model}, "learning": [], "cluster": cluster, "step": 3})()
-    engine.training, engine.phase, engine.metrics_for_next_step = training, lambda name: None, {}
+    engine.training, engine.phase, late = training, lambda name: None, {}
+    engine.progress = SimpleNamespace(report_late=late.update)
     fleet = Fleet({}, save=lambda engine: None)
     assert fleet.resize(engine, "policy", 2) == "policy: 1 processes since step 3; 1 more wait for devices"
     fleet.adapt(engine, {})
-    assert (cluster.asked, synced, engine.metrics_for_next_step) == ([2], [], {})
+    assert (cluster.asked, synced, late) == ([2], [], {})
     cluster.places = 2  # a node has come
     fleet.adapt(engine, {})
     fleet.adapt(engine, {})
-    assert (cluster.asked, synced) == ([2, 2], [3]) and engine.metrics_for_next_step["processes/policy"].value == 2
+    assert (cluster.asked, synced) == ([2, 2], [3]) and late["processes/policy"].value == 2
     model.processes = 1  # and is lost
     fleet.adapt(engine, {})
     assert model.processes == 2

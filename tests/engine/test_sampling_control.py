@@ -44,7 +44,7 @@ def stopped(config, step):
     def after_step(self, engine, stats, batch):
         record(self, engine, stats, batch)
         if engine.step == step:
-            engine.stop = "test"
+            engine.progress.request_stop("test")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsRecorder, "after_step", after_step)

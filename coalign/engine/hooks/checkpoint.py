@@ -153,7 +153,7 @@ def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any])
     loads = [engine.running[name].load(str(directory / MODELS / name)) for name in engine.learning]
     for load in loads:
         load.result()
-    engine.step, engine.tokens = state["step"], state["tokens"]
+    engine.progress.return_to(state["step"], state["tokens"])
     if engine.rewards:
         engine.rewards.load_state_dict(state["rewards"])
     engine.load_state_dict(state["recipe"])
@@ -231,8 +231,8 @@ class Save(Hook):
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         last = engine.complete or engine.stop is not None
         if self.remote and (failures := self.remote.take_failures()):
-            engine.metrics_for_next_step |= {"checkpoint/remote_failed": Total(failures)}
-        if engine.healthy and self.metric in stats:
+            engine.progress.report_late({"checkpoint/remote_failed": Total(failures)})
+        if engine.progress.healthy and self.metric in stats:
             value = stats[self.metric].value
             if is_improvement(value, self.best and self.best[0], self.mode):
                 self.best = (value, engine.step)
@@ -240,7 +240,7 @@ class Save(Hook):
         due = is_best or (self.every and engine.step % self.every == 0)
         overdue = self.seconds and time.monotonic() - self.saved_at >= self.seconds
         due = due or (overdue and engine.served == engine.step)  # between two syncs the generators have older weights
-        if not (last or (due and engine.healthy)):
+        if not (last or (due and engine.progress.healthy)):
             self._complete(engine, wait=False)
             return
         engine.phase("save")
@@ -271,7 +271,7 @@ class Save(Hook):
 
     def end(self, engine: Engine) -> None:
         engine.phase("save")
-        if engine.stop is not None and engine.healthy and engine.step > self._first:
+        if engine.stop is not None and engine.progress.healthy and engine.step > self._first:
             self.save_now(engine)  # a signal may have come after `after_step`
         self._complete(engine, wait=True)
         self._finish_copies()
@@ -287,10 +287,10 @@ class Save(Hook):
             self.checkpoints.finish()
         except Exception as problem:
             error.add_note(f"step {self._step} could not be saved: {_first_line(problem)}")
-        snapshot = engine.consistent_state
+        snapshot = engine.progress.consistent_state
         steps = self.checkpoints.steps()
         new = engine.step > self._first and engine.step not in steps
-        if snapshot is not None and engine.healthy and new:
+        if snapshot is not None and engine.progress.healthy and new:
             try:
                 self.checkpoints.write(engine.step, partial(write_engine_state, engine, snapshot=snapshot))
                 steps.append(engine.step)
@@ -329,7 +329,7 @@ class Save(Hook):
             free,
             good[-1],
         )
-        engine.metrics_for_next_step |= {"checkpoint/failed": Total(1.0)}
+        engine.progress.report_late({"checkpoint/failed": Total(1.0)})
 
     def _tidy(self, step: int) -> None:
         """Point `model` to the best or newest checkpoint, and delete old ones."""

@@ -94,5 +94,6 @@ class EarlyStop(Hook):
 
     def _stop_if_due(self, engine: Engine) -> None:
         if self.waited >= self.config.patience:
-            engine.stop = f"{self.config.metric} has not improved on {self.best} in {self.waited} evaluations"
-            log.info("stopping early: %s", engine.stop)
+            reason = f"{self.config.metric} has not improved on {self.best} in {self.waited} evaluations"
+            engine.progress.request_stop(reason)
+            log.info("stopping early: %s", reason)

@@ -69,7 +69,7 @@ class Guards(Hook):
         """Raises ValueError if a threshold is set on a metric that no loss reports."""
         broken, exceeded = list_non_finite(stats), list_exceeded(stats, self.config)
         self.unhealthy = self.unhealthy + 1 if broken or exceeded else 0
-        engine.healthy = not self.unhealthy
+        engine.progress.judge_step(not self.unhealthy)
         stats["guards/unhealthy"] = Total(self.unhealthy)
         if self.config.action == "rollback":
             stats["guards/rollbacks"] = Total(self.rollbacks)
@@ -106,7 +106,7 @@ class Guards(Hook):
         self.record(engine.step, stats)
         good = self.checkpoints.steps()
         left = f"the newest checkpoint is of step {good[-1]}" if good else "there is no checkpoint yet"
-        engine.stop = f"{message}. Its batch is in {dump}; {left}"
+        engine.progress.request_stop(f"{message}. Its batch is in {dump}; {left}")
         log.error("stopping: %s", engine.stop)
 
     def _roll_back(self, engine: Engine) -> None:
@@ -115,7 +115,7 @@ class Guards(Hook):
             raise RuntimeError(f"no checkpoint in {self.checkpoints.directory} is intact, so the step stays unhealthy")
         self.rollbacks += 1
         self.unhealthy = 0
-        engine.healthy = True
+        engine.progress.judge_step(True)
         rewind_engine(engine, newest, repeat=False)
         self.folder.cut(engine.step)
         # With the current data position and count: a run that is killed here must not meet the same data again.

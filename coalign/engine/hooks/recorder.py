@@ -65,7 +65,7 @@ class MetricsRecorder(Hook):
                 log.warning(message, engine.step, name, count, "was not finite")
         if self.samples and engine.source == "prompts":  # nothing else has samples
             shown = batch.fetch(self.samples)
-            learned = shown if engine.learned is None else engine.learned.fetch(self.samples)
+            learned = shown if engine.progress.learned is None else engine.progress.learned.fetch(self.samples)
             self._record_samples(engine, [shown], "train")
             self.folder.rollouts.add(engine.step, [learned], engine.tokenizer)
 

@@ -179,7 +179,7 @@ class Recovery(Hook):
             self._write(engine)
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
-        if self.every and engine.healthy and engine.step % self.every == 0 and engine.served == engine.step:
+        if self.every and engine.progress.healthy and engine.step % self.every == 0 and engine.served == engine.step:
             self._write(engine)
 
     def before_training(self, engine: Engine) -> None:

@@ -70,7 +70,7 @@ class RunControl(Hook):
 
     def _save(self, engine: Engine) -> str:
         """Raises ValueError after an unhealthy step, and what writing raises."""
-        if not engine.healthy:
+        if not engine.progress.healthy:
             raise ValueError(f"step {engine.step} is unhealthy (runtime.guards), and is not saved")
         engine.phase("save")
         return f"step {engine.step} is in {self.save.save_now(engine)}"
@@ -79,7 +79,8 @@ class RunControl(Hook):
         engine.phase("save")
         saved = self.save.save_now(engine)
         if not engine.complete:
-            self.stopped, engine.stop = True, "asked to stop"
+            self.stopped = True
+            engine.progress.request_stop("asked to stop")
         return f"the run ends after step {engine.step}, which is in {saved}"
 
     def _scale(self, engine: Engine, models: Mapping[str, int]) -> Iterator[ControlResult]:
@@ -156,7 +157,7 @@ class StopSignals:
             self.first = self.first or number
             raise KeyboardInterrupt
         self.first, self._received_at = number, now
-        self.engine.stop = signal.Signals(number).name
+        self.engine.progress.request_stop(signal.Signals(number).name)
         if self.notice is not None and number == signal.SIGTERM:
             log.warning("SIGTERM: saving at once, within %g s (runtime.preemption_notice)", self.notice)
             if self.waits:

@@ -310,7 +310,7 @@ def test_a_stop_that_comes_after_a_steps_turn_to_be_saved_still_saves_it(tmp_pat
 
     def interrupt(self, engine, stats, batch):
         after_step(self, engine, stats, batch)
-        engine.stop = "SIGINT"  # between two steps
+        engine.progress.request_stop("SIGINT")  # between two steps
 
     monkeypatch.setattr(Save, "after_step", interrupt)
     run(config)

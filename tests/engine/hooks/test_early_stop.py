@@ -11,16 +11,17 @@ from coalign.config.schema.runtime import EarlyStopConfig
 from coalign.engine.hooks.checkpoint import Save
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import EarlyStop
+from coalign.engine.progress import Progress
 from coalign.types import Stat
 from tests.runs import metrics, run, settings
 
 
 def stopped_after(values: list[float], **config) -> int | None:
     """At which of the evaluations (from 1) the hook ends the run."""
-    hook, engine = EarlyStop(EarlyStopConfig(metric="eval/x", **config)), SimpleNamespace(stop=None)
+    hook, engine = EarlyStop(EarlyStopConfig(metric="eval/x", **config)), SimpleNamespace(progress=Progress())
     for i, value in enumerate(values, 1):
         hook.after_evaluation(engine, {"eval/x": Stat(value)})
-        if engine.stop:
+        if engine.progress.stop_reason:
             return i
     return None
 
@@ -53,7 +54,7 @@ def test_nan_is_no_improvement():
 def test_a_metric_that_is_not_reported_is_named_with_those_that_are():
     hook = EarlyStop(EarlyStopConfig(metric="eval/loss"))
     with pytest.raises(ValueError) as error:
-        hook.after_evaluation(SimpleNamespace(stop=None), {"eval/loss/value": Stat(1.0), "time/eval": Stat(1.0)})
+        hook.after_evaluation(SimpleNamespace(progress=Progress()), {"eval/loss/value": Stat(1.0), "time/eval": Stat(1.0)})
     assert "runtime.early_stop.metric: evaluation reports no 'eval/loss'" in str(error.value)
     assert str(error.value).endswith("it reports eval/loss/value")
 
@@ -87,7 +88,7 @@ def test_the_run_ends_with_a_checkpoint_and_stays_ended(tmp_path, caplog):
 @pytest.mark.parametrize(("mode", "expected"), [("max", (5.0, 2)), ("min", (1.0, 3))])
 def test_the_best_checkpoint_in_either_direction(tmp_path, mode, expected):
     save = Save(Checkpoints(tmp_path / "checkpoints", keep=1), every=0, best="eval/x", mode=mode)
-    engine = SimpleNamespace(step=0, complete=False, stop=None, healthy=True, phase=lambda name: None)
+    engine = SimpleNamespace(step=0, complete=False, stop=None, progress=Progress(), phase=lambda name: None)
     save.checkpoints.begin = lambda step, fill: None
     for engine.step, value in enumerate([float("nan"), 5.0, 1.0, 3.0], 1):
         save.after_step(engine, {"eval/x": Stat(value)}, None)

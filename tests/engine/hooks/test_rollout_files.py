@@ -128,7 +128,7 @@ class Batches(coalign.Hook):
         self.by_step = {}
 
     def after_step(self, engine, stats, batch):
-        self.by_step[engine.step] = engine.learned.fetch(engine.config.runtime.log_samples)
+        self.by_step[engine.step] = engine.progress.learned.fetch(engine.config.runtime.log_samples)
 
 
 def read_samples(config, step):

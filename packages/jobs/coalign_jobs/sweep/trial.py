@@ -59,10 +59,10 @@ class TrialReporter(Hook):
             self._connection.send(StepReport(engine.step, finite, frozenset(numbers)))
             goes_on = self._connection.recv()
         except (EOFError, OSError):
-            engine.stop = "its sweep has ended"
+            engine.progress.request_stop("its sweep has ended")
             return
         if not goes_on and not engine.complete:
-            engine.stop = "the scheduler of the sweep has ended this trial"
+            engine.progress.request_stop("the scheduler of the sweep has ended this trial")
 
 
 def load_trial(base: str, settings: Mapping[str, Any], folder: Path) -> RunConfig:
