@@ -87,13 +87,18 @@ def find_module_class(config: ModelConfig) -> type[Module]:
 
     A model with a cache, or a reward model or teacher with a chat template, gets the module that wraps it.
     """
-    name = "cached" if config.cache else config.module
-    if config.chat_template and not config.cache:
-        if config.head == "reward":
-            name = "retokenize"
-        elif config.head == "lm" and config.frozen and config.judge is None:
-            name = "cross_tokenizer"
-    return resolve_class(name, "coalign.backends")
+    return resolve_class(find_wrapper(config) or config.module, "coalign.backends")
+
+
+def find_wrapper(config: ModelConfig) -> str | None:
+    """Return the module that the settings of a model put around the one that they name; None for none."""
+    if config.cache:
+        return "cached"
+    if config.chat_template and config.head == "reward":
+        return "retokenize"
+    if config.chat_template and config.head == "lm" and config.frozen and config.judge is None:
+        return "cross_tokenizer"
+    return None
 
 
 class Worker:

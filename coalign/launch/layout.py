@@ -12,6 +12,7 @@ import coalign
 from coalign.cluster.cluster import plan_slots
 from coalign.cluster.placement.nodes import Node, ProcessPlacement
 from coalign.cluster.placement.slots import Footprint, Slot, list_models_sharing_devices, list_slots
+from coalign.cluster.worker import find_wrapper
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.hub import find_directory
 from coalign.launch.data_load import RunData
@@ -54,12 +55,13 @@ def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConf
     needed = sum(slot.devices for slot in list_slots(slots))
     devices = f"{needed} devices ({config.runtime.accelerator})" if needed else "no devices"
     table = Table(box=None, pad_edge=False, title=f"placement: {devices}", title_justify="left")
-    for column in ("model", "processes", "shares of a batch", "on", "in turn with"):
+    for column in ("model", "module", "processes", "shares of a batch", "on", "in turn with"):
         table.add_column(column)
     for name, slot in slots.items():
-        needs = slot.footprints[name]
+        needs, model = slot.footprints[name], models[name]
         table.add_row(
             name,
+            " around ".join(filter(None, (find_wrapper(model), model.module))),
             _processes(needs),
             str(needs.data_parallel_size),
             _places(slot, name),

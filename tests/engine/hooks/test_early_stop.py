@@ -54,7 +54,8 @@ def test_nan_is_no_improvement():
 def test_a_metric_that_is_not_reported_is_named_with_those_that_are():
     hook = EarlyStop(EarlyStopConfig(metric="eval/loss"))
     with pytest.raises(ValueError) as error:
-        hook.after_evaluation(SimpleNamespace(progress=Progress()), {"eval/loss/value": Stat(1.0), "time/eval": Stat(1.0)})
+        stats = {"eval/loss/value": Stat(1.0), "time/eval": Stat(1.0)}
+        hook.after_evaluation(SimpleNamespace(progress=Progress()), stats)
     assert "runtime.early_stop.metric: evaluation reports no 'eval/loss'" in str(error.value)
     assert str(error.value).endswith("it reports eval/loss/value")
 
