@@ -1,6 +1,6 @@
 """Random input for whatever reads files, bodies and requests of strangers.
 
-A reader or a server gets 100 cases (500 and more in the whole fast suite), and 10,000 in the slow suite.
+A reader or a server gets 25 cases (100 and more in the whole fast suite), and 10,000 in the slow suite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 CASES = pytest.mark.parametrize(
-    "cases", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "cases", [25, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 SIZES = st.integers(1, 30_000)
 GROWTH = 32 * 2**20  # bytes of memory that a server may keep of all requests, those of its start left out

@@ -26,7 +26,7 @@ BUDGETS = {
     "config": 3_650,
     "cpu": 530,
     "data": 6_300,
-    "engine": 6_100,
+    "engine": 6_120,
     "environments": 1_950,
     "launch": 2_450,
     "processes": 820,
