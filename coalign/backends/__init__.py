@@ -3,7 +3,7 @@
 Start with ``base.py``: a backend is a subclass of ``Module``, or of ``TrainableModule`` if it learns.
 ``Objective``, there too, turns the outputs of a model into a loss.
 
-- ``layout.py`` and ``attention.py`` pack a micro-batch.
+- ``packing.py`` and ``attention.py`` pack a micro-batch.
 - ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and the companion coalign-megatron use other
   engines for that.
 - ``engines/`` generates: the contract, and the engines ``native``, ``vllm`` and ``transformers``.

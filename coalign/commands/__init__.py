@@ -1,6 +1,4 @@
-"""Commands beside training, one module each: generate, score, select, serve, chat, evaluate, explain, check_sync,
-pipeline.
+"""Commands beside training, one module each: evaluate, merge, check_sync, ask_run (save, stop, scale).
 
-Open generate.py first. judges.py scores responses, resumable.py keeps finished work across a kill, run_history.py
-reads journals. plan/ predicts and searches.
+``run_model.py`` finds a run's model, its chat template, and the dtype to compute in.
 """

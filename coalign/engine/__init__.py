@@ -1,7 +1,7 @@
 """The loop of a run. Start with ``engine.py``: recipes subclass its ``Engine``.
 
 - ``environment.py`` is the rollout side: bundles of prompts go through ``env_flow``, and steps take complete groups;
-  ``filters.py`` decides which prompts are drawn and which groups are trained on; ``unfinished.py`` keeps the groups
+  ``selection.py`` decides which prompts are drawn and which groups are trained on; ``unfinished.py`` keeps the groups
   that the next rollout continues.
 - ``evaluator.py`` is the evaluation side; ``reference.py`` has references without a separate model.
 - ``reward.py`` combines all rewards into ``self.reward``; ``vocabulary.py`` compares tokenizers.

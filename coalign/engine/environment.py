@@ -126,7 +126,7 @@ class Bundle:
     """Groups that go through the flow together.
 
     ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (group_ages),
-    `shares` (filters.pass_rates), `lengths` (filters.response_lengths), `samples` (journal.describe_samples). It is
+    `shares` (selection.pass_rates), `lengths` (selection.response_lengths), `samples` (journal.describe_samples). It is
     empty if there was nothing to generate.
     """
 

@@ -11,8 +11,8 @@
 ======================================================  ==========================================================
 
 Each may be ``async def``; functions that wait for a network should be. Calls run concurrently, in
-threads (`thread_pool.py`). What is not of this package runs in processes of its own (`function_process.py`): one that
-hangs, exits or crashes is killed and replaced.
+threads (`thread_pool.py`). What is not Coalign's runs in processes of its own (`processes/function_process.py`): one
+that hangs, exits or crashes is killed and replaced.
 Keyword-only arguments are configuration::
 
     reward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -33,3 +34,11 @@ def list_missing(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_is_there(page):
     assert not [*list_missing((ROOT / page).read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("package", [name for name in FILES if name.endswith("/__init__.py") and "coalign" in name])
+def test_what_a_package_names_is_inside(package):
+    folder = (ROOT / package).parent
+    named = re.findall(r"([\w/]+\.(?:py|yaml|cpp))\b", ast.get_docstring(ast.parse((ROOT / package).read_text())) or "")
+    there = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert not [name for name in named if name not in there and not ("/" in name and name in ENDS)]

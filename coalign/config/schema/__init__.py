@@ -1,6 +1,6 @@
 """The typed schema of a run. All defaults are declared here or in a recipe's ``defaults``.
 
-Open `run.py` first (RunConfig). Unknown keys are refused, except in a section that configures a function
+Open `run_config.py` first (RunConfig). Unknown keys are refused, except in a section that configures a function
 (``Function``): there the function's keyword-only arguments are the schema, checked by coalign.config.functions.
 """
 

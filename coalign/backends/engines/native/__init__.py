@@ -1,1 +1,1 @@
-"""The native engine: continuous batching with transformers models in this process. Open engine.py first."""
+"""The native engine: continuous batching with transformers models in this process. Open native_engine.py first."""
