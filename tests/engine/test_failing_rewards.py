@@ -1,10 +1,11 @@
 """Runs whose reward function fails on most samples: a bug ends the run, and no mean of survivors stands alone."""
 
-import subprocess
+import json
 import sys
 
 import pytest
 
+from coalign.cli import main
 from coalign.cluster.future import WorkerError
 from coalign.report.step_line import format_fields, format_metric
 from coalign.rewards.calls import RewardError
@@ -60,15 +61,14 @@ def test_what_is_logged_besides_costs_no_sample(tmp_path):
     assert last["reward/says_too_much/ratio/not_logged"] == last["reward/says_too_much/text/not_logged"] > 0
 
 
-def test_the_last_line_names_the_line_of_ones_own_code(tmp_path):
-    import json
-
+def test_the_last_line_names_the_line_of_ones_own_code(tmp_path, monkeypatch, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(configure(tmp_path, "misspells")))
-    ended = subprocess.run(
-        [sys.executable, "-m", "coalign.cli", "train", str(file)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert ended.returncode == 2
-    assert ended.stderr.strip().splitlines()[-1] == (
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["coalign", "train", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1] == (
         "error: reward 'misspells' fails on every sample: KeyError: 'anwser' (tests/rewards/failing.py:10)"
     )
