@@ -17,6 +17,7 @@ group                  an entry
                        pipeline, False for other files. ``cluster(text)``: what `--cluster` describes.
                        ``memory(report, plan, config, cluster, lengths)`` and ``placement(report, plan, config,
                        cluster)``: whether the run fits. ``sandbox()``: what a sandbox for code cannot limit here
+``coalign.kernels``    ``operations`` (a module) and ``layers(model)``: what coalign.cpu offers
 ``coalign.explains``   ``foreign_file(path, data, text="")``, ``foreign_key(key, value)``, ``exact_foreign_key(key,
                        value)``: what an error says of files and keys of other frameworks. ``ending(error,
                        folder)``: why a run ended
@@ -31,11 +32,12 @@ from typing import Any
 
 API, COMMANDS, BACKENDS = "coalign.api", "coalign.commands", "coalign.backends"
 REWARDS, QUESTIONS = "coalign.rewards", "coalign.rewards.judge_questions"
-CHECKS, EXPLAINS = "coalign.checks", "coalign.explains"
-GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, CHECKS, EXPLAINS)
+CHECKS, EXPLAINS, KERNELS = "coalign.checks", "coalign.explains", "coalign.kernels"
+GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, CHECKS, EXPLAINS, KERNELS)
 # What the companions of Coalign's repository bring.
 COMPANIONS = {
     "coalign-board": {COMMANDS: ("board", "watch")},
+    "coalign-cpu": {KERNELS: ("layers", "operations")},
     "coalign-diagnose": {COMMANDS: ("diagnose", "doctor", "explain")},
     "coalign-graders": {
         REWARDS: (

@@ -1,4 +1,5 @@
-"""What this process may use of its machine: processors and memory, as its affinity and control groups limit them.
+"""What this process may use of its machine: processors and memory, as its affinity and control groups limit them, and a
+compiler.
 
 It imports no package, because the environment of OpenMP must be set before torch is loaded.
 """
@@ -6,8 +7,12 @@ It imports no package, because the environment of OpenMP must be set before torc
 from __future__ import annotations
 
 import os
+import platform
+import shlex
+import shutil
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -15,6 +20,9 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 # Turns of a thread's loop before it sleeps, some 50 µs; by default 300,000. Threads that spin while others have no core
 # cost six times the processor on a machine with other work, and nothing where it is idle (docs/lab.md).
 SPINS = "10000"
+COMPILERS = ("g++", "c++")  # the first that is there, if CXX is not set; what clang makes needs another OpenMP library
+# They restrict the instructions that torch uses.
+VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 def count_processors() -> int:
@@ -75,3 +83,22 @@ def _list_groups(controller: str) -> list[Path]:
                 path = root / name.lstrip("/")
                 groups += [path, *(parent for parent in path.parents if parent.is_relative_to(root))]
     return list(dict.fromkeys(groups))
+
+
+@cache
+def describe_processor() -> tuple[str, ...]:
+    """What decides how this machine's kernels compute: its processor, and variables that restrict torch's."""
+    variables = [f"{name}={os.environ.get(name)}" for name in VARIABLES]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor(), *variables
+    keys = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+    return *sorted({line for line in lines if line.partition("\t")[0].strip() in keys}), *variables
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command of the C++ compiler: CXX, or the first one on the path."""
+    if named := shlex.split(os.environ.get("CXX", "")):
+        return named
+    return next(([found] for name in COMPILERS if (found := shutil.which(name))), None)

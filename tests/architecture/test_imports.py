@@ -41,7 +41,7 @@ ALLOWED = {
     "companions": set(),
     "config": {"companions", "files", "hub", "hub_data"},
     "files": set(),
-    "cpu": {"files"},
+    "cpu": {"companions"},
     "run_files": {"files"},
     "gguf": {"files"},
     "hub": {"files", "gguf"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.cpu import operations
 from coalign.weights.sync.checksums import (
     BLOCK,
     PIECE,
@@ -16,6 +15,7 @@ from coalign.weights.sync.checksums import (
     copy_tensors,
     select_pieces,
 )
+from coalign_cpu import operations
 
 
 @pytest.mark.parametrize("size", [1, PIECE, PIECE + 1, 3 * PIECE - 7, SHARES * PIECE, BLOCK - 1, BLOCK])

@@ -45,7 +45,7 @@ from coalign.backends.trainer_state import BackgroundSaves
 from coalign.backends.vision import ImageEmbedder, name_components
 from coalign.config.errors import located_at
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
-from coalign.cpu.layers import use_kernels
+from coalign.cpu import use_kernels
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
 from coalign.devices import keep_generator, seed_generator

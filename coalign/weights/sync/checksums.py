@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from coalign.cpu import operations
-from coalign.cpu.operations import ChecksumShares
 
 Key = TypeVar("Key")
 Bytes = Tensor | np.ndarray  # u8[n]; an array is on the host
@@ -58,7 +57,7 @@ def select_pieces(size: int, turn: int | None) -> Iterator[tuple[int, int]]:
 def checksum_blocks(blocks: Sequence[Bytes], turn: int | None = None, threads: int = 1) -> list[int]:
     """Return the checksum of each block u8[n], computed where it is."""
     if operations.has_copy_kernel(*(block for block in blocks if isinstance(block, Tensor))):
-        return operations.sum_blocks(blocks, ChecksumShares(PIECE, SHARES, STEP, turn), threads)
+        return operations.sum_blocks(blocks, operations.ChecksumShares(PIECE, SHARES, STEP, turn), threads)
     return [_checksum_block(block, turn) for block in blocks]
 
 
@@ -78,7 +77,7 @@ def copy_tensors(jobs: Iterable[tuple[Key, Tensor, Tensor]], turn: int | None = 
                 target.copy_(source)
             sums = checksum_blocks([source for source, _ in pairs], turn)
         else:
-            shares = ChecksumShares(PIECE, SHARES, STEP, turn)
+            shares = operations.ChecksumShares(PIECE, SHARES, STEP, turn)
             on_host = [(source.cpu(), target) for source, target in pairs]
             sums = operations.copy_blocks(on_host, shares, torch.get_num_threads())
         yield from _combine_each(keys, sums)

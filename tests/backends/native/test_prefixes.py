@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from coalign.backends.engines.native.native_engine import ActiveSequence, QueuedRequest, SequenceSlots
-from coalign.cpu.library import load_kernels
 from coalign.types import Response
+from coalign_cpu.library import load_kernels
 from tests.backends.native import helpers
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler")

@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coalign.cpu.library import describe_processor
 from coalign.files import find_cache
+from coalign.processes.host import describe_processor
 
 log = logging.getLogger(__name__)
 

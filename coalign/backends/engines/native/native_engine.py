@@ -40,9 +40,9 @@ from coalign.backends.engines.sampling import may_wait, read_choices, sample, un
 from coalign.backends.known_models import find_known_model
 from coalign.backends.packing import join_neighbours
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig
-from coalign.cpu.library import find_compiler
 from coalign.data.examples import RowLimit
 from coalign.devices import has_graphs
+from coalign.processes.host import find_compiler
 from coalign.types import UNKNOWN_EXPERT, ImageSpan, Status
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from coalign.backends.pretrained import MIXERS, choose_attention
 from coalign.backends.routers import Routers
 from coalign.backends.vision import ImageEmbedder, install_embeddings
 from coalign.backends.vision_language import find_body
-from coalign.cpu.layers import use_kernels
+from coalign.cpu import use_kernels
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import TOKEN_COLUMNS, ImageSpan
 

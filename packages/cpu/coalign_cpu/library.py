@@ -11,8 +11,6 @@ import hashlib
 import logging
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -21,14 +19,13 @@ from pathlib import Path
 import torch  # noqa: F401 (its OpenMP library is the one that the kernels use)
 
 from coalign.files import find_cache
+from coalign.processes.host import describe_processor, find_compiler
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-COMPILERS = ("g++", "c++")  # the first that is there, if CXX is not set; what clang makes needs another OpenMP library
 OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 SECONDS = 120  # that the compiler may take
-VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 # What torch restricts itself to is a restriction for these kernels, too.
 CAPABILITIES = {"default": ["-march=x86-64-v2"], "avx2": ["-march=x86-64-v3"]}
 
@@ -53,13 +50,6 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
 
 
-def find_compiler() -> list[str] | None:
-    """Return the command of the C++ compiler: CXX, or the first one on the path."""
-    if named := shlex.split(os.environ.get("CXX", "")):
-        return named
-    return next(([found] for name in COMPILERS if (found := shutil.which(name))), None)
-
-
 def choose_architecture() -> list[str]:
     """Return the compiler's options for this processor's instructions."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -67,18 +57,6 @@ def choose_architecture() -> list[str]:
     if restricted := CAPABILITIES.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower()):
         return restricted
     return ["-march=native", "-mprefer-vector-width=512"]
-
-
-@cache
-def describe_processor() -> tuple[str, ...]:
-    """What decides how this machine's kernels compute: its processor, and variables that restrict torch's."""
-    variables = [f"{name}={os.environ.get(name)}" for name in VARIABLES]
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor(), *variables
-    keys = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
-    return *sorted({line for line in lines if line.partition("\t")[0].strip() in keys}), *variables
 
 
 def _compile(compiler: list[str], options: list[str], library: Path) -> None:

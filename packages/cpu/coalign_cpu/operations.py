@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from coalign.cpu.library import load_kernels
+from coalign_cpu.library import load_kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
 _GRADIENT_ROWS = 64  # ROWS in kernels.cpp

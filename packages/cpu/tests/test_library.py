@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coalign.cpu import library
+from coalign_cpu import library
 
 
 @pytest.fixture
@@ -78,6 +78,6 @@ def test_what_the_compiler_said_is_in_the_message(load, monkeypatch, caplog, tmp
 def test_a_process_that_has_not_imported_torch_can_load_them():
     import subprocess
 
-    code = "from coalign.cpu.library import load_kernels; print(load_kernels())"
+    code = "from coalign_cpu.library import load_kernels; print(load_kernels())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert library.find_compiler() is None or "CDLL" in done.stdout

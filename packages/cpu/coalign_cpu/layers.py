@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from coalign.cpu import operations
-from coalign.cpu.library import load_kernels
+from coalign_cpu import operations
+from coalign_cpu.library import load_kernels
 
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the children of an MLP with a gate in transformers
 

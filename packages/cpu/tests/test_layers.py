@@ -12,9 +12,9 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
-from coalign.cpu import layers, operations
-from coalign.cpu.layers import KernelMLP, KernelRMSNorm, use_kernels
-from coalign.cpu.library import load_kernels
+from coalign_cpu import layers, operations
+from coalign_cpu.layers import KernelMLP, KernelRMSNorm, use_kernels
+from coalign_cpu.library import load_kernels
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler")
 

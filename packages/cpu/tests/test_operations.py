@@ -11,8 +11,8 @@ from torch import Tensor
 from coalign.algorithms import logprobs
 from coalign.algorithms.logprobs import linear_logprobs
 from coalign.backends.engines.sampling import draw, uniforms
-from coalign.cpu import operations
-from coalign.cpu.library import load_kernels
+from coalign_cpu import operations
+from coalign_cpu.library import load_kernels
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler")
 
