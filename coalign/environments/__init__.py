@@ -14,9 +14,22 @@ first parameter. Keyword-only arguments are configuration (see docs/environments
     rollout: {fn: "my_environments:guess", tries: 5}
 """
 
-from coalign.environments.chat import agent
-from coalign.environments.conversation import simulated_user, single_turn
-from coalign.environments.games import game, self_play
-from coalign.environments.tools import tool_use
+from importlib import import_module
+from typing import Any
 
-__all__ = ["agent", "game", "self_play", "simulated_user", "single_turn", "tool_use"]
+_HOMES = {
+    "agent": "chat",
+    "game": "games",
+    "self_play": "games",
+    "simulated_user": "conversation",
+    "single_turn": "conversation",
+    "tool_use": "tools",
+}
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    """Import an environment when a run names it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'coalign.environments' has no attribute '{name}'")
+    return getattr(import_module(f"coalign.environments.{_HOMES[name]}"), name)

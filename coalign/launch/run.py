@@ -45,7 +45,6 @@ from coalign.launch.layout import describe_assigned_layout, describe_start
 from coalign.launch.plan import prepare
 from coalign.launch.trace import trace
 from coalign.launch.validate import check_folders
-from coalign.report.contact_sheet import write_sample_sheet
 from coalign.report.display import Display
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
 from coalign.report.step_line import ROLLOUTS, ROWS
@@ -210,6 +209,8 @@ def _learn(
         with Sink("plots").survive():
             plot_run(folder.path)
     if runtime.plots and config.data.images is not None:
+        from coalign.report.contact_sheet import write_sample_sheet  # which no run without images needs
+
         with Sink("plots").survive():
             write_sample_sheet(folder.path)
     display.finish(folder.path, flatten_stats(goodput.measure()))
