@@ -175,7 +175,7 @@ def step(engine: GRPO, timeline: Timeline) -> Stats:
     batch, rollout = engine.environment.next(engine.step, engine.step)
     timeline.phase("train")
     stats = merge_stats([rollout, engine.training.step(batch)[0]])
-    engine.step += 1
+    engine.progress.count_step(0, [])
     timeline.after_step(engine, stats, batch)
     return stats
 

@@ -108,7 +108,7 @@ def main() -> None:
         for number in range(1, arguments.steps + 1):
             timeline.phase("rollout")
             out, scored = step(cluster, number, products)
-            engine.step = number
+            engine.progress.return_to(number, 0)
             timeline.after_step(engine, {}, None)
             ratios.append(over_the_slowest(out, scored))
             own = ", ".join(f"{future.call} {future.seconds:.3f} s" for future in scored)

@@ -163,4 +163,4 @@ class StopSignals:
             if self.waits:
                 raise Preempted
             return
-        log.warning("%s: finishing this step, then saving; once more to stop at once", self.engine.stop)
+        log.warning("%s: finishing this step, then saving; once more to stop at once", signal.Signals(number).name)
