@@ -29,7 +29,7 @@ help:
 	@echo "make bench     install TRL, then time Coalign against it and compare losses"
 
 # Companions stand first: the project's extras name them, and no package index has them.
-COMPANIONS := $(PIP) --no-deps --no-build-isolation $(patsubst %,--editable %,$(wildcard packages/*))
+COMPANIONS := PYTHONWARNINGS=ignore $(PIP) --no-deps --no-build-isolation $(patsubst %,--editable %,$(wildcard packages/*))
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
