@@ -20,7 +20,7 @@ def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
     lines = [f"cause: {cause.title}"]
     if origin := str(verdict.origin):
         lines.append(f"began in: {origin}")
-    lines += [f"  {place}: {text[:_WIDTH]}" for place, text in verdict.evidence]
+    lines += [f"  {location}: {text[:_WIDTH]}" for location, text in verdict.evidence]
     lines.append(f"sure: {verdict.sure} ({'; '.join(verdict.reasons)})")
     if cause.rule:
         lines.append(f"do: {cause.rule.advice}")
@@ -28,8 +28,11 @@ def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
             lines.append(f"settings: {cause.rule.settings}")
     else:
         lines.append("do: The message is the program's own; look at the place shown, and at what it was given there.")
-    if verdict.others:
-        lines += ["other candidates:", *(f"  {other.title[:160]}, {other.place}" for other in verdict.others)]
+    if verdict.candidates:
+        lines += [
+            "other candidates:",
+            *(f"  {candidate.title[:160]}, {candidate.place}" for candidate in verdict.candidates),
+        ]
     return "\n".join(lines)
 
 
@@ -46,12 +49,16 @@ def to_json(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> dict[str, Any]:
         "sure": verdict.sure,
         "reasons": list(verdict.reasons),
         "origin": {"rank": origin.rank, "node": origin.node, "process": origin.pid, "actor": origin.actor},
-        "evidence": [{"place": place, "text": text} for place, text in verdict.evidence],
+        "evidence": [{"place": location, "text": text} for location, text in verdict.evidence],
         "advice": rule.advice if rule else "",
         "settings": rule.settings if rule and is_coalign_run(logs) else "",
         "others": [
-            {"cause": other.rule.id if other.rule else "unknown", "title": other.title, "place": other.place}
-            for other in verdict.others
+            {
+                "cause": candidate.rule.id if candidate.rule else "unknown",
+                "title": candidate.title,
+                "place": candidate.place,
+            }
+            for candidate in verdict.candidates
         ],
         "files": len(logs),
     }

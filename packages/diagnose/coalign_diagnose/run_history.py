@@ -164,9 +164,11 @@ class RunHistory:
         why = f"the run was started again at {format_time(at)}, and went on after step {step}"
         self.restarts.append(why)
         self.ended = None
-        for each in self.steps.values():  # a run that ends with an error has saved its last step, but not noted it
-            if each.step <= step and each.trained_at is None:
-                self._end_step(each, None)
+        for (
+            passed_step
+        ) in self.steps.values():  # a run that ends with an error has saved its last step, but not noted it
+            if passed_step.step <= step and passed_step.trained_at is None:
+                self._end_step(passed_step, None)
         waiting = set(parse_groups(line["waiting"]))
         for group, life in list(self.groups.items()):
             if group >= line["drawn"]:
