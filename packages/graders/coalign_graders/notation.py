@@ -190,7 +190,7 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
     nodes = [read_answer(text, depth + 1) for text in texts if text.strip()]
     if separator in (" and ", ",") and all(node.type in ("relation", "conditions") for node in nodes):
         relations = [
-            relation for node in nodes for relation in (node.relations if node.type == "conditions" else (node,))
+            relation for node in nodes for relation in (node.children if node.type == "conditions" else (node,))
         ]
         if any(relation.text != "=" for relation in relations):
             loose = separator == "," or any(node.type == "conditions" and node.text == "," for node in nodes)
@@ -200,14 +200,14 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
     if separator == " or " and (union := _unite(nodes)):
         return union
     groups = [node for node in nodes if node.type == "list"]
-    if len(groups) == len(nodes) and len(nodes) > 1 and all(are_assignments(node.relations) for node in groups):
+    if len(groups) == len(nodes) and len(nodes) > 1 and all(are_assignments(node.children) for node in groups):
         return MathNode("list", "", tuple(nodes))
-    flat = [item for node in nodes for item in (node.relations if node.type == "list" and not node.text else (node,))]
-    names = {item.relations[0].text for item in flat if item.type == "relation"}
+    flat = [item for node in nodes for item in (node.children if node.type == "list" and not node.text else (node,))]
+    names = {item.children[0].text for item in flat if item.type == "relation"}
     for i, node in enumerate(flat[1:], 1):  # `x = 1, 2` says `x = 1, x = 2`
         previous = flat[i - 1]
         if node.type in ("number", "expression") and len(names) == 1 and is_assignment(previous):
-            flat[i] = MathNode("relation", "=", (previous.relations[0], node))
+            flat[i] = MathNode("relation", "=", (previous.children[0], node))
     if len({node.label for node in flat}) > 1 and all(node.label for node in flat):  # `5 red, 3 blue`
         flat = [MathNode("relation", "=", (MathNode("label", "", label=node.label), node)) for node in flat]
     return MathNode("list", "", tuple(flat))

@@ -87,7 +87,7 @@ class TrainingModel:
 
     def train(self, batch: TokenBatch, mini_batches: int = 1) -> PassTime:
         """Return the time of training on the batch in ``mini_batches`` optimizer steps."""
-        mini_batch = batch.mini_batch(mini_batches)
+        mini_batch = batch.part(mini_batches)
         return (self._pass(mini_batch, trains=True) + self._optimizer()).times(mini_batches)
 
     # ---- parts -----------------------------------------------------------------------------------------------------

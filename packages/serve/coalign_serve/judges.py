@@ -46,7 +46,7 @@ class ResponseToScore:
 
     def describe(self, problem: object) -> str:
         """Say what is wrong with this response, and where it comes from."""
-        location = f" ({self.location()})" if self.location else ""
+        location = f" ({self.locate()})" if self.locate else ""
         return f"group {self.group}, index {self.index}{problem}{location}"
 
 
