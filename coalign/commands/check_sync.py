@@ -145,13 +145,8 @@ def _report(title: str, differences: list[Difference], count: int, display: Disp
     table.add_column("what", overflow="fold")
     for column in ("largest |Δ|", "values"):
         table.add_column(column, justify="right", no_wrap=True)
-    for difference in differences:
-        largest = "" if difference.largest is None else f"{difference.largest:.3g}"
-        table.add_row(
-            difference.name,
-            difference.what,
-            largest,
-            f"{difference.count:,} of {difference.numel:,}" if difference.numel else "",
-        )
+    for row in differences:
+        largest = "" if row.largest is None else f"{row.largest:.3g}"
+        table.add_row(row.name, row.what, largest, f"{row.count:,} of {row.numel:,}" if row.numel else "")
     display.show(table)
     return False

@@ -73,9 +73,7 @@ def describe_devices(requested: RunConfig, assigned: RunConfig) -> str:
         if model.devices and requested.models[name].num_gpu == "auto":
             by_number.setdefault(model.devices, []).append(name)
     turns = " in turn" if assigned.runtime.colocation else ""
-    shares = [
-        f"{', '.join(names)}: {count} {accelerator}{'s' * (count > 1)}{turns}" for count, names in by_number.items()
-    ]
+    shares = [f"{', '.join(names)}: {n} {accelerator}{'s' * (n > 1)}{turns}" for n, names in by_number.items()]
     return f"num_gpu is auto; {'; '.join(shares)}" if shares else ""
 
 

@@ -333,6 +333,7 @@ def _plan_models(
     for name, role in roles.items():
         model = configs[name]
         objective = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
+        compares = objective is not None and objective.per == "group"
         if model.chat_template_kwargs and not (model.chat_template or model.judge):
             raise ValueError(
                 f"models.{name}.chat_template_kwargs: this model reads tokens, no text; the arguments of the policy's "
@@ -351,9 +352,7 @@ def _plan_models(
             seed=config.seed,
             tokens=config.runtime.tokens,
             samples_per_prompt=config.runtime.samples_per_prompt,
-            keep_groups=model.share_prefix
-            or model.judge is not None
-            or (objective is not None and objective.per == "group"),
+            keep_groups=model.share_prefix or model.judge is not None or compares,
             loss=objective,
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),
@@ -400,9 +399,7 @@ def find_shared_bases(roles: Mapping[str, type], configs: Mapping[str, ModelConf
 
     A model with a cache is left out: once filled, it costs neither memory nor time.
     """
-    trained = [
-        n for n, role in roles.items() if role is Trainable and (adapters := configs[n].lora) and not adapters.load
-    ]
+    trained = [n for n, role in roles.items() if role is Trainable and (lora := configs[n].lora) and not lora.load]
     shared = {}
     for name, model in configs.items():
         plain = model.frozen and not model.cache and not (model.lora and model.lora.load)

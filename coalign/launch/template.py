@@ -66,9 +66,7 @@ class RunTemplate:
         return f"{intro}\n{to_short_yaml(self._list_common())}"
 
     def _list_all(self) -> dict[str, Any]:
-        models = {
-            name: ({"load": MODEL} if name in self.loaded else {}) | settings for name, settings in self.models.items()
-        }
+        models = {name: ({"load": MODEL} if name in self.loaded else {}) | keys for name, keys in self.models.items()}
         reward = {"reward": REWARD} if self.needs_reward else {}
         data = {"train": DATA} | self.defaults.get("data", {})
         return {**self._name_run(), **reward, **self.defaults, "data": data, "models": models}

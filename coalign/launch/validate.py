@@ -421,8 +421,7 @@ def check_repetition_penalty(syncs: Sequence[tuple[str, str]], models: Mapping[s
 
 
 def check_routing_replay(syncs: Sequence[tuple[str, str]], config: RunConfig) -> None:
-    """Refuse to replay experts where no model learns from a policy's samples. Module.check_routing_replay refuses models
-    that cannot do it."""
+    """Refuse to replay experts where no model learns from a policy's samples; models refuse it themselves."""
     if config.rollout.routing_replay and not syncs:
         raise ValueError(f"rollout.routing_replay is true, and in `{config.algorithm}` no policy samples; leave it out")
 

@@ -169,7 +169,7 @@ class MetricCurves:
         start = 0
         while start < len(records):
             bucket = self._open_bucket(records[start]["step"], offsets[start])
-            limit = self._end_of(bucket)
+            limit = (self.first or 0) + (bucket + 1) * self.width
             end = start + 1
             while end < len(records) and records[start]["step"] <= records[end]["step"] < limit:
                 end += 1
@@ -198,9 +198,6 @@ class MetricCurves:
         if self._offsets[bucket] < 0:
             self._offsets[bucket] = offset
         return bucket
-
-    def _end_of(self, bucket: int) -> int:
-        return (self.first or 0) + (bucket + 1) * self.width
 
     def _halve(self) -> None:
         self.width *= 2

@@ -43,7 +43,9 @@ class RunSummaries:
             self._kept[folder] = key, _read_ends(folder)
         going = is_going(folder)
         ends = self._kept[folder][1]
-        status, why = _judge(ends, going)
+        status, why = (
+            ends["ending"] if not going else ("stalled", ends["stall"]) if ends["stall"] else ("running", None)
+        )
         owner = read_owner(folder)
         # Without its fractions it is a number that JavaScript can hold.
         token = hash((going, *sorted(growth.items()))) & 0xFFFFFFFFFFFF
@@ -89,13 +91,6 @@ def _list_pages(
         "configuration": "config.yaml" in has,
     }
     return (name for name, is_shown in shown.items() if is_shown)
-
-
-def _judge(ends: Mapping[str, Any], going: bool) -> tuple[str, str | None]:
-    """Return the status, and what is known of its cause."""
-    if going:
-        return ("stalled", ends["stall"]) if ends["stall"] else ("running", None)
-    return ends["ending"]
 
 
 def _read_ends(folder: Path) -> dict[str, Any]:

@@ -181,18 +181,16 @@ def _explain_step(run: Path, history: RunHistory, step: int) -> tuple[dict[str, 
     if now is None and not former:
         _refuse_unknown(run, "step", step, history.steps)
     lines = []
-    for life_of_step in [*former, *([now] if now else [])]:
+    for life in [*former, *([now] if now else [])]:
         done = (
-            "has not ended, or was refused"
-            if life_of_step.trained_at is None
-            else f"ended at {format_time(life_of_step.trained_at)}"
+            "has not ended, or was refused" if life.trained_at is None else f"ended at {format_time(life.trained_at)}"
         )
-        loss = "" if life_of_step.loss is None else f", loss {life_of_step.loss:.4g}"
+        loss = "" if life.loss is None else f", loss {life.loss:.4g}"
         lines.append(f"step {step}: {done}{loss}")
-        if life_of_step.discarded:
-            lines.append(f"  discarded: {life_of_step.discarded}")
-        lines += [f"  {_format_member(history, group, step)}" for group in life_of_step.groups]
-        lines += [f"  {_format_member(history, group, step)} (replayed)" for group in life_of_step.replayed]
+        if life.discarded:
+            lines.append(f"  discarded: {life.discarded}")
+        lines += [f"  {_format_member(history, group, step)}" for group in life.groups]
+        lines += [f"  {_format_member(history, group, step)} (replayed)" for group in life.replayed]
     content = {"step": asdict(now) if now else None, "discarded": [asdict(past) for past in former]}
     return content, lines
 

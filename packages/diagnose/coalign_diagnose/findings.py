@@ -148,8 +148,9 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
     for number in sorted(hits):
         rule, patterns = hits[number]
         hit = next((match for pattern in patterns if (match := pattern.expression.search(bare))), None)
-        if rule.order < 40 and "WorkerError: " in bare and _has_traceback(log, line):
-            continue  # it only repeats the first line of what follows
+        following = range(line + 1, min(line + 4, len(log)))
+        if rule.order < 40 and "WorkerError: " in bare and any(BEGIN.search(log.text(n)) for n in following):
+            continue  # it only repeats the first line of the traceback that follows
         if hit is None or any(pattern.search(bare) for pattern in rule.unless):
             continue
         if (rule.all or rule.none or rule.fields) and block is None:
@@ -171,11 +172,6 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
     return None
 
 
-def _has_traceback(log: LogFile, line: int) -> bool:
-    """Whether a traceback follows within three lines."""
-    return any(BEGIN.search(log.text(following)) for following in range(line + 1, min(line + 4, len(log))))
-
-
 def _find_rank(text: str) -> str | None:
     rank = _RANK.search(text)
     return rank[1] if rank else None
@@ -189,16 +185,12 @@ def _find_ray_task(block: str) -> LineOrigin | None:
 
 def _judge_exception(log: LogFile, trace: LogTraceback, finding: Finding | None) -> Finding | None:
     """Return what an exception is: a reward's, another one of the run's own code, a known or an unknown one."""
-    user_frame, innermost = trace.own_frame, trace.frames[-1]
+    frame, innermost = trace.own_frame, trace.frames[-1]
     reward, user = find_rule("reward-function"), find_rule("user-code")
     rule = finding.rule if finding and finding.rule and finding.rule.id != "bare-exception" else None
     if finding and rule and rule.order >= SECONDARY:
         return None
-    in_reward = (
-        user_frame is not None
-        and reward.frames is not None
-        and reward.frames.search(f"{user_frame.file} {user_frame.function}")
-    )
+    in_reward = frame and reward.frames is not None and reward.frames.search(f"{frame.file} {frame.function}")
     if in_reward and _ORDINARY.match(trace.exception) and (rule is None or rule.category in _DATA_LIKE):
         rule = reward
     elif rule is None:

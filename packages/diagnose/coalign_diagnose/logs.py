@@ -164,13 +164,8 @@ def parse_time(text: str, year: int | None = None) -> float | None:
             try:
                 month = _MONTHS.index(fields["b"]) + 1 if fields.get("b") else int(fields.get("m") or 1)
                 seconds = float(fields["S"].replace(",", "."))
-                day = datetime(
-                    int(fields.get("Y") or year or 2000),
-                    month,
-                    int(fields.get("d") or 1),
-                    int(fields["H"]),
-                    int(fields["M"]),
-                )
+                date = int(fields.get("Y") or year or 2000), month, int(fields.get("d") or 1)
+                day = datetime(*date, int(fields["H"]), int(fields["M"]))
             except ValueError:
                 continue
             return day.timestamp() + seconds

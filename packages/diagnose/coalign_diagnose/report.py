@@ -16,7 +16,7 @@ def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
     cause = verdict.cause
     if cause is None:
         passed = f"; it went on after {verdict.passed} errors" if verdict.passed else ""
-        return f"no failure found in {_count(logs)}{passed}"
+        return f"no failure found in {logs[0].name if len(logs) == 1 else f'{len(logs)} logs'}{passed}"
     lines = [f"cause: {cause.title}"]
     if origin := str(verdict.origin):
         lines.append(f"began in: {origin}")
@@ -29,10 +29,7 @@ def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
     else:
         lines.append("do: The message is the program's own; look at the place shown, and at what it was given there.")
     if verdict.candidates:
-        lines += [
-            "other candidates:",
-            *(f"  {candidate.title[:160]}, {candidate.place}" for candidate in verdict.candidates),
-        ]
+        lines += ["other candidates:", *(f"  {cause.title[:160]}, {cause.place}" for cause in verdict.candidates)]
     return "\n".join(lines)
 
 
@@ -53,12 +50,8 @@ def to_json(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> dict[str, Any]:
         "advice": rule.advice if rule else "",
         "settings": rule.settings if rule and is_coalign_run(logs) else "",
         "others": [
-            {
-                "cause": candidate.rule.id if candidate.rule else "unknown",
-                "title": candidate.title,
-                "place": candidate.place,
-            }
-            for candidate in verdict.candidates
+            {"cause": cause.rule.id if cause.rule else "unknown", "title": cause.title, "place": cause.place}
+            for cause in verdict.candidates
         ],
         "files": len(logs),
     }
@@ -67,7 +60,3 @@ def to_json(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> dict[str, Any]:
 def is_coalign_run(logs: Sequence[LogFile]) -> bool:
     """Whether one of the logs is of Coalign."""
     return any(mark in log.data for log in logs for mark in (b" coalign.", b"/coalign/", b"coalign train"))
-
-
-def _count(logs: Sequence[LogFile]) -> str:
-    return f"{logs[0].name}" if len(logs) == 1 else f"{len(logs)} logs"

@@ -148,9 +148,8 @@ def _describe(ranked: list[Finding], findings: list[Finding], logs: Sequence[Log
     same = {finding.place for finding in ranked if finding.rule is cause.rule and finding.tier < 90} - {cause.place}
     if same:
         reasons.append(f"{len(same)} more lines say the same")
-    return RunDiagnosis(
-        cause, origin, sure, tuple(reasons), tuple(evidence), tuple(candidates.values())[:_MAX_CANDIDATES]
-    )
+    rest = tuple(candidates.values())[:_MAX_CANDIDATES]
+    return RunDiagnosis(cause, origin, sure, tuple(reasons), tuple(evidence), rest)
 
 
 def _follow_chain(cause: Finding, findings: list[Finding]) -> Finding:

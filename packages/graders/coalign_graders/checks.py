@@ -37,7 +37,7 @@ _POINTS = tuple(
         *("-1.618 2.236 -0.577", "3.162 -0.693 -2.718", "-2.5 -7.389 1.732", "-4 -3 6"),
     )
 )
-_INTEGER_NAME = re.compile(r"[kmnN]")  # variables that are integers where parities and parts of numbers are taken
+_INTEGER = re.compile(r"[kmnN]")  # variables that are integers where parities and parts of numbers are taken
 _UNFINISHED = re.compile(r"\\(?:i*int|oint|sum|prod|lim|limsup|liminf|partial)(?![A-Za-z])|\\frac\{\s*d(?=[\s^}a-z])")
 _FIGURE = re.compile(
     r"\\(?:angle|triangle|parallel|perp|cong|sim|to|mapsto)(?![a-z])|\\(?:vec|overrightarrow).*\\times"
@@ -216,15 +216,13 @@ def _sample(first: Any, second: Any) -> Iterator[tuple[Any, Any]]:
     symbols = sorted(first.free_symbols, key=str)
     stepwise = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Sum, sympy.Product)
     signs = [power for both in (first, second) for power in both.atoms(sympy.Pow) if power.base.is_negative]
-    integers_only = all(_INTEGER_NAME.fullmatch(str(symbol)) for symbol in symbols) and (
-        signs or (first + second).has(*stepwise)
-    )
+    integers = all(_INTEGER.fullmatch(str(symbol)) for symbol in symbols) and (signs or (first + second).has(*stepwise))
     for point in _POINTS if symbols else _POINTS[:1]:
         at = {
             s: sympy.Rational(point[i % 3]) + sympy.Rational(i // 3, 1 if point[0].denominator == 1 else 7)
             for i, s in enumerate(symbols)
         }
-        if integers_only and not all(value.is_Integer for value in at.values()):
+        if integers and not all(value.is_Integer for value in at.values()):
             continue
         if (
             min(at.values(), default=1) > 0

@@ -386,12 +386,8 @@ def _take_distance(node: ast.expr) -> tuple[ast.expr, Callable[[Any], Any]]:
         ):
             for value, constant in ((left, right), (right, left)):
                 with suppress(*_UNREADABLE):
-                    return value, partial(_measure_distance, _constant(constant))
+                    return value, partial(lambda truth, result: abs(truth - result), _constant(constant))
     return node, lambda value: value
-
-
-def _measure_distance(first: Any, second: Any) -> Any:
-    return abs(first - second)
 
 
 def _constant(node: ast.expr) -> Any:

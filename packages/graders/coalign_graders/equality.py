@@ -200,10 +200,7 @@ def _compare_congruences(gold: MathNode, predicted: MathNode, equal: ExpressionC
 
 def _list_residues(node: MathNode) -> list[MathNode]:
     modulus = node.value or 1
-    return [
-        residue if residue.value is None else replace(residue, text="", value=residue.value % modulus)
-        for residue in node.children
-    ]
+    return [n if n.value is None else replace(n, text="", value=n.value % modulus) for n in node.children]
 
 
 def _compare_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:

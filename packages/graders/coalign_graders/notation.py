@@ -189,9 +189,7 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
     """
     nodes = [read_answer(text, depth + 1) for text in texts if text.strip()]
     if separator in (" and ", ",") and all(node.type in ("relation", "conditions") for node in nodes):
-        relations = [
-            relation for node in nodes for relation in (node.children if node.type == "conditions" else (node,))
-        ]
+        relations = [one for node in nodes for one in (node.children if node.type == "conditions" else (node,))]
         if any(relation.text != "=" for relation in relations):
             loose = separator == "," or any(node.type == "conditions" and node.text == "," for node in nodes)
             return MathNode("conditions", "," if loose else "", tuple(relations))
@@ -216,9 +214,8 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
 def _unite(nodes: Sequence[MathNode]) -> MathNode | None:
     """The union that `x ∈ (1, 2) or x ∈ (3, 4)` says, and intervals that are certain not to be points."""
     if {node.text for node in nodes} == {"∈"} and len({node.children[0] for node in nodes}) == 1:
-        return MathNode(
-            "relation", "∈", (nodes[0].children[0], MathNode("union", "", tuple(n.children[1] for n in nodes)))
-        )
+        union = MathNode("union", "", tuple(node.children[1] for node in nodes))
+        return MathNode("relation", "∈", (nodes[0].children[0], union))
     if all(n.type == "tuple" and (n.text in ("[)", "(]") or {LOWEST, HIGHEST} & set(n.children)) for n in nodes):
         return MathNode("union", "", tuple(nodes))
     return None

@@ -71,7 +71,9 @@ def _list_intervals(node: MathNode) -> list[_Interval] | None:
     sets: list[list[_Interval]] = []
     for relation in node.children:
         intervals = _list_intervals(relation)
-        if intervals is None or (node.type == "list" and len(node.children) > 1 and _is_hole(relation)):
+        if intervals is None or (
+            node.type == "list" and len(node.children) > 1 and (relation.type, relation.text) == ("relation", "≠")
+        ):
             return None  # `x ≠ 1 or x ≠ 2` is true of every number, and hardly meant
         sets.append(intervals)
     alternatives = [interval for intervals in sets for interval in intervals]
@@ -79,9 +81,7 @@ def _list_intervals(node: MathNode) -> list[_Interval] | None:
         return alternatives
     common = sets[0]
     for intervals in sets[1:]:
-        common = [
-            both for first in common for second in intervals if (both := _intersect(first, second, node.text != ","))
-        ]
+        common = [both for one in common for two in intervals if (both := _intersect(one, two, node.text != ","))]
     # A comma says "and" where that leaves something, else "or".
     return alternatives if not common and node.text == "," else common
 
@@ -125,11 +125,8 @@ def _read_modulus(relation: MathNode) -> list[_Interval] | None:
     if positions not in ([0], [1]) or len(relation.children) > positions[0] + 2:
         return None
     (position,) = positions
-    ends = [
-        _solve_modulus(relation.children[position].text, side)
-        for i, side in enumerate(relation.children)
-        if i != position
-    ]
+    modulus = relation.children[position]
+    ends = [_solve_modulus(modulus.text, side) for i, side in enumerate(relation.children) if i != position]
     if None in ends:
         return None
     low, high = ends[0] if position else None, ends[-1] if position + 1 < len(relation.children) else None
@@ -162,10 +159,6 @@ def _read_factor(text: str) -> Fraction:
     r"""A number such as `-\frac{1}{2}` before a variable; 1 where only its sign is written."""
     text = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)
     return Fraction(text + "1" if text in ("", "+", "-") else text)
-
-
-def _is_hole(node: MathNode) -> bool:
-    return node.type == "relation" and node.text == "≠"
 
 
 def _intersect(first: _Interval, second: _Interval, must_meet: bool) -> _Interval | None:

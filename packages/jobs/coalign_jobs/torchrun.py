@@ -62,13 +62,8 @@ def _build_command(job: TrainingJob, options: TorchrunOptions) -> list[str]:
         host, _, port = options.address.partition(":")
         rendezvous = [f"--nnodes={size.nodes}", f"--node-rank={options.rank}"]
         rendezvous += [f"--master-addr={host}", f"--master-port={port or PORT}"]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *rendezvous,
-        f"--nproc-per-node={processes // size.nodes}",
-    ]
+    rendezvous += [f"--nproc-per-node={processes // size.nodes}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     settings = [*job.overrides, "runtime.cluster=torchrun"]
     return [*launcher, "-m", "coalign.cli", "train", job.file, *settings]
 
@@ -83,14 +78,12 @@ def _count_processes(job: TrainingJob) -> int:
         name: everywhere if model.num_gpu == "auto" and not model.num_process else model.processes
         for name, model in job.config.models.items()
     }
-    largest = max(counts.values())
+    total = max(counts.values())
     for name, count in counts.items():
-        if count not in (1, largest):
-            message = (
-                f"has {count} processes, and others have {largest}: under torchrun a model has one of them, or all"
-            )
+        if count not in (1, total):
+            message = f"has {count} processes, and others have {total}: under torchrun a model has one of them, or all"
             raise ConfigError([job.config.locations.on(ConfigProblem(("models", name), message))])
-    return largest
+    return total
 
 
 def _write_script(job: TrainingJob, command: list[str], variables: list[JobVariable]) -> str:

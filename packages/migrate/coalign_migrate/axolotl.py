@@ -202,18 +202,8 @@ def _name_source(translation: ForeignTranslation, item: dict[str, Any]) -> dict[
     for theirs, ours in {"field_messages": turns, "field_chosen": "chosen", "field_rejected": "rejected"}.items():
         if item.get(theirs) and item[theirs] != ours:
             keys[ours] = str(item[theirs])
-    translated = {
-        "path",
-        "type",
-        "split",
-        "name",
-        "data_files",
-        "ds_type",
-        "field",
-        "message_property_mappings",
-        "roles",
-    }
-    if rest := sorted(set(item) - translated - {"field_messages", "field_chosen", "field_rejected"}):
+    taken = {"path", "type", "split", "name", "data_files", "ds_type", "field", "message_property_mappings", "roles"}
+    if rest := sorted(set(item) - taken - {"field_messages", "field_chosen", "field_rejected"}):
         translation.notes.append(f"data: of {path} these settings are not translated: {', '.join(rest)}")
     if row_type and not row_type.startswith(("alpaca", "chat_template", "completion", "sharegpt")):
         translation.notes.append(

@@ -196,10 +196,8 @@ def translate_slime(values: dict[str, Any]) -> ForeignTranslation:
 def _choose_algorithm(translation: ForeignTranslation) -> str:
     estimator = translation.get("advantage_estimator")
     if estimator not in _ESTIMATORS:
-        estimators = ", ".join(_ESTIMATORS)
-        raise ValueError(
-            f"slime's --advantage-estimator {estimator} has no recipe here; there are recipes for {estimators}"
-        )
+        names = ", ".join(_ESTIMATORS)
+        raise ValueError(f"slime's --advantage-estimator {estimator} has no recipe here; there are recipes for {names}")
     if translation.given.get("use_opd"):
         raise ValueError(
             "slime's --use-opd has no recipe here; `on_policy_distillation` has no reward beside a teacher"

@@ -43,7 +43,11 @@ class ForeignTranslation:
     def _take(self, name: str, value: Any) -> None:
         key = self.keys.find_name(name)
         self.names[key] = name
-        if _is_known(value) or self.keys.find_reason(key) or not (description := self.keys.describe(key)):
+        if (
+            all(map(is_known, _list_texts(value)))
+            or self.keys.find_reason(key)
+            or not (description := self.keys.describe(key))
+        ):
             self.given[key] = _show_texts(value)
         elif _INPUT.search(description):
             self.given[key] = _mark_inputs(value)
@@ -155,10 +159,6 @@ class ForeignTranslation:
             yield self.names[key], text
 
 
-def _is_known(value: Any) -> bool:
-    return all(is_known(text) for text in _list_texts(value))
-
-
 def _list_texts(value: Any) -> list[str]:
     """Return all texts in a value."""
     if isinstance(value, Mapping):
@@ -251,10 +251,6 @@ def _convert_engine(value: str) -> str:
     return engines[value]
 
 
-def _convert_dtype(value: Any) -> str | None:
-    return "bfloat16" if value in (True, "bf16", "bfloat16") else None
-
-
 def _convert_resume(value: str) -> str:
     modes = {"auto": "auto", "disable": "never"}
     if value not in modes:
@@ -272,7 +268,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     r"models\.trainer\.optimizer\.betas": lambda value: [float(beta) for beta in list_values(value)],
     r"models\.trainer\.optimizer\.warmup": _set_positive,
     r"models\.trainer\.activation_checkpointing": lambda value: "full" if value else None,
-    r".*\.compute_dtype": _convert_dtype,
+    r".*\.compute_dtype": lambda value: "bfloat16" if value in (True, "bf16", "bfloat16") else None,
     r"models\.trainer\.module": _convert_module,
     r"models\.policy\.module": _convert_engine,
     r".*\.top_k": lambda value: max(0, value),

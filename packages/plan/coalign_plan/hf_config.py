@@ -156,15 +156,14 @@ def _rename(layer_type: str, fields: ConfigFields) -> str:
              "chunked_attention": "window", "sliding_window": "window", "hybrid": "full"}  # fmt: skip
     if layer_type in words:
         return words[layer_type]
-    if layer_type == "linear_attention" and fields.get(
-        "linear_num_value_heads", "linear_num_heads", "linear_attn_config"
-    ):
+    is_linear = layer_type == "linear_attention"
+    if is_linear and fields.get("linear_num_value_heads", "linear_num_heads", "linear_attn_config"):
         return "delta"
     if layer_type in ("mamba", "linear_attention") and fields.get("mamba_n_heads", "mamba_num_heads"):
         return "mamba2"
     if layer_type in ("mamba", "linear_attention") and fields.get("mamba_d_state", "mamba_expand"):
         return "mamba"
-    if layer_type == "linear_attention":
+    if is_linear:
         return "lightning"
     raise ValueError(f"the model configuration's `layer_types` names '{layer_type}', whose size is not known")
 

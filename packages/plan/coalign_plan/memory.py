@@ -187,9 +187,7 @@ def _add_towers(
     vision = model.vision or VisionConfig()
     learns = role == "trainer" and not model.frozen and model.lora is None and vision.tower == "train"
     count = sum(tower.parameters for tower in size.towers)
-    shapes = {
-        f"towers.{i}.weight": (tower.hidden, tower.parameters // tower.hidden) for i, tower in enumerate(size.towers)
-    }
+    shapes = {f"towers.{i}.weight": (t.hidden, t.parameters // t.hidden) for i, t in enumerate(size.towers)}
     frozen = model.model_copy(update={"frozen": True, "lora": None})
     state = _describe_state(model if learns else frozen, role, size, shapes, count)
     components = zip(("weights", "gradients", "optimizer"), state, strict=True)
@@ -234,9 +232,7 @@ def _estimate_activations(
     kept = sum(layer.count_kept(size.hidden, recomputation) for layer in stage.layers)
     if model.module == "megatron" and recomputation == "full":
         kept /= model.megatron.recompute_num_layers
-    elif (
-        model.module == "megatron" and recomputation == "selective"
-    ):  # recomputes attention alone, as flash attention does
+    elif model.module == "megatron" and recomputation == "selective":  # attention alone, as flash attention does
         kept = sum(layer.count_kept(size.hidden, None) for layer in stage.layers)
     if partition.pipeline > 1:
         kept *= (

@@ -100,9 +100,7 @@ class TrainingModel:
         layout, size = self.work.layout, self.work.size
         copy_tokens = batch.tokens / layout.data  # tokens of the devices that hold one copy together
         micro_batches = max(1, math.ceil(copy_tokens / (self.work.micro_batch_tokens * layout.context) - 1e-9))
-        tokens = (
-            copy_tokens / micro_batches / layout.context
-        )  # that a device and its tensor-parallel peers compute together
+        tokens = copy_tokens / micro_batches / layout.context  # computed together with tensor-parallel peers
         passes = _Passes.of(self.work, trains)
         matmul = self._matmul(tokens, batch, passes)
         attention = self._attention(tokens, batch, passes) / layout.tensor

@@ -138,12 +138,7 @@ class RewardFunctionJudge(ResponseJudge):
         verdicts = [self._combine(answer_outcomes, answer) for answer_outcomes, answer in by_answer]
         self._has_scored |= any(verdict.score is not None for verdict in verdicts)
         if answers and not self._has_scored:
-            failure = next(
-                outcome
-                for function_outcomes in outcomes
-                for outcome in function_outcomes
-                if isinstance(outcome, RewardFailure)
-            )
+            failure = next(outcome for row in outcomes for outcome in row if isinstance(outcome, RewardFailure))
             raise RewardError(f"no response could be scored; {self.first}") from failure.error
         return verdicts
 

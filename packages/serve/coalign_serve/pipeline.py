@@ -201,10 +201,8 @@ def _run_unless_done(stage: PlannedStage, display: Display) -> int:
     """Run a stage unless it is done, continuing an interrupted one; return its exit code."""
     record = stage.folder / "stage.json"
     recorded, depends = _read(record), fingerprint_settings(stage.settings)
-    if recorded and recorded["depends"] != depends:
-        changed = [
-            key for key in {**recorded["depends"], **depends} if recorded["depends"].get(key) != depends.get(key)
-        ]
+    if recorded and (old := recorded["depends"]) != depends:
+        changed = [key for key in {**old, **depends} if old.get(key) != depends.get(key)]
         moved = move_aside(stage.folder)
         display.note(f"{stage} is done anew: {', '.join(changed)} changed; what was there is now in {moved}")
         recorded = {}

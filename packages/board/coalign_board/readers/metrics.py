@@ -81,12 +81,9 @@ def _select(curves: MetricCurves, names: list[str], params: Mapping[str, str]) -
     for name in names:
         if name in chosen.series:
             columns = chosen.series[name].select(start, end, is_exact=chosen.width == 1)
-            kept = {
-                statistic: [values[i - start] for i in used]
-                for statistic, values in columns.items()
-                if statistic != "holes"
-            }
-            series[name] = kept | {"holes": [chosen.steps[i] for i in columns["holes"]]}
+            holes = [chosen.steps[i] for i in columns.pop("holes")]
+            sent = {key: [values[i - start] for i in used] for key, values in columns.items()}
+            series[name] = sent | {"holes": holes}
     return {
         "generation": curves.generation,
         "width": chosen.width,

@@ -84,10 +84,7 @@ def derive_measures(columns: Mapping[str, Sequence[float]]) -> dict[str, list[fl
         measures["ratio"] = [math.exp(min(new - old, _LARGEST_LOG_RATIO)) for new, old in pairs]
     policy = sampler if trainer is None else trainer
     if policy is not None and reference is not None:
-        measures["kl"] = [
-            _estimate_k3(policy_logprob - reference_logprob)
-            for policy_logprob, reference_logprob in zip(policy, reference, strict=True)
-        ]
+        measures["kl"] = [_estimate_k3(new - ref) for new, ref in zip(policy, reference, strict=True)]
     return measures
 
 

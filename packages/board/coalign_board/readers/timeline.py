@@ -159,13 +159,13 @@ def group_by_device(
     lanes: Sequence[Mapping[str, Any]], placement: Mapping[str, Any], seconds: float
 ) -> list[dict[str, Any]]:
     """Return each device with the numbers of its ``lanes``, and the share of ``seconds`` in which none computed."""
-    lanes_by_device: dict[tuple[int, str], list[int]] = {}
+    on_device: dict[tuple[int, str], list[int]] = {}
     for number, lane in enumerate(lanes):
         processes = placement["models"].get(lane["model"], {}).get("processes", [])
         placed = processes[_find_rank(lane["process"]) :][:1]
         for node, devices in placed:
             for device in devices:
-                lanes_by_device.setdefault((node, device), []).append(number)
+                on_device.setdefault((node, device), []).append(number)
     nodes = placement["nodes"]
     return [
         {
@@ -174,9 +174,7 @@ def group_by_device(
             "lanes": numbers,
             "idle": _compute_idle([lanes[number]["bars"] for number in numbers], seconds),
         }
-        for (node, device), numbers in sorted(
-            lanes_by_device.items(), key=lambda item: (item[0][0], len(item[0][1]), item[0][1])
-        )
+        for (node, device), numbers in sorted(on_device.items(), key=lambda d: (d[0][0], len(d[0][1]), d[0][1]))
     ]
 
 

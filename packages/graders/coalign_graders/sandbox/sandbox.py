@@ -100,9 +100,7 @@ class Sandbox:
             self._opened = opened.pop_all()
         return self
 
-    async def __aexit__(
-        self, error_type: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, type_: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._opened.aclose()
 
     async def run(self, code: str, *, stdin: str = "", test: str = "", token: str = "") -> SandboxResult:

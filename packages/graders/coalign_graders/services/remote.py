@@ -201,14 +201,12 @@ def read_answer(answer: Any, expected: int, service: str) -> list[Any]:
     results: list[Any] = []
     for i, reward in enumerate(rewards):
         if reward is None:
-            results.append(GiveUp(f"{service}: no reward: {_shorten(errors.get(str(i), 'null'))}"))
+            reason = errors.get(str(i), "null")
+            text = reason[:500] if isinstance(reason, str) else reprlib.repr(reason)
+            results.append(GiveUp(f"{service}: no reward: {text}"))
         else:
             results.append({name: values[i] for name, values in logs.items()} | {"reward": reward})
     return results
-
-
-def _shorten(reason: Any) -> str:
-    return reason[:500] if isinstance(reason, str) else reprlib.repr(reason)
 
 
 def _numbers(logs: Any, expected: int) -> dict[str, list[float]]:

@@ -95,9 +95,7 @@ class RemoteJudge:
         try:
             if self._show_images and (images := list_images(about.meta.get("messages") or ())):
                 questions = [send_images(show_images(messages, images)) for messages in questions]
-            return [
-                json.dumps({"messages": messages, **self._body}, allow_nan=False).encode() for messages in questions
-            ]
+            return [json.dumps({"messages": chat, **self._body}, allow_nan=False).encode() for chat in questions]
         except OSError as error:
             raise GiveUp(f"remote_judge: an image of the prompt cannot be read: {error}") from error
         except (TypeError, ValueError) as error:

@@ -91,17 +91,13 @@ def share_devices(config: SweepConfig, run: RunConfig) -> list[dict[str, str]]:
     alone: list[dict[str, str]] = [{} for _ in range(config.concurrent)]
     if config.concurrent == 1 or run.runtime.ray_address or not torch.accelerator.is_available():
         return alone
-    device_type, count = str(torch.accelerator.current_accelerator()), torch.accelerator.device_count()
-    per_trial = count // config.concurrent
-    if not per_trial:
-        raise ValueError(
-            f"concurrent: {config.concurrent} trials at once, and this machine has {count} {device_type} devices"
-        )
-    accelerator = find_device_kind(device_type)
+    name, count = str(torch.accelerator.current_accelerator()), torch.accelerator.device_count()
+    share = count // config.concurrent
+    if not share:
+        raise ValueError(f"concurrent: {config.concurrent} trials at once, and this machine has {count} {name} devices")
+    accelerator = find_device_kind(name)
     names = accelerator.list_names(count)
-    return [
-        {accelerator.visible: ",".join(names[i * per_trial : (i + 1) * per_trial])} for i in range(config.concurrent)
-    ]
+    return [{accelerator.visible: ",".join(names[i * share : (i + 1) * share])} for i in range(config.concurrent)]
 
 
 class RunningTrial:
@@ -189,19 +185,14 @@ class SweepRunner:
         trial.step, running.names = message.step, running.names | message.names
         goes_on = True
         if message.value is None:
-            if not self._is_ending:
-                self._check_reported(running)
+            if not self._is_ending and not self._config.metric.startswith("eval/"):  # an evaluation may come later
+                self._refuse_metric(running.names)
         else:
             trial.value = message.value
             self._reports.append({"step": message.step, "trial": trial.number, "value": message.value})
             goes_on = self._scheduler is None or self._scheduler.goes_on(trial.name, message.step, message.value)
         running.is_stopped = not goes_on
         running.send(goes_on)
-
-    def _check_reported(self, running: RunningTrial) -> None:
-        """Raise ValueError if a metric of each step is missing; one of evaluations may come later."""
-        if not self._config.metric.startswith("eval/"):
-            self._refuse_metric(running.names)
 
     def _refuse_metric(self, names: set[str]) -> None:
         reported = sorted(name for name in names if not name.startswith(TIMING_PREFIX))

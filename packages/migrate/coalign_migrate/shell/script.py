@@ -79,9 +79,7 @@ class ShellScript:
         self._notes: list[str] = parent._notes if parent else []
         self._functions: dict[str, Statement] = dict(parent._functions) if parent else {}
         self._depth = parent._depth + 1 if parent else 0
-        self._output: list[str | None] | None = (
-            [] if parent else None
-        )  # what a substitution writes; None while nobody reads it
+        self._output: list[str | None] | None = [] if parent else None  # None while nobody reads what is written
         self._expander = WordExpander(self.variables, self._substitute)
         if not parent:
             self.variables.values["BASH_SOURCE"] = {"0": path}
@@ -287,7 +285,7 @@ class ShellScript:
             return self._read(arguments, command, source, text)
         if name in _WRITERS:
             return self._write(_WRITERS[name](arguments, self.variables), source, text, arguments)
-        if self._output is not None and not _is_silent(source):
+        if self._output is not None and not any(op in (">", "&>") for op, _ in source.redirections):
             self._output.append(None)
         self.commands.append(command)
         return None
@@ -390,10 +388,6 @@ def _asks(statement: Statement) -> bool:
     return not isinstance(first, SimpleCommand) or not first.words or first.words[0].text in _QUESTIONS
 
 
-def _is_silent(command: SimpleCommand) -> bool:
-    return any(op in (">", "&>") for op, _ in command.redirections)
-
-
 def _echo(arguments: list[str], _: ShellVariables) -> str:
     while arguments and re.fullmatch(r"-[neE]+", arguments[0]):
         arguments = arguments[1:]
@@ -402,10 +396,6 @@ def _echo(arguments: list[str], _: ShellVariables) -> str:
 
 def _print_text(arguments: list[str], _: ShellVariables) -> str | None:
     return arguments[1] if len(arguments) == 2 and arguments[0] in ("%s", "%s\\n") else None
-
-
-def _print_folder(_: list[str], variables: ShellVariables) -> str | None:
-    return variables.get_text("PWD")
 
 
 def _print_name(arguments: list[str], _: ShellVariables) -> str | None:
@@ -438,6 +428,6 @@ _WRITERS = {
     "dirname": _print_parent,
     "basename": _print_name,
     "realpath": _print_path,
-    "pwd": _print_folder,
+    "pwd": lambda arguments, variables: variables.get_text("PWD"),
     "expr": lambda arguments, variables: _print_number(arguments),
 }

@@ -89,9 +89,8 @@ def estimate_models(
             memory = cluster.memory_bytes if cluster and settings.devices else None
             config = plan.config
             if lengths is not None:
-                settings = settings.model_copy(
-                    update={"max_tokens_per_micro": _count_micro(plan, model, lengths, shapes)}
-                )
+                micro = _count_micro(plan, model, lengths, shapes)
+                settings = settings.model_copy(update={"max_tokens_per_micro": micro})
                 prompt = {"max_prompt_tokens": min(lengths.sequence, config.data.max_prompt_tokens)}
                 config = config.model_copy(update={"data": config.data.model_copy(update=prompt)})
             estimates[model.name] = estimate_memory(settings, find_role(model.role), config, size, shapes, memory)
@@ -107,11 +106,8 @@ def _count_micro(plan: Plan, model: PlannedModel, lengths: RowLengths, shapes: S
     if per == "group":
         longest = lengths.row if plan.recipe.source != "prompts" else longest * plan.compared
     shards = find_partition(config, find_role(model.role)).data
-    if (
-        step is not None
-        and (micro_batches := shards * (config.updates_per_batch if model.role is Trainable else 1)) > 1
-    ):
-        step = min(step, step // micro_batches + longest)  # they differ by less than what cannot be cut
+    if step is not None and (shares := shards * (config.updates_per_batch if model.role is Trainable else 1)) > 1:
+        step = min(step, step // shares + longest)  # shares differ by less than what cannot be cut
     device = find_accelerator(plan.config.runtime.accelerator).device if config.devices else "cpu"
     widest = max((shape[0] for name, shape in (shapes or {}).items() if LAYER.search(name)), default=1)
     limit = model.module.limit_micro(config, device, longest=longest, widest=widest)
@@ -145,9 +141,8 @@ def list_demands(plan: Plan, estimates: Estimates, loads: Sequence[DeviceLoad]) 
         return []
     demands = []
     device_type = find_accelerator(config.runtime.accelerator).device
-    if (used := [load for load in loads if load.models and plan.started[load.turn].devices]) and count_devices(
-        device_type
-    ):
+    used = [load for load in loads if load.models and plan.started[load.turn].devices]
+    if used and count_devices(device_type):
         demands.append(MemoryDemand(f"memory of a device ({device_type})", used[0].peak, measure_memory(device_type)))
     return [*demands, MemoryDemand("host memory", _count_host(plan, estimates), measure_memory("cpu"))]
 

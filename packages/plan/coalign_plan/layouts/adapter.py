@@ -70,15 +70,11 @@ class PlannedRun:
 
     def with_config(self, config: RunConfig) -> PlannedRun:
         """Return the run with other settings of the same models."""
-        models = {
-            name: replace(model, config=config.models[name].model_copy(update=_fixed(model)))
-            for name, model in self.models.items()
-        }
+        models = {}
+        for name, model in self.models.items():
+            frozen = {"frozen": True} if model.role == "scorer" else {}
+            models[name] = replace(model, config=config.models[name].model_copy(update=frozen))
         return PlannedRun(config, models, self.row_type, self.lengths, self.prompt_tokens, self.assumes)
-
-
-def _fixed(model: RunModel) -> dict[str, bool]:
-    return {"frozen": True} if model.role == "scorer" else {}
 
 
 def read_run(

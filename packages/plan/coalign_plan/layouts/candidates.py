@@ -74,10 +74,8 @@ def apply_settings(model: ModelConfig, settings: Settings) -> ModelConfig:
         if not inner:
             update[section] = value
             continue
-        values = update.get(section, getattr(model, section))
-        update[section] = (
-            values | {inner: value} if isinstance(values, dict) else values.model_copy(update={inner: value})
-        )
+        old = update.get(section, getattr(model, section))
+        update[section] = old | {inner: value} if isinstance(old, dict) else old.model_copy(update={inner: value})
     return model.model_copy(update=update)
 
 

@@ -49,11 +49,8 @@ def list_device_loads(
             peaks = {name: measure_turn(name, held, moved) for name in held}
             turn = max(peaks, key=lambda name: peaks[name])
             together = estimate_largest_phase(held, {}) + more
-            loads.append(
-                DeviceLoad(
-                    slot.name, positions[0], len(positions), dict(stages), held, peaks[turn] + more, turn, together
-                )
-            )
+            peak, first = peaks[turn] + more, positions[0]
+            loads.append(DeviceLoad(slot.name, first, len(positions), dict(stages), held, peak, turn, together))
     return sorted(loads, key=lambda load: -load.peak)
 
 

@@ -156,9 +156,8 @@ def list_divisions(run: PlannedRun, cluster: ClusterSpec, objective: Objective) 
             if len(learners) > 1 and rest % 2 == 0:  # PPO: the value model and the reward model beside the policy's
                 second = [name for name in remaining if name in learners[1:] or name == "reward"]
                 first = [name for name in remaining if name not in second]
-                yield DeviceDivision(
-                    (tuple(policies), tuple(first), tuple(second)), (policy_gpus, rest // 2, rest // 2)
-                )
+                groups = tuple(policies), tuple(first), tuple(second)
+                yield DeviceDivision(groups, (policy_gpus, rest // 2, rest // 2))
 
 
 def _list_shares(gpus: int, node: int) -> list[int]:

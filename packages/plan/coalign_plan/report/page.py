@@ -207,20 +207,11 @@ class PlanPage:
             if tuple(sorted(load.models)) in shown:
                 continue  # another stage of the same models, which takes less
             shown.add(tuple(sorted(load.models)))
-            for name, estimate in load.models.items():
-                components = (
-                    estimate.weights,
-                    estimate.gradients,
-                    estimate.optimizer,
-                    estimate.activations,
-                    estimate.buffers,
-                    estimate.cache,
-                )
-                cells = "".join(
-                    f"{component / GIB:>{len(c) + 2}.1f}" for c, component in zip(columns, components, strict=True)
-                )
+            for name, e in load.models.items():
+                sizes = (e.weights, e.gradients, e.optimizer, e.activations, e.buffers, e.cache)
+                cells = "".join(f"{size / GIB:>{len(c) + 2}.1f}" for c, size in zip(columns, sizes, strict=True))
                 stage = f" (stage {load.stages[name]})" if load.stages[name] else ""
-                lines.append(f"  {name + stage:<26}{cells}{estimate.total / GIB:>10.1f}")
+                lines.append(f"  {name + stage:<26}{cells}{e.total / GIB:>10.1f}")
             fits = "fits" if load.peak <= usable else "DOES NOT FIT"
             alike = f", {load.count:,} such devices" if load.count > 1 else ""
             lines.append(
