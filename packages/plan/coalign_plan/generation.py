@@ -20,7 +20,7 @@ from coalign_plan.training import BF16, fill_tiles
 
 GIB = 2**30
 PREFILL_TOKENS = 8192  # that an engine computes at once
-ACTIVATION_SHARE = 0.03  # a device's memory that a sampler needs beside weights and cache
+ACTIVATION_SHARE = 0.03  # share of a device's memory that a sampler needs beside weights and cache
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _list_mixers(fields: ConfigFields, count: int) -> list[str]:
     if family in ("mamba", "falcon_mamba", "mamba2"):
         return ["mamba2" if family == "mamba2" else "mamba"] * count
     if listed := fields.get("layer_types", "layers_block_type"):
-        return [_rename(attention_type, fields) for attention_type in listed][:count]
+        return [_rename(layer_type, fields) for layer_type in listed][:count]
     if linear := fields.section("linear_attn_config"):  # Kimi Linear; numbers begin at 1
         full = set(linear.get("full_attn_layers", default=()))
         return ["full" if index + 1 in full else "delta" for index in range(count)]
@@ -138,7 +138,7 @@ def _list_mixers(fields: ConfigFields, count: int) -> list[str]:
         indices = fields.get("attn_layer_indices", default=())
         return ["full" if index in indices else "mamba2" for index in range(count)]
     if listed := fields.get("attn_type_list"):  # MiniMax-Text-01: 1 is softmax attention
-        return ["full" if layer_type == 1 else "lightning" for layer_type in listed]
+        return ["full" if attention_type == 1 else "lightning" for attention_type in listed]
     window = fields.get("sliding_window")
     if window is None or fields.get("use_sliding_window") is False:
         return ["full"] * count
