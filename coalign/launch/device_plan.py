@@ -22,7 +22,7 @@ def assign_devices(
 
     The models called ``names`` share all devices that are there and that no model asks for by number. In one process
     (`runtime.cluster: local`, or Ray is not installed) each gets one device, or all share one if there are too few.
-    With `runtime.colocation` each group, and each model in none, gets as many devices. All other models get none.
+    With `runtime.colocation` each group, and each model in none, gets the same number. All other models get none.
     ConfigError if no device is left. Without ``join`` a Ray cluster is not asked, and counts as one without devices.
     ``devices``: how many a cluster has that is not there, instead of this machine.
     """

@@ -181,16 +181,16 @@ def _explain_step(run: Path, history: RunHistory, step: int) -> tuple[dict[str, 
     if now is None and not former:
         _refuse_unknown(run, "step", step, history.steps)
     lines = []
-    for life in [*former, *([now] if now else [])]:
+    for entry in [*former, *([now] if now else [])]:
         done = (
-            "has not ended, or was refused" if life.trained_at is None else f"ended at {format_time(life.trained_at)}"
+            "has not ended, or was refused" if entry.trained_at is None else f"ended at {format_time(entry.trained_at)}"
         )
-        loss = "" if life.loss is None else f", loss {life.loss:.4g}"
+        loss = "" if entry.loss is None else f", loss {entry.loss:.4g}"
         lines.append(f"step {step}: {done}{loss}")
-        if life.discarded:
-            lines.append(f"  discarded: {life.discarded}")
-        lines += [f"  {_format_member(history, group, step)}" for group in life.groups]
-        lines += [f"  {_format_member(history, group, step)} (replayed)" for group in life.replayed]
+        if entry.discarded:
+            lines.append(f"  discarded: {entry.discarded}")
+        lines += [f"  {_format_member(history, group, step)}" for group in entry.groups]
+        lines += [f"  {_format_member(history, group, step)} (replayed)" for group in entry.replayed]
     content = {"step": asdict(now) if now else None, "discarded": [asdict(past) for past in former]}
     return content, lines
 

@@ -14,7 +14,7 @@ from typing import Any
 from coalign_board.catalog import find_within
 
 _MAX_RUNS = 16  # runs whose causes are kept
-MAX_SECONDS = 60  # enough for logs of a gigabyte
+_MAX_SECONDS = 60  # enough for logs of a gigabyte
 _LOGS = ("*.txt", "*.log", "*.out", "*.err", "stalls/*/*.txt")  # what `coalign diagnose` may read of a run's folder
 
 
@@ -46,10 +46,10 @@ class CauseReader:
 def _diagnose(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "coalign_diagnose", str(folder.resolve()), "--json"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MAX_SECONDS, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         raise ValueError(
-            f"the diagnosis took more than {MAX_SECONDS} s; run `coalign diagnose` on the folder"
+            f"the diagnosis took more than {_MAX_SECONDS} s; run `coalign diagnose` on the folder"
         ) from None
     if not done.stdout:  # the exit code is 1, too, where the logs hold no cause that it knows
         raise ValueError(f"coalign diagnose: {done.stderr.strip()[-300:]}")

@@ -67,7 +67,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _THREAD, _NAMESPACES = 0x00010000, 0x7E020000  # CLONE_THREAD; every CLONE_NEW*
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
 _PR_SET_PDEATHSIG = 1
-_F_SETFL, _F_DUPFD_CLOEXEC = 4, 1030  # requests below F_SETFL copy a descriptor or read and set its flags
+_F_SETFL, _F_DUPFD_CLOEXEC = 4, 1030  # requests up to F_SETFL copy a descriptor or read and set its flags
 # Is it a terminal (in two ways), its size, bytes to read, blocking or not, closed on exec or not.
 _ALLOWED_IOCTLS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _ACCESS_MODE, _UNNAMED = 0o3, 0o20000000  # O_ACCMODE; the bit of O_TMPFILE that O_DIRECTORY lacks
