@@ -149,7 +149,7 @@ def main() -> None:
         sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
     else:
         sys.path.insert(0, "")  # `my.pkg:fn` in a YAML means a module of the current directory
-    whole = "--traceback" in sys.argv
+    shows_traceback = "--traceback" in sys.argv
     sys.argv[:] = [word for word in sys.argv if word != "--traceback"]
     try:
         code = app(prog_name="coalign", standalone_mode=False)
@@ -161,7 +161,7 @@ def main() -> None:
             raise SystemExit(_refuse_usage(error)) from None
         from coalign.config.secrets import hide_secrets
 
-        if whole:
+        if shows_traceback:
             sys.stderr.write(hide_secrets("".join(traceback.format_exception(error))))
         message = describe_error(error)
         message = name_options(message) if sys.argv[1:2] and sys.argv[1] in WITH_OPTIONS else message

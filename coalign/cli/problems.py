@@ -21,8 +21,8 @@ _KEY = re.compile(r"[a-z_]+(?:\.\w+|\[\d+\])+(?=[: ])")  # with which a message 
 
 
 def find_user_error(error: BaseException) -> BaseException | None:
-    """Return the error if the user can fix it, else None. Of a worker's errors, those of a model's setup and of a
-    person's reward count."""
+    """Return the error if the user can fix it, else None. A worker's error counts if a model's setup or a person's
+    reward raised it."""
     problem: BaseException | None = error
     if isinstance(error, RuntimeError):
         from coalign.cluster.future import WorkerError  # slow to import
@@ -76,7 +76,7 @@ def report_as_json(facts: dict[str, Any]) -> Iterator[None]:
         raise typer.Exit(1)
 
 
-def list_problems(error: Exception, places: KeyLocations | None = None) -> list[dict[str, Any]]:
+def list_problems(error: Exception, locations: KeyLocations | None = None) -> list[dict[str, Any]]:
     """Return the problems that an error tells of: `key`, `file` and `line` (null if not known), and `message`."""
     from coalign.config.errors import ConfigError, ConfigProblem, format_key, parse_key
 
@@ -86,7 +86,7 @@ def list_problems(error: Exception, places: KeyLocations | None = None) -> list[
         message = describe_error(error)
         named = _KEY.match(message)
         problems = [ConfigProblem(parse_key(named[0]) if named else (), message)]
-    located = [places.on(problem) if places is not None else problem for problem in problems]
+    located = [locations.on(problem) if locations is not None else problem for problem in problems]
     return [
         {
             "key": format_key(problem.key) or None,

@@ -176,10 +176,10 @@ def inspect_data(
     show_data(loaded, rows, Display(), tokens=tokens, thumbnails=thumbnails)
 
 
-def _complete_recipe(begun: str) -> list[str]:
+def _complete_recipe(incomplete: str) -> list[str]:
     from coalign.config.functions import list_classes
 
-    return [name for name in list_classes("coalign.recipes") if name.startswith(begun)]
+    return [name for name in list_classes("coalign.recipes") if name.startswith(incomplete)]
 
 
 def init(

@@ -61,8 +61,8 @@ def describe_usage(message: str, path: str, commands: Iterable[str]) -> str:
 
 def _join(names: str) -> str:
     """Return `--input (-i)` for `'--input' / '-i'`."""
-    first, *others = re.findall(r"'([^']+)'", names) or [names]
-    return f"{first} ({', '.join(others)})" if others else first
+    first, *aliases = re.findall(r"'([^']+)'", names) or [names]
+    return f"{first} ({', '.join(aliases)})" if aliases else first
 
 
 def _correct_option(match: re.Match[str]) -> str:

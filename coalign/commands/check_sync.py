@@ -32,10 +32,10 @@ PROMPTS, TOKENS = 4, 32  # samples whose log-probs are compared, and tokens of e
 LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
-def check_saved(one: Path, other: Path, display: Display) -> bool:
+def check_saved(first: Path, second: Path, display: Display) -> bool:
     """Compare the weights of two directories; return whether they are the same."""
-    sides = open_saved_weights(one), open_saved_weights(other)
-    return _report(f"{one} and {other}", list(find_differences(*sides)), len(sides[0].digests), display)
+    sides = open_saved_weights(first), open_saved_weights(second)
+    return _report(f"{first} and {second}", list(find_differences(*sides)), len(sides[0].digests), display)
 
 
 def check_run(config: RunConfig, display: Display) -> bool:
@@ -75,8 +75,8 @@ def _check_tensors(source: DistModel, target: DistModel, display: Display) -> bo
 
     def fetch(model: DistModel, name: str, rank: int | None = None) -> torch.Tensor:
         """Fetch a tensor from a rank, or from the first one that has it."""
-        found = model.run(fetch_tensor, name, dtypes).result()
-        return next(tensor for tensor in found if tensor is not None) if rank is None else found[rank]
+        tensors = model.run(fetch_tensor, name, dtypes).result()
+        return next(tensor for tensor in tensors if tensor is not None) if rank is None else tensors[rank]
 
     good = True
     for rank, held in enumerate(replicas):
@@ -96,8 +96,8 @@ def digest_weights(module: Module, store: Store, dtypes: Mapping[str, str] | Non
 
 def fetch_tensor(module: Module, store: Store, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:
     """Return one tensor, if this rank has it."""
-    found = [tensor.cpu() for each, tensor in _export(module, dtypes) if each == name]
-    return found[0] if found else None
+    matches = [tensor.cpu() for tensor_name, tensor in _export(module, dtypes) if tensor_name == name]
+    return matches[0] if matches else None
 
 
 def _export(module: Module, dtypes: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,11 +113,11 @@ def _check_logprobs(engine: Engine, source: DistModel, target: DistModel, displa
     prompts = engine.cluster.put(engine.environment.loader.next(PROMPTS))
     samples = target.generate(prompts, samples=1, max_new_tokens=TOKENS)
     scored = source.forward_step(samples, into="ref_logprobs")
-    found = engine.cluster.apply(compare_logprobs, samples, scored)
-    found.result()
+    comparison = engine.cluster.apply(compare_logprobs, samples, scored)
+    comparison.result()
     dtypes = {model.config.compute_dtype or model.config.dtype for model in (source, target)}
     limit = LIMITS["bfloat16" if "bfloat16" in dtypes else "float32"]
-    difference = found.stats["logprobs/difference"]
+    difference = comparison.stats["logprobs/difference"]
     assert isinstance(difference, Stat)
     good = difference.value <= limit
     display.show(
@@ -134,19 +134,19 @@ def compare_logprobs(
     return {"logprobs/difference": Stat.of((rollout_logprobs - ref_logprobs).abs(), loss_mask)}
 
 
-def _report(title: str, found: list[Difference], count: int, display: Display) -> bool:
-    if not found:
+def _report(title: str, differences: list[Difference], count: int, display: Display) -> bool:
+    if not differences:
         display.show(f"{title}: all {count} tensors are the same\n")
         return True
     table = Table(
-        box=None, pad_edge=False, title=f"{title}: {len(found)} of {count} tensors differ", title_justify="left"
+        box=None, pad_edge=False, title=f"{title}: {len(differences)} of {count} tensors differ", title_justify="left"
     )
     table.add_column("tensor", no_wrap=True)
     table.add_column("what", overflow="fold")
     for column in ("largest |Δ|", "values"):
         table.add_column(column, justify="right", no_wrap=True)
-    for each in found:
-        largest = "" if each.largest is None else f"{each.largest:.3g}"
-        table.add_row(each.name, each.what, largest, f"{each.count:,} of {each.numel:,}" if each.numel else "")
+    for row in differences:
+        largest = "" if row.largest is None else f"{row.largest:.3g}"
+        table.add_row(row.name, row.what, largest, f"{row.count:,} of {row.numel:,}" if row.numel else "")
     display.show(table)
     return False

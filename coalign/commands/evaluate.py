@@ -86,10 +86,10 @@ def show_data(
     drawn = list(islice((group for _ in count() for group in split_groups(data.next())), rows))
     display.show(data.report())  # after drawing: a stream knows only of rows that were drawn
     shown = [describe(group, tokenizer, tokens=tokens).renderables for group in drawn]
-    for part in chain.from_iterable(shown):
-        display.show(part)
+    for block in chain.from_iterable(shown):
+        display.show(block)
     if thumbnails is not None:
-        texts = [[part for part in parts if isinstance(part, Text)] for parts in shown]
+        texts = [[block for block in blocks if isinstance(block, Text)] for blocks in shown]
         display.note(f"wrote {write_contact_sheet(texts, thumbnails, 'Rows as the trainer sees them')}")
 
 
@@ -113,16 +113,16 @@ def describe(group: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
     ``tokens`` adds a table of all tokens: position, id, text, trained or not, label.
     """
     shared = int(group[0]["prompt_length"]) if len(group) > 1 and "preference" in group[0] else 0
-    parts: list[Any] = [_header(group)]
+    blocks: list[Any] = [_header(group)]
     if shared:
-        parts.append(_decode_with_images(group[0], range(shared), tokenizer))
+        blocks.append(_decode_with_images(group[0], range(shared), tokenizer))
     for row in group:
         if len(group) > 1 or "preference" in row:
-            parts.append(_title(row))
-        parts.append(_text(row, shared, tokenizer))
+            blocks.append(_title(row))
+        blocks.append(_text(row, shared, tokenizer))
         if tokens:
-            parts.append(_table(row, tokenizer))
-    return Group(*parts)
+            blocks.append(_table(row, tokenizer))
+    return Group(*blocks)
 
 
 def _header(group: Sequence[dict[str, Any]]) -> Text:
@@ -149,26 +149,26 @@ def _text(row: dict[str, Any], start: int, tokenizer: PreTrainedTokenizerBase) -
     labels = row["label"].tolist() if "label" in row else None
     text = Text()
     for trained, run in groupby(range(start, len(ids)), key=mask.__getitem__):
-        places = list(run)
-        piece = decode(tokenizer, [ids[t] for t in places])
+        positions = list(run)
+        piece = decode(tokenizer, [ids[t] for t in positions])
         if not trained:
-            text.append(_decode_with_images(row, range(places[0], places[-1] + 1), tokenizer))
+            text.append(_decode_with_images(row, range(positions[0], positions[-1] + 1), tokenizer))
         elif labels is None:
             text.append(f"⟦{piece}⟧", style=TRAINED)
         else:
-            text.append(f"⟨{', '.join(f'{labels[t]:g}' for t in places)}⟩", style=JUDGED).append(piece)
+            text.append(f"⟨{', '.join(f'{labels[t]:g}' for t in positions)}⟩", style=JUDGED).append(piece)
     return text
 
 
-def _decode_with_images(row: dict[str, Any], places: range, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The text of some neighbouring tokens, with the images that stand there."""
-    text, start, ids = Text(), places.start, row["tokens"].tolist()
+def _decode_with_images(row: dict[str, Any], positions: range, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The text of neighbouring tokens, with the images that stand there."""
+    text, start, ids = Text(), positions.start, row["tokens"].tolist()
     for span in row.get("images") or ():
-        if span.start in places:
+        if span.start in positions:
             what = f"⟪{span.path}: {span.length} tokens, {' x '.join(map(str, span.grid))} patches⟫"
             text.append(decode(tokenizer, ids[start : span.start + 1])).append(link_image(span.path, what, SEEN))
             start = span.stop
-    return text.append(decode(tokenizer, ids[start : places.stop]))
+    return text.append(decode(tokenizer, ids[start : positions.stop]))
 
 
 def _table(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Table:

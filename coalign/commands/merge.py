@@ -45,7 +45,7 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
 
 
 def _read_tokenizer(base: Path, adapter: Path, *, rows: int) -> PreTrainedTokenizerBase:
-    """The adapter's tokenizer and chat template, or the base's for what it lacks. ValueError for more ids than the
+    """The adapter's tokenizer and chat template, or the base's where it has none. ValueError for more ids than the
     merged embeddings have ``rows``."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     template = tokenizer.chat_template

@@ -41,7 +41,7 @@ class SimulatedCluster(Protocol):
 
 @dataclass
 class CheckReport:
-    """What `coalign check` says of a run: shown while it goes on, and kept as ``facts`` for `--json`."""
+    """What `coalign check` reports: shown while it goes on, and kept as ``facts`` for `--json`."""
 
     display: Display
     facts: dict[str, Any]
@@ -58,9 +58,9 @@ def check(
 ) -> None:
     """Print what the run would do. Raises ValueError for whatever would stop it.
 
-    Of models of the hub it fetches configuration and tokenizer, no weights; of data of the hub which files there are.
-    Of files that are here it reads the first rows. With ``cluster`` the run is placed on that one, which need not be
-    there, and refused if a device would not hold its part. ``facts`` is filled with what is printed, for JSON.
+    It fetches configurations and tokenizers of models of the hub, no weights, and the names of the files of its data.
+    It reads the first rows of files that are here. With ``cluster`` the run is placed on that one, which need not be
+    there, and refused if a device would not hold its models. ``facts`` is filled with what is printed, for JSON.
     """
     report = CheckReport(display, {} if facts is None else facts)
     fetched = fetch_sources(config, weights=False, rows=False)

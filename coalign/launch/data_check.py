@@ -35,10 +35,10 @@ from coalign.weights.model_files import has_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS, TOKENS = 5_000, 500_000  # read of each source: two seconds of one core
+ROWS, TOKENS = 5_000, 500_000  # read from each source: two seconds of one core
 SINGLE_TURN = RolloutConfig().fn  # other environments may write prompts of their own
 SHOWN = 100  # characters of the first row
-WARNING = "warning: "  # before a line that is one
+WARNING = "warning: "  # marks a line as a warning
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class RowLengths:
 
 @dataclass
 class RowSample:
-    """The first rows of a source, encoded. ``whole``: there are no others."""
+    """The first rows of a source, encoded. ``is_complete``: the source has no other rows."""
 
     key: Key
     name: str
     encoder: RowEncoder
-    whole: bool = True
+    is_complete: bool = True
     used: list[list[Example]] = field(default_factory=list)
     raw: set[str] = field(default_factory=set)  # the different values from which the rows' prompts are made
 
@@ -82,7 +82,7 @@ class RowSample:
             "split": self.key[1],
             "source": self.name,
             "rows": self.encoder.counts["rows"],
-            "complete": self.whole,
+            "complete": self.is_complete,
             "used": len(self.used),
             "report": self.encoder.report(),
             "prompt_tokens": {"median": median(lengths), "max": max(lengths)} if lengths else None,
@@ -92,9 +92,9 @@ class RowSample:
 
 @dataclass
 class DataFindings:
-    """Lines that describe the data, and warnings. ``lengths``: of the training rows, if all sources were read.
+    """Lines that describe the data, and warnings. ``lengths`` of the training rows, if all sources were read.
 
-    ``sources``: what JSON tells of each source that was read.
+    ``sources``: the facts about each source that was read, for JSON.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -105,9 +105,9 @@ class DataFindings:
 def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool = False) -> DataFindings:
     """Read the first rows of the data. ``present``: the models whose directories are there.
 
-    ``simulated``: the run is placed on a cluster that is not there, for which config.json is enough of a model.
+    ``simulated``: the run is placed on a cluster that is not there, so a model's config.json is enough.
 
-    Raises ConfigError, with the key and the place of the row, for what would end the run or teach it nothing.
+    Raises ConfigError, with the key and the row's file and line, for what would end the run or teach it nothing.
     """
     findings, samples = DataFindings(), list[RowSample]()
     findings.lines += _check_sources(plan, present, samples, simulated=simulated)
@@ -175,7 +175,7 @@ def _read(
         if phase is not None and entry.number not in phase:
             continue
         if encoder.counts["rows"] == ROWS or tokens > TOKENS:
-            sample.whole = False
+            sample.is_complete = False
             break
         if (examples := encoder.use(entry)) is None:
             continue
@@ -184,7 +184,7 @@ def _read(
         row = encoder.reader.add_names(entry.row())
         sample.raw.add(json.dumps(row.get(encoder.reader.prompt_key), default=str))
     if not sample.used:
-        none = "no usable rows" if sample.whole else f"no usable row among its first {encoder.counts['rows']:,}"
+        none = "no usable rows" if sample.is_complete else f"no usable row among its first {encoder.counts['rows']:,}"
         raise ValueError(f"{source.path} has {none} {encoder.describe_emptiness(encoder.report())}")
     return sample
 
@@ -226,14 +226,14 @@ def _compare_room(sample: RowSample, present: Sequence[PlannedModel]) -> Iterato
 def _check_answers(sample: RowSample, plan: Plan) -> None:
     """Refuse a reward for all sources that compares with a key (its argument `answer_key`) that no row has."""
     rows = [examples[0].row for examples in sample.used]
-    for index, part in enumerate(plan.rewards):
-        if part.fn is None or part.sources or not rows:
+    for index, reward in enumerate(plan.rewards):
+        if reward.fn is None or reward.sources or not rows:
             continue
-        answer_key = resolve_reward(part, f"reward.{index}")[1].get("answer_key")
+        answer_key = resolve_reward(reward, f"reward.{index}")[1].get("answer_key")
         if answer_key is not None and all(row.get(answer_key) is None for row in rows):
             names = [name for name in rows[0] if name not in (*MARKS, SOURCE_KEY)]
             message = (
-                f"`{part.called}` compares with a row's '{answer_key}', which no row of {sample.name} has"
+                f"`{reward.called}` compares with a row's '{answer_key}', which no row of {sample.name} has"
                 f"{suggest(answer_key, names)}; name the key by data.answer_key, or by the reward's argument answer_key"
             )
             raise ConfigError([ConfigProblem(("reward", index), message)])
@@ -244,7 +244,7 @@ def _compare_numbers(samples: Sequence[RowSample], plan: Plan) -> Iterator[str]:
     runtime, rows = plan.config.runtime, sum(len(sample.used) for sample in samples)
     if runtime.tokens_per_step is not None:
         return
-    if samples and all(sample.whole for sample in samples) and runtime.prompts_per_step > rows:
+    if samples and all(sample.is_complete for sample in samples) and runtime.prompts_per_step > rows:
         yield (
             f"{WARNING}runtime.prompts_per_step is {runtime.prompts_per_step}, and data.train has {rows} rows: a step "
             "repeats some"
@@ -261,16 +261,16 @@ def _compare_numbers(samples: Sequence[RowSample], plan: Plan) -> Iterator[str]:
 def _describe(sample: RowSample, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield what was read, how long it is, and how the first row begins."""
     read = sample.encoder.counts["rows"]
-    rows = f"{read} rows" if sample.whole else f"of the first {read} rows"
+    rows = f"{read} rows" if sample.is_complete else f"of the first {read} rows"
     yield f"data.{sample.key[1]}: {sample.name}: {rows}, {sample.encoder.report()}"
     if sample.encoder.first_long:
         yield f"  {WARNING}{sample.encoder.describe_left_out()}"
     if not sample.used:
         return
     lengths = [len(prompt) for prompt in sample.prompts]
-    whole = f"; with responses {sample.longest}" if sample.longest > max(lengths) else ""
+    total = f"; with responses {sample.longest}" if sample.longest > max(lengths) else ""
     first = _shorten(decode(tokenizer, sample.used[0][0].tokens))
-    yield f"  prompts of {median(lengths):g} tokens (median), {max(lengths)} at most{whole}; the first row: {first}"
+    yield f"  prompts of {median(lengths):g} tokens (median), {max(lengths)} at most{total}; the first row: {first}"
 
 
 def _shorten(text: str) -> str:

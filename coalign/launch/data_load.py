@@ -89,7 +89,7 @@ def load_tokenizer(
 
 def load_split(
     config: RunConfig,
-    kind: str,
+    row_type: str,
     tokenizer: PreTrainedTokenizerBase,
     split: Literal["train", "eval"],
     limits: Sequence[RowLimit] = (),
@@ -103,7 +103,7 @@ def load_split(
     return build_loader(
         config.data,
         tokenizer,
-        kind=kind,
+        kind=row_type,
         split=split,
         batch_size=rows,
         batch_tokens=runtime.tokens_per_step,
@@ -118,7 +118,7 @@ def load_split(
 
 
 def find_row_limits(plan: Plan, models: Iterable[PlannedModel]) -> list[RowLimit]:
-    """Find what ``models``, whose directories are there, take of a row of the plan's data.
+    """Find the limits that ``models``, whose directories are there, set to a row of the plan's data.
 
     Policies read prompts, and need room for a token of the response; trainers and scorers read whole rows of data.
     """
@@ -134,7 +134,7 @@ def find_row_limits(plan: Plan, models: Iterable[PlannedModel]) -> list[RowLimit
 
 
 def list_limits(model: PlannedModel) -> Iterator[RowLimit]:
-    """Yield what a model takes of rows of data: of a sequence, and of those that its loss compares in one micro-batch.
+    """Yield a model's limits on rows: on one sequence, and on the sequences that its loss compares in a micro-batch.
 
     A model that reads text cuts it, so it has no limit.
     """

@@ -22,9 +22,9 @@ def assign_devices(
 
     The models called ``names`` share all devices that are there and that no model asks for by number. In one process
     (`runtime.cluster: local`, or Ray is not installed) each gets one device, or all share one if there are too few.
-    With `runtime.colocation` each group, and each model in none, gets an equal part. All other models get none.
+    With `runtime.colocation` each group, and each model in none, gets the same number. All other models get none.
     ConfigError if no device is left. Without ``join`` a Ray cluster is not asked, and counts as one without devices.
-    ``devices``: those of a cluster that is not there, in place of what this machine has.
+    ``devices``: how many a cluster has that is not there, instead of this machine.
     """
     models, runtime = config.models, config.runtime
     with located_at("runtime", "accelerator"):
@@ -40,18 +40,18 @@ def assign_devices(
     apart = bool(runtime.colocation) or len(alone) < 2 or (in_one_process and free >= len(alone))
     new = [[name] for name in alone] if apart else [alone]
     sharing = [group for group in [*runtime.colocation, *new] if waiting & {*group} and not _size([group], models)]
-    each = max(free, 0) // len(sharing) if sharing else 0
-    if total and sharing and not each:
+    per_group = max(free, 0) // len(sharing) if sharing else 0
+    if total and sharing and not per_group:
         message = (
             f"is auto, and of {total} other models leave none for it. Give a number (0: CPU), or let it share devices "
             "with runtime.colocation"
         )
         first = next(name for name in sharing[0] if name in waiting)
         raise ConfigError([ConfigProblem(("models", first, "num_gpu"), message)])
-    each = min(each, 1) if in_one_process else each
+    per_group = min(per_group, 1) if in_one_process else per_group
     numbers = {}
     for group in [*runtime.colocation, *new]:
-        numbers |= {name: _size([group], models) or each for name in group if name in waiting}
+        numbers |= {name: _size([group], models) or per_group for name in group if name in waiting}
     assigned = {
         name: model.model_copy(update={"num_gpu": numbers.get(name, 0)}) if model.num_gpu == "auto" else model
         for name, model in models.items()
@@ -61,20 +61,20 @@ def assign_devices(
             model.check()  # what the schema could not know
         except Conflict as conflict:
             raise ConfigError([ConfigProblem(("models", name, *conflict.key), conflict.message)]) from conflict
-    shared = [] if apart or not each else new
+    shared = [] if apart or not per_group else new
     runtime = runtime.model_copy(update={"colocation": [*runtime.colocation, *shared]})
     return config.model_copy(update={"models": assigned, "runtime": runtime})
 
 
-def describe_devices(before: RunConfig, after: RunConfig) -> str:
+def describe_devices(requested: RunConfig, assigned: RunConfig) -> str:
     """Describe in one line which devices `auto` stands for; empty if it stands for none."""
-    kind, by_number = after.runtime.accelerator, dict[int, list[str]]()
-    for name, model in after.models.items():
-        if model.devices and before.models[name].num_gpu == "auto":
+    accelerator, by_number = assigned.runtime.accelerator, dict[int, list[str]]()
+    for name, model in assigned.models.items():
+        if model.devices and requested.models[name].num_gpu == "auto":
             by_number.setdefault(model.devices, []).append(name)
-    turns = " in turn" if after.runtime.colocation else ""
-    parts = [f"{', '.join(names)}: {count} {kind}{'s' * (count > 1)}{turns}" for count, names in by_number.items()]
-    return f"num_gpu is auto; {'; '.join(parts)}" if parts else ""
+    turns = " in turn" if assigned.runtime.colocation else ""
+    shares = [f"{', '.join(names)}: {n} {accelerator}{'s' * (n > 1)}{turns}" for n, names in by_number.items()]
+    return f"num_gpu is auto; {'; '.join(shares)}" if shares else ""
 
 
 def check_devices(models: Mapping[str, ModelConfig], config: RunConfig) -> None:

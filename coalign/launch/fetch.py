@@ -18,15 +18,15 @@ from coalign.hub import fetch_model, list_sources, pin
 from coalign.hub_data import fetch_data, is_dataset, is_url, pin_data
 
 FILE = "hub.json"
-EVALUATION = ("data", "eval")  # what is read whole, whatever `data.stream` says
+EVALUATION = ("data", "eval")  # never streamed, whatever `data.stream` says
 
 
 def fetch_sources(config: RunConfig, *, weights: bool = True, rows: bool = True) -> RunConfig:
     """Download what this machine lacks of a run's models and data; return the configuration with their commits.
 
-    They are those of the run folder, or else the newest of their revisions. Without ``weights``, of each model only its
-    configuration and its tokenizer; without ``rows`` only the names of data are looked up, as with `data.stream` for
-    the training data. Raises ConfigError, with the key, for what the hub does not have or does not give.
+    The commits are those of the run folder, or else the newest of their revisions. Without ``weights``, only the
+    configuration and the tokenizer of each model are fetched; without ``rows`` only the names of data are looked up, as
+    with `data.stream` for the training data. Raises ConfigError, with the key, for what the hub does not give.
     """
     file = Path(config.output) / FILE
     commits = json.loads(file.read_text()) if file.is_file() and config.runtime.resume != "never" else {}
@@ -52,17 +52,17 @@ def fetch_sources(config: RunConfig, *, weights: bool = True, rows: bool = True)
     return config.model_copy(update={"models": models, **sections})
 
 
-def write_commits(folder: Path, before: RunConfig, after: RunConfig) -> None:
-    """Keep in the run folder which commits stand in ``after`` for the names in ``before``."""
+def write_commits(folder: Path, requested: RunConfig, resolved: RunConfig) -> None:
+    """Keep in the run folder which commits stand in ``resolved`` for the names in ``requested``."""
     pairs = [
         (named, fetched)
-        for name, model in before.models.items()
-        for (named, _), (fetched, _) in zip(list_sources(model), list_sources(after.models[name]), strict=True)
+        for name, model in requested.models.items()
+        for (named, _), (fetched, _) in zip(list_sources(model), list_sources(resolved.models[name]), strict=True)
     ]
     pairs += [
         (named.path, fetched.path)
-        for key, sources in list_data(before).items()
-        for named, fetched in zip(sources, list_data(after)[key], strict=True)
+        for key, sources in list_data(requested).items()
+        for named, fetched in zip(sources, list_data(resolved)[key], strict=True)
     ]
     if commits := {name: commit for name, commit in pairs if name != commit}:
         write_text_atomically(folder / FILE, json.dumps(commits, indent=2) + "\n")

@@ -76,12 +76,12 @@ def describe_assigned_layout(
     """Return a line for each model: where its processes are, by rank."""
     lines = []
     for name, ranks in placements.items():
-        where = []
+        spans = []
         for node, neighbours in groupby(ranks, key=lambda placement: placement.node):
             there = [",".join(placement.devices) for placement in neighbours]
-            where.append(f"{nodes[node].name} " + ("".join(f"[{d}]" for d in there) if there[0] else f"× {len(there)}"))
-        turn = f"; in turn with {', '.join(others)}" if (others := list_models_sharing_devices(slots, name)) else ""
-        lines.append(f"{name}: {_processes(slots[name].footprints[name])} on {', '.join(where)}{turn}")
+            spans.append(f"{nodes[node].name} " + ("".join(f"[{d}]" for d in there) if there[0] else f"× {len(there)}"))
+        turn = f"; in turn with {', '.join(sharing)}" if (sharing := list_models_sharing_devices(slots, name)) else ""
+        lines.append(f"{name}: {_processes(slots[name].footprints[name])} on {', '.join(spans)}{turn}")
     return lines
 
 
@@ -93,9 +93,9 @@ def _places(slot: Slot, name: str) -> str:
     """Return `CPU`, or the slot and its devices, with those of one process joined."""
     if not slot.footprints[name].devices:
         return "CPU"
-    own = slot.positions[name]
-    single = [device for devices in own if len(devices) == 1 for device in devices]
-    ranges = [describe_range(single)] if len(single) == len(own) else [*map(describe_range, own)]
+    positions = slot.positions[name]
+    single = [device for devices in positions if len(devices) == 1 for device in devices]
+    ranges = [describe_range(single)] if len(single) == len(positions) else [*map(describe_range, positions)]
     devices = " ".join(ranges if len(ranges) <= LISTED else [*ranges[:2], "…", ranges[-1]])
     return f"{slot.name}: {devices}"
 

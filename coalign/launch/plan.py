@@ -60,7 +60,7 @@ class Plan:
     """What a run consists of, bound and checked.
 
     ``models``: those that the flow calls, and those of the reward. ``syncs``: (source, target) of each weight sync.
-    ``rewards``: the parts of `self.reward`; empty without one. ``devices``: what `num_gpu: auto` has become, in a line.
+    ``rewards``: those that `self.reward` sums; empty without one. ``devices``: what `num_gpu: auto` has become.
     ``turn_weight``: how much an environment's reward for a turn counts within it.
     """
 
@@ -102,18 +102,18 @@ class Plan:
         return [model for model in self.models.values() if model.role is Trainable]
 
     def restrict(self, names: Sequence[str]) -> Plan:
-        """Return the plan with these models of the recipe alone; `reward` stands for all of its parts.
+        """Return the plan with these models of the recipe alone; `reward` stands for all of its models.
 
         A frozen model that shares the weights of a model left out gets processes of its own.
         """
-        parts = list_reward_models(self.rewards) if "reward" in names else []
+        reward_models = list_reward_models(self.rewards) if "reward" in names else []
         models = {
             name: model if model.base_of in names else replace(model, base_of=None)
             for name, model in self.models.items()
-            if name in names or name in parts
+            if name in names or name in reward_models
         }
         syncs = [pair for pair in self.syncs if models.keys() >= {*pair}]
-        return replace(self, models=models, syncs=syncs, rewards=self.rewards if parts else ())
+        return replace(self, models=models, syncs=syncs, rewards=self.rewards if reward_models else ())
 
 
 def count_compared(pairs: Callable[..., Any] | None, config: RunConfig) -> int:
@@ -128,7 +128,7 @@ def find_recipe(algorithm: str) -> type[Engine]:
 
 @dataclass(frozen=True)
 class RunOutline:
-    """The recipe of a run, its loss, the roles that the recipe names, and the parts of the reward. No backend yet."""
+    """The recipe of a run, its loss, the roles that the recipe names, and the rewards. No backend is chosen yet."""
 
     recipe: type[Engine]
     loss: Objective | None
@@ -159,7 +159,7 @@ def outline_run(config: RunConfig) -> RunOutline:
 
 
 def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None) -> Plan:
-    """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place.
+    """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, its file and line.
 
     ``join``: ask the Ray cluster of `runtime.ray_address`, if there is one, for the devices behind `num_gpu: auto`.
     ``devices``: how many they are, on a cluster that is not there.
@@ -168,7 +168,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
     recipe, loss, roles, rewards = outline.recipe, outline.loss, outline.roles, outline.rewards
     with locate_problems(config):
         planned_roles = _roles_of_models(roles, rewards)
-        config, before = assign_devices(config, [*planned_roles], join=join, devices=devices), config
+        config, requested = assign_devices(config, [*planned_roles], join=join, devices=devices), config
         validate.check_functions_are_imported(config)
         recipe.check(config, loss)
         validate.check_sections(config, recipe)
@@ -194,8 +194,8 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
                 validate.check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
         validate.check_token_limits(models, compared)
         for policy in (model for model in models.values() if model.role is Rollout and environment is None):
-            where = f"models.{policy.name}.sampling.max_new_tokens"
-            validate.check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, where)
+            limit_key = f"models.{policy.name}.sampling.max_new_tokens"
+            validate.check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, limit_key)
         validate.check_adapters(syncs, models, config)
         validate.check_repetition_penalty(syncs, models)
         validate.check_routing_replay(syncs, config)
@@ -214,7 +214,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         syncs=syncs,
         rewards=rewards,
         turn_weight=find_turn_weight(config),
-        devices=describe_devices(before, config),
+        devices=describe_devices(requested, config),
         loss=loss,
         **functions,
     )
@@ -235,24 +235,24 @@ def describe_models(plan: Plan) -> dict[str, dict[str, Any]]:
     }
 
 
-def _bind(section: Function | None, where: str) -> partial[Any] | None:
+def _bind(section: Function | None, section_name: str) -> partial[Any] | None:
     """Bind the function that a section names to its arguments. ConfigError for wrong ones."""
     if section is None:
         return None
-    with located_at(where, "fn"):
+    with located_at(section_name, "fn"):
         fn = resolve(section.fn, section.home)
-    return partial(fn, **bind(fn, section.arguments, where))
+    return partial(fn, **bind(fn, section.arguments, section_name))
 
 
 def find_turn_weight(config: RunConfig) -> float:
-    """Return the weight of the reward part `episode`; 0 if it is normalised or clipped.
+    """Return the weight of the reward `episode`; 0 if it is normalised or clipped.
 
-    Such a part is no plain sum over turns, so it counts for the whole response.
+    It is then no plain sum over turns, so it counts for the whole response.
     """
     return sum(
-        part.weight
-        for part in config.reward
-        if part.fn and resolve(part.fn, part.home) is episode and part.normalise == "none" and not part.clip
+        reward.weight
+        for reward in config.reward
+        if reward.fn and resolve(reward.fn, reward.home) is episode and reward.normalise == "none" and not reward.clip
     )
 
 
@@ -278,10 +278,10 @@ def _configs_of_models(
 
 
 def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, ModelConfig]:
-    """Return the settings with `vision` for every model of a run that reads images, but for functions and for judges
-    that are shown none.
+    """Return the settings with `vision` for every model of a run that reads images, except for functions and for judges
+    that get none.
 
-    ValueError for a model that is to see in a run that reads text alone.
+    ValueError for a model with `vision` in a run that reads text alone.
     """
     if config.data.images is not None:
         return {
@@ -296,22 +296,22 @@ def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dic
 
 
 def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> dict[str, ModelConfig]:
-    """Return the settings of the models that compute the parts of a reward. ConfigError for a function's arguments.
+    """Return the settings of the models that compute the rewards. ConfigError for a function's arguments.
 
-    They are frozen. One that cannot read the policy's tokens gets a chat template, to read text, and so does one whose
-    score is read behind the last of them.
+    They are frozen. A model that cannot read the policy's tokens gets a chat template, to read text, and so does one
+    whose score is read behind the last token.
     """
     configs = {}
-    for i, part in enumerate(rewards):
-        if part.fn:
+    for i, reward in enumerate(rewards):
+        if reward.fn:
             with located_at("reward", i):
-                resolve_reward(part, f"reward.{i}")
+                resolve_reward(reward, f"reward.{i}")
             configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward", num_gpu=0)
-        elif part.model in config.models:
-            model = config.models[part.model]
+        elif reward.model in config.models:
+            model = config.models[reward.model]
             alike = is_tokenized_alike(model, find_tokenizer_name(config)[0]) and not is_scored_at_end_of_text(model)
             template = model.chat_template or (None if alike else "auto")
-            configs[part.model] = model.model_copy(update={"frozen": True, "chat_template": template})
+            configs[reward.model] = model.model_copy(update={"frozen": True, "chat_template": template})
     return configs
 
 
@@ -332,7 +332,8 @@ def _plan_models(
     template = template if template in ("auto", "none") else read_template(template)
     for name, role in roles.items():
         model = configs[name]
-        own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
+        objective = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
+        compares = objective is not None and objective.per == "group"
         if model.chat_template_kwargs and not (model.chat_template or model.judge):
             raise ValueError(
                 f"models.{name}.chat_template_kwargs: this model reads tokens, no text; the arguments of the policy's "
@@ -343,7 +344,7 @@ def _plan_models(
         with located_at("models", name, "module"):
             module = find_module_class(model)
         learns_by_loss = role is Trainable and _is_trained_by_loss(model, module)
-        if learns_by_loss and own is None:
+        if learns_by_loss and objective is None:
             raise ValueError(f"loss: models.{name} trains and no loss is given for it")
         context = Context(
             model=name,
@@ -351,8 +352,8 @@ def _plan_models(
             seed=config.seed,
             tokens=config.runtime.tokens,
             samples_per_prompt=config.runtime.samples_per_prompt,
-            keep_groups=model.share_prefix or model.judge is not None or (own is not None and own.per == "group"),
-            loss=own,
+            keep_groups=model.share_prefix or model.judge is not None or compares,
+            loss=objective,
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),
             routing_replay=config.rollout.routing_replay and any(name in pair for pair in syncs),
@@ -368,7 +369,7 @@ def _plan_models(
             output=os.path.abspath(config.output),
         )
         models[name] = PlannedModel(
-            name, role, model, module, context, own if learns_by_loss else None, bases.get(name)
+            name, role, model, module, context, objective if learns_by_loss else None, bases.get(name)
         )
     longest = min(
         (limit for model in models.values() if (limit := validate.find_token_limit(model, compared))), default=None
@@ -398,13 +399,13 @@ def find_shared_bases(roles: Mapping[str, type], configs: Mapping[str, ModelConf
 
     A model with a cache is left out: once filled, it costs neither memory nor time.
     """
-    trained = [n for n, role in roles.items() if role is Trainable and (own := configs[n].lora) and not own.load]
+    trained = [n for n, role in roles.items() if role is Trainable and (lora := configs[n].lora) and not lora.load]
     shared = {}
     for name, model in configs.items():
         plain = model.frozen and not model.cache and not (model.lora and model.lora.load)
-        for other in trained:
-            if plain and _weights_of(model) == _weights_of(configs[other]):
-                shared[name] = other
+        for trained_name in trained:
+            if plain and _weights_of(model) == _weights_of(configs[trained_name]):
+                shared[name] = trained_name
     return shared
 
 

@@ -1,4 +1,4 @@
-"""What `coalign check` learns of reward functions: it calls each on a first row's answer and on an empty response."""
+"""Tries reward functions for `coalign check`: calls each on a first row's answer and on an empty response."""
 
 from __future__ import annotations
 

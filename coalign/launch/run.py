@@ -97,8 +97,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         memory = open_memory_folder(folder.path)
         url = config.runtime.save_copies_to
         remote = RemoteCheckpoints(url, checkpoints) if url else None
-        with find_memory(memory, folder.path, config.runtime) as found:
-            checkpoint = _find_checkpoint(config, found, checkpoints, remote)
+        with find_memory(memory, folder.path, config.runtime) as memory_checkpoints:
+            checkpoint = _find_checkpoint(config, memory_checkpoints, checkpoints, remote)
         recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
         if checkpoint is not None:
             state = read_state(checkpoint, config)
@@ -137,8 +137,8 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                 return _learn(engine, recovery, remote, checkpoint, display, watchdog, hooks, signals, goodput)
         finally:
             display.close()
-            for each in (recovery.memory, checkpoints):
-                each.abandon()
+            for store in (recovery.memory, checkpoints):
+                store.abandon()
             cluster.shutdown()
 
 
@@ -188,7 +188,7 @@ def _learn(
     waiting = ROLLOUTS if engine.source == "prompts" else ROWS
     display.start(engine.step, engine.last, waiting=waiting, every=runtime.log_every)
     watching = (goodput, watchdog, display, timeline, signals, *profile)
-    engine.phase_listeners.extend(each.phase for each in watching)
+    engine.phase_listeners.extend(listener.phase for listener in watching)
     signals.engine = engine
     try:
         engine.learn()

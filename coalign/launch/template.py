@@ -66,7 +66,7 @@ class RunTemplate:
         return f"{intro}\n{to_short_yaml(self._list_common())}"
 
     def _list_all(self) -> dict[str, Any]:
-        models = {name: ({"load": MODEL} if name in self.loaded else {}) | own for name, own in self.models.items()}
+        models = {name: ({"load": MODEL} if name in self.loaded else {}) | keys for name, keys in self.models.items()}
         reward = {"reward": REWARD} if self.needs_reward else {}
         data = {"train": DATA} | self.defaults.get("data", {})
         return {**self._name_run(), **reward, **self.defaults, "data": data, "models": models}
@@ -103,11 +103,11 @@ def describe_recipes(width: int) -> Iterator[str]:
     """Yield lines of at most ``width`` characters on each recipe, by the data that it takes."""
     templates = [RunTemplate(name) for name in list_classes("coalign.recipes")]
     yield f"`*`: to begin with. `coalign init {FIRST[0]}` writes a run."
-    for kind, encoder in KINDS.items():
+    for row_type, encoder in KINDS.items():
         yield ""
-        yield from wrap(f"Rows with {encoder.keys} ({kind}):", width)
+        yield from wrap(f"Rows with {encoder.keys} ({row_type}):", width)
         for template in templates:
-            if template.recipe.source == kind:
+            if template.recipe.source == row_type:
                 mark = "*" if template.algorithm in FIRST else " "
                 yield f"{mark} {template.algorithm}: {template.describe_models()}"
                 yield from wrap(template.summary, width, initial_indent=INDENT, subsequent_indent=INDENT)

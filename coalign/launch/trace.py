@@ -19,7 +19,7 @@ from coalign.engine.reward import combine_rewards
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.types import LossInput
 
-# What a model with this head hands to its loss.
+# The outputs that a model with this head hands to its loss.
 OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
 
 

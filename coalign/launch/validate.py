@@ -160,7 +160,7 @@ def check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, Model
         )
     slots = plan_slots(models, config.runtime.colocation)
     for source, target in syncs:
-        gpus = [slots[each].footprints[each].total for each in (source, target)]
+        gpus = [slots[model].footprints[model].total for model in (source, target)]
         together = slots[source] is slots[target]
         if name == "broadcast" and together:
             raise ValueError(
@@ -223,7 +223,7 @@ def check_autoscale(models: Mapping[str, PlannedModel], config: RunConfig) -> No
             raise ConfigError([ConfigProblem(("runtime", "autoscale", name), message)])
 
 
-SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that say which samples there are
+SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that choose the samples
 
 
 def list_unread(recipe: type[Engine]) -> tuple[str, ...]:
@@ -339,33 +339,33 @@ def check_images(config: RunConfig, recipe: type[Engine], configs: Mapping[str, 
             raise ValueError(f"models.{name}.cache: log-probs are kept by tokens alone; leave it out with data.images")
 
 
-def check_reward_lengths(rewards: Sequence[RewardConfig], longest: int, where: str) -> None:
-    """Refuse reward functions of the length that responses of up to ``longest`` tokens (the key ``where``) never meet.
+def check_reward_lengths(rewards: Sequence[RewardConfig], longest: int, limit_key: str) -> None:
+    """Refuse rewards for a length that responses of up to ``longest`` tokens (the key ``limit_key``) never reach.
 
     Calls a function's attribute ``check_longest``, if it has one, as ``check_longest(longest, **arguments)``.
     """
-    for index, part in enumerate(rewards):
-        if part.fn is None:
+    for index, reward in enumerate(rewards):
+        if reward.fn is None:
             continue
-        fn, arguments = resolve_reward(part, f"reward.{index}")
+        fn, arguments = resolve_reward(reward, f"reward.{index}")
         if hasattr(fn, "check_longest") and (problem := fn.check_longest(longest, **arguments)):
-            raise ValueError(f"reward[{index}]: {problem}, and a response has at most {longest} tokens ({where})")
+            raise ValueError(f"reward[{index}]: {problem}, and a response has at most {longest} tokens ({limit_key})")
 
 
 def check_reward_sources(rewards: Sequence[RewardConfig], train: Loader, held_out: Loader | None) -> None:
-    """Refuse parts of the reward for sources that no row is of, and sources of training rows that get no reward.
+    """Refuse rewards for sources that have no rows, and sources of training rows that get no reward.
 
-    Of a stream, whose rows are not known yet, nothing is refused.
+    Nothing is refused for a stream, whose rows are not known yet.
     """
-    if not any(part.sources for part in rewards) or not train.is_known:
+    if not any(reward.sources for reward in rewards) or not train.is_known:
         return
-    known = {*train.sources, *(held_out.sources if held_out else ())}
-    for index, part in enumerate(rewards):
-        for name in part.sources:
-            if name not in known:
-                raise ValueError(f"reward[{index}].sources: no row is of the source '{name}'{suggest(name, known)}")
+    sources = {*train.sources, *(held_out.sources if held_out else ())}
+    for index, reward in enumerate(rewards):
+        for name in reward.sources:
+            if name not in sources:
+                raise ValueError(f"reward[{index}].sources: no row is of the source '{name}'{suggest(name, sources)}")
     for name in train.sources:
-        if not any(part.weight and (not part.sources or name in part.sources) for part in rewards):
+        if not any(reward.weight and (not reward.sources or name in reward.sources) for reward in rewards):
             raise ValueError(
                 f"reward: no part with weight is for rows of '{name}' (data.train); add one, or leave it out"
             )
@@ -398,11 +398,11 @@ def check_token_limits(models: Mapping[str, PlannedModel], compared: int) -> Non
     for policy in (model for model in models.values() if model.role is Rollout):
         longest = policy.config.sampling.max_new_tokens
         for name, model in models.items():
-            limit, whole = find_token_limit(model, compared), model.config.max_tokens_per_micro
-            if limit is not None and whole is not None and limit <= longest:
-                shared = f", {limit} for each of the {whole // limit} that its loss compares" if limit < whole else ""
+            limit, tokens = find_token_limit(model, compared), model.config.max_tokens_per_micro
+            if limit is not None and tokens is not None and limit <= longest:
+                shared = f", {limit} for each of the {tokens // limit} that its loss compares" if limit < tokens else ""
                 raise ValueError(
-                    f"models.{name}.max_tokens_per_micro is {whole}{shared}, and a response may have {longest} tokens "
+                    f"models.{name}.max_tokens_per_micro is {tokens}{shared}, and a response may have {longest} tokens "
                     f"(models.{policy.name}.sampling.max_new_tokens) beside its prompt. A sequence is never cut: raise "
                     "it above the longest prompt and response together"
                 )
@@ -421,8 +421,7 @@ def check_repetition_penalty(syncs: Sequence[tuple[str, str]], models: Mapping[s
 
 
 def check_routing_replay(syncs: Sequence[tuple[str, str]], config: RunConfig) -> None:
-    """Refuse to replay experts where no model learns from the samples of a policy. What models can do it, they say
-    themselves (Module.check_routing_replay)."""
+    """Refuse to replay experts where no model learns from a policy's samples; models refuse it themselves."""
     if config.rollout.routing_replay and not syncs:
         raise ValueError(f"rollout.routing_replay is true, and in `{config.algorithm}` no policy samples; leave it out")
 
@@ -464,16 +463,16 @@ def check_adapters(syncs: Sequence[tuple[str, str]], models: Mapping[str, Planne
     """Refuse to sync adapters separately where there are none, or where a model cannot send or receive them."""
     if config.sync.adapters != "apart":
         return
-    where, instead = "sync.adapters is `apart`", "use `merged`, which is the default"
+    setting, instead = "sync.adapters is `apart`", "use `merged`, which is the default"
     if not syncs:
-        raise ValueError(f"{where}, and in `{config.algorithm}` no weights travel between models; leave it out")
+        raise ValueError(f"{setting}, and in `{config.algorithm}` no weights travel between models; leave it out")
     for source, target in syncs:
         lora = models[source].config.lora
         if lora is None:
-            raise ValueError(f"{where}, and models.{source} has no adapters: give it `lora`, or {instead}")
+            raise ValueError(f"{setting}, and models.{source} has no adapters: give it `lora`, or {instead}")
         if lora.dora:
-            raise ValueError(f"{where}, and the magnitudes of models.{source}.lora.dora have to be merged; {instead}")
+            raise ValueError(f"{setting}, and the magnitudes of models.{source}.lora.dora have to be merged; {instead}")
         for model in (models[source], models[target]):
             if not model.module.adapters:
                 named = f"models.{model.name}.module, `{model.config.module}`"
-                raise ValueError(f"{where}, and {named}, knows merged weights only; {instead}")
+                raise ValueError(f"{setting}, and {named}, knows merged weights only; {instead}")

@@ -40,7 +40,7 @@ class CallBatcher(Generic[Item]):
         while len(self._running) < self._at_once and (batch := self._next()):
             task = asyncio.get_running_loop().create_task(self._settle(batch))
             self._running.add(task)
-            task.add_done_callback(self._end_probe)
+            task.add_done_callback(self._start_next)
             _cancel_with_all([result for _, result in batch], task)
 
     def _next(self) -> list[tuple[Item, asyncio.Future[Any]]]:
@@ -66,7 +66,7 @@ class CallBatcher(Generic[Item]):
             else:
                 waiting.set_result(result)
 
-    def _end_probe(self, task: asyncio.Task[None]) -> None:
+    def _start_next(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         self._start()
 

@@ -42,7 +42,7 @@ FOREIGN = {
     "queries": "OpenRLHF",
     "args": "slime",
 }
-_TASKS = 256  # concurrent calls of the async functions that do not set `at_once`
+_MAX_CALLS = 256  # concurrent calls of async functions that do not set `at_once`
 
 
 class RewardError(RuntimeError):
@@ -76,8 +76,8 @@ class RewardFailure(NamedTuple):
 
     def __str__(self) -> str:
         frame = find_own_frame("".join(traceback.format_exception(self.error)))
-        place = f" ({frame.place})" if frame else ""
-        return f"{self.reason}: {type(self.error).__name__}: {self.error}{place}"
+        location = f" ({frame.place})" if frame else ""
+        return f"{self.reason}: {type(self.error).__name__}: {self.error}{location}"
 
 
 # {"reward": a finite value, further entries for the log: NaN for one that is no number}
@@ -166,7 +166,7 @@ class RewardCaller:
 
     def __init__(self) -> None:
         self._loop = EventLoopThread("rewards")
-        self._threads, self._tasks = ThreadPool(), asyncio.Semaphore(_TASKS)
+        self._threads, self._tasks = ThreadPool(), asyncio.Semaphore(_MAX_CALLS)
         self.service_failures: Counter[str] = Counter()  # samples and attempts by function; see `score`
 
     def start(self, functions: Sequence[RewardFunction]) -> None:
@@ -362,7 +362,7 @@ def quote(value: Any) -> str:
     return f"{type(value).__name__} {_ShortRepr().repr(value):.80}" if value is not None else "None"
 
 
-_SECONDS = 86400.0  # no deadline of its own: that of the outer reward cancels the inner calls too
+_DAY_SECONDS = 86400.0  # no deadline of its own: that of the outer reward cancels the inner calls, too
 
 
 def _check_arity(config: Function, *, expected: Mapping[int, str]) -> Function:
@@ -421,9 +421,9 @@ class NestedFunction:
         if self._is_async and self._pool is None:
             return [self._to_number(value) for value in await _gather([self._fn(*call) for call in calls])]
         if self._pool is not None:
-            results = await self._pool.run(calls, _SECONDS)
+            results = await self._pool.run(calls, _DAY_SECONDS)
         else:
-            results = await self._threads.run(lambda call: self._fn(*call), calls, _SECONDS)
+            results = await self._threads.run(lambda call: self._fn(*call), calls, _DAY_SECONDS)
         for _, error in results:
             if error is not None:
                 raise error

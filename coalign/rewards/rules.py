@@ -58,9 +58,9 @@ def script(sample: Sample, *, scripts: Annotated[list[str], Field(min_length=1)]
     Scripts are `LATIN`, `CYRILLIC`, `CJK`, `HIRAGANA`, … So this tells Chinese from English, but not French from
     English.
     """
-    known = tuple(name.upper() for name in scripts)
+    prefixes = tuple(name.upper() for name in scripts)
     letters = [character for character in sample.response if character.isalpha()]
-    inside = sum(unicodedata.name(letter, "").startswith(known) for letter in letters)
+    inside = sum(unicodedata.name(letter, "").startswith(prefixes) for letter in letters)
     return inside / len(letters) if letters else 1.0
 
 

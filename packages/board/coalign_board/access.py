@@ -68,8 +68,8 @@ class RequestGuard:
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message.get("headers", ()), *own]
+                security_headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *security_headers]
             await send(message)
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -91,10 +91,10 @@ class RequestGuard:
         await _answer(send_with_headers, 401, "a token is needed: open the board once with ?token=… behind its address")
 
     def _is_own_host(self, host: str) -> bool:
-        found = _HOST.fullmatch(host.lower())
-        if found is None or int(found["port"] or 0) > _LARGEST_PORT:
+        match = _HOST.fullmatch(host.lower())
+        if match is None or int(match["port"] or 0) > _LARGEST_PORT:
             return False
-        return found["name"] in self._names if found["name"] else _is_address(found["v4"] or found["v6"])
+        return match["name"] in self._names if match["name"] else _is_address(match["v4"] or match["v6"])
 
     @staticmethod
     def _is_own_page(headers: dict[str, str]) -> bool:

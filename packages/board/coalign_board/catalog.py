@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _DEEPEST = 6  # folders below the directory: pipelines and sweeps keep runs in folders of their own
-_MOST_FOLDERS = 20_000  # that one search looks into
-_KEPT_SECONDS = 5.0  # that a search counts
+_MAX_FOLDERS = 20_000  # one search looks into no more
+_KEPT_SECONDS = 5.0  # how long the result of a search is used
 
 
 class RunCatalog:
@@ -26,15 +26,15 @@ class RunCatalog:
         self.root = root.resolve()
         # The id of the root itself would be empty, which is no part of an address.
         self._base = self.root.parent if is_run(self.root) else self.root
-        self._found: list[str] = []
+        self._ids: list[str] = []
         self._searched = -_KEPT_SECONDS
 
     def list_ids(self) -> list[str]:
         """List the ids of all runs, in the order of their names. A list of the last seconds is used again."""
         if (now := time.monotonic()) - self._searched >= _KEPT_SECONDS:
-            self._found = sorted(folder.relative_to(self._base).as_posix() for folder in _search(self.root))
+            self._ids = sorted(folder.relative_to(self._base).as_posix() for folder in _search(self.root))
             self._searched = now
-        return self._found
+        return self._ids
 
     def find(self, run: str) -> Path:
         """Return the folder of a run. ValueError for a path that leads out of the root, FileNotFoundError for none."""
@@ -66,7 +66,7 @@ def find_within(folder: Path, path: Path) -> Path:
 
 def _search(root: Path) -> Iterator[Path]:
     waiting, looked = [(root, 0)], 0
-    while waiting and looked < _MOST_FOLDERS:
+    while waiting and looked < _MAX_FOLDERS:
         folder, depth = waiting.pop()
         looked += 1
         if is_run(folder):

@@ -17,7 +17,7 @@ from typing import Any
 from coalign.run_files.records import START, FilePosition, is_number, is_record, parse_record, read_growth
 
 MOST_BUCKETS = 1024  # then two become one
-FEWEST_BUCKETS = 256  # of a part of a curve; with fewer it is read again
+FEWEST_BUCKETS = 256  # a part of a curve with fewer buckets is read again, step by step
 _CHUNK = 1 << 18  # bytes that are parsed at once
 _DECODE = json.JSONDecoder(parse_constant=lambda _: None).decode
 
@@ -94,7 +94,7 @@ class MetricCurves:
     def __init__(self, path: Path, names: Collection[str] | None = None) -> None:
         self.path = path
         self.generation = -1
-        self._names = names  # of the metrics that are kept; None: all
+        self._names = names  # metrics to keep; None: all
         self._position = START
         self._clear()
 
@@ -109,7 +109,7 @@ class MetricCurves:
         self.seconds = array("d")
         self.series: dict[str, BucketSeries] = {}
         self.latest: dict[str, Any] = {}
-        self._offsets = array("q")  # of the first line of each bucket, -1 for one without lines
+        self._offsets = array("q")  # where the first line of each bucket begins, -1 for one without lines
         self._tokens = self._seconds = 0.0
 
     @property
@@ -127,12 +127,12 @@ class MetricCurves:
             growth = read_growth(self.path, self._position, chunk)
             if growth.replaced:
                 self._clear()
-            begun = 0 if growth.replaced else self._position.offset
-            if begun == 0 and growth.lines and self._names is None:
+            offset = 0 if growth.replaced else self._position.offset
+            if offset == 0 and growth.lines and self._names is None:
                 self._choose_width(growth.lines)
             self._position = growth.position
             if growth.lines:
-                self._add_lines(growth.lines, begun)
+                self._add_lines(growth.lines, offset)
             elif not growth.replaced:
                 return True
             if time.monotonic() > deadline:
@@ -146,15 +146,15 @@ class MetricCurves:
     def read_part(self, names: Collection[str], first: float, last: float) -> MetricCurves:
         """Return the curves of these metrics between two steps, with buckets as narrow as they can be."""
         start, end = self.find_bucket(first), self.find_bucket(last) + 1
-        part = MetricCurves(self.path, names)
+        detail = MetricCurves(self.path, names)
         offsets = [offset for offset in self._offsets[start:] if offset >= 0]
         after = [offset for offset in self._offsets[end:] if offset >= 0]
         if offsets:
-            part._position = FilePosition(self._position.inode, offsets[0])
+            detail._position = FilePosition(self._position.inode, offsets[0])
             if start:
-                part._tokens, part._seconds = self.tokens[start - 1], self.seconds[start - 1]
-            part.read(end=after[0] if after else self._position.offset)
-        return part
+                detail._tokens, detail._seconds = self.tokens[start - 1], self.seconds[start - 1]
+            detail.read(end=after[0] if after else self._position.offset)
+        return detail
 
     def _add_lines(self, lines: list[bytes], offset: int) -> None:
         records, offsets = [], []
@@ -169,7 +169,7 @@ class MetricCurves:
         start = 0
         while start < len(records):
             bucket = self._open_bucket(records[start]["step"], offsets[start])
-            limit = self._end_of(bucket)
+            limit = (self.first or 0) + (bucket + 1) * self.width
             end = start + 1
             while end < len(records) and records[start]["step"] <= records[end]["step"] < limit:
                 end += 1
@@ -198,9 +198,6 @@ class MetricCurves:
         if self._offsets[bucket] < 0:
             self._offsets[bucket] = offset
         return bucket
-
-    def _end_of(self, bucket: int) -> int:
-        return (self.first or 0) + (bucket + 1) * self.width
 
     def _halve(self) -> None:
         self.width *= 2

@@ -20,13 +20,13 @@ from coalign.run_files.lock import is_going, read_owner
 from coalign.run_files.records import START, follow_growth, follow_records, follow_text, parse_record, select_numbers
 from coalign.run_files.sample_text import name_group
 
-SAMPLES, LOG_LINES = 200, 500  # that are kept, the newest ones
-MOST_POINTS = 2000  # of a curve; a longer one loses every second point
+SAMPLES, LOG_LINES = 200, 500  # the newest ones are kept
+MAX_CURVE_POINTS = 2000  # a longer curve loses every second point
 _FILES = ("config.yaml", "metrics.jsonl", "log.txt", ".lock")  # one of them is in every run folder
 
 
 class MetricsHistory:
-    """The metrics of a run until now: their curves, and those of the ``last`` step and the one ``before``.
+    """The metrics of a run until now: their curves, and those of the ``last`` step and the ``previous`` one.
 
     ``step`` is the newest one, None before it; ``first`` has each metric's first value, ``smoothed`` the moving
     averages until the step before.
@@ -42,7 +42,7 @@ class MetricsHistory:
         self.curves: dict[str, Curve] = {}
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
-        self.before: dict[str, float] = {}
+        self.previous: dict[str, float] = {}
         self.smoothed: dict[str, float] = {}
 
     def update(self) -> bool:
@@ -58,13 +58,13 @@ class MetricsHistory:
 
     def _add(self, record: Mapping[str, Any]) -> None:
         smooth_metrics(self.smoothed, self.last)
-        self.step, self.before = record["step"], self.last
+        self.step, self.previous = record["step"], self.last
         self.last = {name: value for name, value in select_numbers(record).items() if name != "step"}
         self.first = self.last | self.first
         for name, value in self.last.items():
             curve = self.curves.setdefault(name, [])
             curve.append((record["step"], value))
-            if len(curve) > MOST_POINTS:
+            if len(curve) > MAX_CURVE_POINTS:
                 del curve[1:-1:2]
 
 
@@ -74,7 +74,7 @@ class MetricRow:
 
     name: str
     last: str
-    before: str
+    previous: str
     first: str
 
 
@@ -90,7 +90,7 @@ class RunView:
         self.metrics = MetricsHistory(folder / "metrics.jsonl")
         self.samples = follow_records(folder / "samples.jsonl", SAMPLES)
         self.log = follow_text(folder / "log.txt", LOG_LINES)
-        self._steps: int | None = None  # of the whole run
+        self._steps: int | None = None  # steps that the run was configured for
 
     def update(self) -> set[str]:
         """Read what is new; return which of `metrics`, `samples` and `log` have changed."""
@@ -102,8 +102,8 @@ class RunView:
 
     def describe_state(self) -> str:
         """Say how far the run is, and whether it is going, and where."""
-        whole = f" of {self._steps}" if self._steps else ""
-        progress = "no step yet" if self.metrics.step is None else f"step {self.metrics.step}{whole}"
+        total = f" of {self._steps}" if self._steps else ""
+        progress = "no step yet" if self.metrics.step is None else f"step {self.metrics.step}{total}"
         if not is_going(self.folder):
             return f"{progress} · not going"
         owner = read_owner(self.folder)
@@ -122,9 +122,9 @@ class RunView:
 
     def list_metrics(self) -> list[MetricRow]:
         """Return the metrics of the newest step, by name."""
-        before, first, last = self.metrics.before, self.metrics.first, self.metrics.last
+        previous, first, last = self.metrics.previous, self.metrics.first, self.metrics.last
         return [
-            MetricRow(name, format_metric(last, name), _format(before.get(name)), format_number(first[name]))
+            MetricRow(name, format_metric(last, name), _format(previous.get(name)), format_number(first[name]))
             for name in sorted(last)
         ]
 
@@ -137,21 +137,21 @@ class RunView:
         wanted = text.casefold()
         for sample in reversed(self.samples.values):
             shown = (describe_sample(sample), str(sample.get("prompt")), str(sample.get("response")))
-            if any(wanted in part.casefold() for part in shown):
+            if any(wanted in candidate.casefold() for candidate in shown):
                 yield sample
 
 
 def describe_sample(sample: Mapping[str, Any]) -> str:
     """Return the heading of a sample: where it comes from, its reward, and how it ended."""
     reward = sample.get("reward")
-    parts = [
+    fields = [
         f"step {sample.get('step')}",
         str(sample.get("phase", "")),
         f"{name_group(sample.get('group'))}, sample {sample.get('index')}",
         f"reward {_format(reward)}" if isinstance(reward, int | float) else "no reward",
         str(sample.get("status", "")),
     ]
-    return " · ".join(filter(None, parts))
+    return " · ".join(filter(None, fields))
 
 
 def _format(value: float | None) -> str:

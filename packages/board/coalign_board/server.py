@@ -43,10 +43,10 @@ from coalign_board.readers.timeline import read_timeline, read_trace
 from coalign_board.status import RunSummaries
 
 STATIC = Path(__file__).parent / "static"
-_LARGEST_REQUEST = 1 << 16  # bytes of a request to a run
-_MOST_COMPARED = 12  # runs; there are no more colours that can be told apart
+_MAX_REQUEST_BYTES = 1 << 16
+_MAX_COMPARED_RUNS = 12  # there are no more colours that can be told apart
 _THREADS = 2
-# Of a path: no regular file, none at all, a name that is too long, a loop of links, a socket.
+# A path is no regular file, or leads to none, has too long a name, is a loop of links, or a socket.
 _PATH_FAULTS = (errno.EINVAL, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO)
 _CONNECTIONS = 200
 _TIMEOUT = 60.0  # seconds that a client may take to send a request, or to take its answer
@@ -158,7 +158,7 @@ class BoardEndpoints:
         """Ask a run for what the body says ({"do": "save"}), and return the request's `id`."""
         if not self.can_control:
             raise HttpRefusal(403, "the board only shows runs; start it with --token-file to ask them for something")
-        body = await read_body(request, _LARGEST_REQUEST)
+        body = await read_body(request, _MAX_REQUEST_BYTES)
 
         def ask() -> dict[str, Any]:
             folder = self.catalog.find(request.path_params["run"])
@@ -176,7 +176,7 @@ class BoardEndpoints:
         return {"root": self.catalog.root.name, "can_control": self.can_control, "runs": runs}
 
     def _compare(self, params: Mapping[str, str]) -> dict[str, Any]:
-        return compare_configurations([self.catalog.find(run) for run in read_list(params, "runs", _MOST_COMPARED)])
+        return compare_configurations([self.catalog.find(run) for run in read_list(params, "runs", _MAX_COMPARED_RUNS)])
 
     def _read_state(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         return self._summaries.summarise(folder) | {"can_control": self.can_control}
@@ -196,7 +196,7 @@ class BoardEndpoints:
 def _read_answer(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """Return what became of the request `id`: `results`, None until the run has answered."""
     results = read_answer(folder, params.get("id", ""))
-    return {"results": None if results is None else [{"done": each.done, "text": each.text} for each in results]}
+    return {"results": None if results is None else [{"done": result.done, "text": result.text} for result in results]}
 
 
 def _send_image(path: Path) -> Response:
@@ -246,7 +246,7 @@ async def _run(read: Callable[[], Any]) -> Any:
 
 
 def _describe(problem: Exception) -> str:
-    """Return the message, of the operating system's errors without the folders of this machine."""
+    """Return the message; the operating system's errors lose the folders of this machine."""
     if isinstance(problem, OSError) and problem.filename is not None:
         return f"{Path(problem.filename).name}: {problem.strerror}"
     return str(problem)

@@ -17,7 +17,7 @@ from coalign_board.catalog import find_within
 from coalign_board.curves import round_value
 from coalign_board.readers.checkpoints import has_checkpoints
 
-_BYTES = 1 << 16  # of the ends of files
+_END_BYTES = 1 << 16  # read from the end of a file
 _STEP = re.compile(rb"^[^\n]*? step +(\d+)/(\d+)(?: |$)", re.MULTILINE)
 _ENTRY = re.compile(rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z]+ ", re.MULTILINE)
 _ERROR = b"the run ended with an error"
@@ -43,7 +43,9 @@ class RunSummaries:
             self._kept[folder] = key, _read_ends(folder)
         going = is_going(folder)
         ends = self._kept[folder][1]
-        status, why = _judge(ends, going)
+        status, why = (
+            ends["ending"] if not going else ("stalled", ends["stall"]) if ends["stall"] else ("running", None)
+        )
         owner = read_owner(folder)
         # Without its fractions it is a number that JavaScript can hold.
         token = hash((going, *sorted(growth.items()))) & 0xFFFFFFFFFFFF
@@ -89,13 +91,6 @@ def _list_pages(
         "configuration": "config.yaml" in has,
     }
     return (name for name, is_shown in shown.items() if is_shown)
-
-
-def _judge(ends: Mapping[str, Any], going: bool) -> tuple[str, str | None]:
-    """Return the status, and what is known of its cause."""
-    if going:
-        return ("stalled", ends["stall"]) if ends["stall"] else ("running", None)
-    return ends["ending"]
 
 
 def _read_ends(folder: Path) -> dict[str, Any]:
@@ -165,7 +160,7 @@ def _find_stall(folder: Path) -> str | None:
         if metrics.exists() and metrics.stat().st_mtime_ns > report.stat().st_mtime_ns:
             return None
         with open_regular(report) as file:
-            reason = file.read(_BYTES).decode(errors="replace").partition("\n")[0]
+            reason = file.read(_END_BYTES).decode(errors="replace").partition("\n")[0]
     except (OSError, ValueError):
         return None
     return None if reason.startswith("asked for") else reason[:300]
@@ -174,7 +169,7 @@ def _find_stall(folder: Path) -> str | None:
 def _read_end(folder: Path, name: str) -> bytes:
     """Return the end of a file of the run; empty if it cannot be read or leads out of the folder."""
     try:
-        return read_end(find_within(folder, folder / name), _BYTES)
+        return read_end(find_within(folder, folder / name), _END_BYTES)
     except (OSError, ValueError):
         return b""
 
@@ -189,12 +184,12 @@ def _read_start(folder: Path, name: str) -> bytes:
 
 def _measure(folder: Path) -> dict[str, tuple[int, int]]:
     """Return size and time of each file and folder in the run's folder."""
-    found = {}
+    sizes = {}
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
                 stat = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            found[entry.name] = (stat.st_size, stat.st_mtime_ns)
-    return found
+            sizes[entry.name] = (stat.st_size, stat.st_mtime_ns)
+    return sizes

@@ -20,7 +20,7 @@ from coalign.run_files.sample_text import find_question
 from coalign_board.run_view import RunView, describe_sample
 
 REFRESH_SECONDS = 1.0
-PLOTS_SHOWN = 4  # at once
+PLOTS_SHOWN = 4
 SAMPLES_SHOWN = 50
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 _COLUMNS = ("metric", "last", "step before", "first")
@@ -160,27 +160,27 @@ class WatchScreen(App[None]):
         table = self.query_one("#table", DataTable)
         row, scroll = table.cursor_row, table.scroll_y
         table.clear()
-        for each in self.view.list_metrics():
-            table.add_row(each.name, each.last, each.before, each.first)
+        for metric in self.view.list_metrics():
+            table.add_row(metric.name, metric.last, metric.previous, metric.first)
         table.move_cursor(row=row, scroll=False)
         table.scroll_to(y=scroll, animate=False)
 
     def _show_samples(self) -> None:
-        found = list(self.view.find_samples(self.query_one("#search", Input).value))
-        count = f"{len(found)} sample{'s' if len(found) > 1 else ''}, the newest first" if found else "no samples"
+        samples = list(self.view.find_samples(self.query_one("#search", Input).value))
+        count = f"{len(samples)} sample{'s' if len(samples) > 1 else ''}, the newest first" if samples else "no samples"
         text = Text(f"{count}\n", style="dim")
-        for sample in found[:SAMPLES_SHOWN]:
+        for sample in samples[:SAMPLES_SHOWN]:
             text.append_text(format_sample(sample))
         self.query_one("#shown", Static).update(text)
 
     def _show_log(self) -> None:
         lines = self.query_one("#lines", RichLog)
-        is_at_end, place = lines.is_vertical_scroll_end, lines.scroll_y
+        is_at_end, position = lines.is_vertical_scroll_end, lines.scroll_y
         lines.clear()
         for line in self.view.log.values:
             lines.write(Text(hide_controls(line)), scroll_end=is_at_end)
         if not is_at_end:
-            lines.scroll_to(y=place, animate=False)
+            lines.scroll_to(y=position, animate=False)
 
 
 def draw_plot(widget: PlotextPlot, plot: CurvePlot, curves: Mapping[str, Curve]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from coalign.files import write_atomically
 from coalign.run_files.lock import lock_folder
-from coalign_board.run_view import MOST_POINTS, MetricsHistory, RunView
+from coalign_board.run_view import MAX_CURVE_POINTS, MetricsHistory, RunView
 
 
 def append(path, *records):
@@ -49,7 +49,7 @@ def test_a_run_is_shown_before_its_first_step_while_it_goes_and_after_it(folder)
         assert view.format_step().startswith("reward 0.500 ▲ │ loss -0.500 │ 2.0s")
         assert view.format_goodput().startswith("goodput: 75% of 0:01:40 went into tokens")
         row = next(row for row in view.list_metrics() if row.name == "reward/mean")
-        assert (row.last, row.before, row.first) == ("0.500", "0.250", "0.250")
+        assert (row.last, row.previous, row.first) == ("0.500", "0.250", "0.250")
         plot, curves = view.list_plots()[0]
         assert (plot.title, curves) == ("Reward", {"reward/mean": [(1, 0.25), (2, 0.5)]})
     assert view.update() == set()
@@ -94,11 +94,11 @@ def test_a_sample_is_headed_by_its_group_and_shows_the_question():
 
 def test_long_curves_lose_points_and_keep_their_ends(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    append(path, *({"step": step, "loss": float(step)} for step in range(2 * MOST_POINTS)))
+    append(path, *({"step": step, "loss": float(step)} for step in range(2 * MAX_CURVE_POINTS)))
     history = MetricsHistory(path)
     history.update()
     curve = history.curves["loss"]
-    assert len(curve) <= MOST_POINTS and curve[0] == (0, 0.0) and curve[-1] == (3999, 3999.0)
+    assert len(curve) <= MAX_CURVE_POINTS and curve[0] == (0, 0.0) and curve[-1] == (3999, 3999.0)
     assert curve == sorted(curve)
 
 

@@ -19,7 +19,7 @@ _STATE = re.compile(
     r"(?P<completed>-?\d+)"
 )
 _SIZE = re.compile(r"world[_ ]size['\":= ]{1,4}(\d+)|nranks (\d+)|WORLD_SIZE[=: ]+(\d+)", re.IGNORECASE)
-_SEARCHED = 1 << 22  # bytes at the beginning of a log in which the number of ranks is looked for
+_HEAD_BYTES = 1 << 22  # the beginning of a log, in which the number of ranks is looked for
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 
 
@@ -34,37 +34,37 @@ class LateRank:
 
 def compare_collectives(findings: Sequence[Finding], logs: Sequence[LogFile]) -> LateRank | None:
     """Compare what each rank reports of the collective that timed out; None if no line has a rank and a number."""
-    calls: dict[int, tuple[int, str, Finding]] = {}  # of each rank the first that timed out
+    first_timeouts: dict[int, tuple[int, str, Finding]] = {}
     states: dict[int, tuple[int, int, Finding]] = {}
     for finding in findings:
-        if (found := _BARRIER.search(finding.text)) is not None:
-            return LateRank(LineOrigin(rank=int(found[1].split(",")[0])), f"ranks {found[1].strip()} did not arrive")
-        if found := _CALL.search(finding.text):
-            calls.setdefault(int(found["rank"]), (int(found["sequence"] or 0), found["operation"], finding))
+        if (match := _BARRIER.search(finding.text)) is not None:
+            return LateRank(LineOrigin(rank=int(match[1].split(",")[0])), f"ranks {match[1].strip()} did not arrive")
+        if match := _CALL.search(finding.text):
+            first_timeouts.setdefault(int(match["rank"]), (int(match["sequence"] or 0), match["operation"], finding))
     for log in {id(finding.log): finding.log for finding in findings}.values():
         for line in log.find("last enqueued .*work: .*last completed"):
-            if found := _STATE.search(log.text(line)):
-                rank = int(found["rank"])
-                states.setdefault(rank, (int(found["enqueued"]), int(found["completed"]), _at(findings, log, line)))
-    if not calls:
+            if match := _STATE.search(log.text(line)):
+                rank = int(match["rank"])
+                states.setdefault(rank, (int(match["enqueued"]), int(match["completed"]), _at(findings, log, line)))
+    if not first_timeouts:
         return None
     operations: dict[int, Counter[str]] = defaultdict(Counter)
-    for sequence, operation, _ in calls.values():
+    for sequence, operation, _ in first_timeouts.values():
         operations[sequence][operation] += 1
     return (
-        _find_other_call(calls, operations)
+        _find_other_call(first_timeouts, operations)
         or _find_behind({rank: (state[0], state[2]) for rank, state in states.items()}, "last enqueued number")
-        or _find_absent(calls, logs)
-        or _find_behind({rank: (call[0], call[2]) for rank, call in calls.items()}, "number of the collective")
-        or LateRank(None, f"all {len(calls)} ranks that report it wait in the same collective")
+        or _find_absent(first_timeouts, logs)
+        or _find_behind({rank: (call[0], call[2]) for rank, call in first_timeouts.items()}, "number of the collective")
+        or LateRank(None, f"all {len(first_timeouts)} ranks that report it wait in the same collective")
     )
 
 
 def _find_other_call(
-    calls: dict[int, tuple[int, str, Finding]], operations: dict[int, Counter[str]]
+    first_timeouts: dict[int, tuple[int, str, Finding]], operations: dict[int, Counter[str]]
 ) -> LateRank | None:
-    """Of ranks that are in different collectives of one number, name the fewest."""
-    for rank, (sequence, operation, finding) in sorted(calls.items()):
+    """Name a rank of the minority where ranks called different collectives under one number."""
+    for rank, (sequence, operation, finding) in sorted(first_timeouts.items()):
         counts = operations[sequence]
         if len(counts) > 1 and operation != counts.most_common(1)[0][0]:
             usual = counts.most_common(1)[0][0]
@@ -83,7 +83,7 @@ def _find_behind(numbers: dict[int, tuple[int, Finding]], what: str) -> LateRank
     behind = sorted(rank for rank, (number, _) in numbers.items() if number < highest)
     if not behind or 2 * len(behind) > len(numbers):
         return None
-    rank = min(behind, key=lambda each: numbers[each][0])
+    rank = min(behind, key=lambda candidate: numbers[candidate][0])
     number, finding = numbers[rank]
     text = f"rank {rank} is behind: its {what} is {number}, that of others {highest}"
     return LateRank(LineOrigin(rank=rank), text, ((finding.place, finding.text[:200]),))
@@ -93,8 +93,8 @@ def _find_absent(calls: dict[int, tuple[int, str, Finding]], logs: Sequence[LogF
     """Name the ranks that report no timeout, if the number of ranks is known and they are fewer than half."""
     sizes = [log.origin.rank + 1 for log in logs if log.origin.rank is not None]
     for log in logs:
-        found = _SIZE.findall(log.data[:_SEARCHED].decode("utf-8", "replace")) if not sizes else []
-        sizes += [int(next(filter(None, groups))) for groups in found[:50]]
+        sizes_in_log = _SIZE.findall(log.data[:_HEAD_BYTES].decode("utf-8", "replace")) if not sizes else []
+        sizes += [int(next(filter(None, groups))) for groups in sizes_in_log[:50]]
     size = max([*sizes, max(calls) + 1])
     absent = [rank for rank in range(size) if rank not in calls]
     if not absent or 2 * len(absent) > size:

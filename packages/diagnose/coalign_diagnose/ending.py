@@ -11,9 +11,9 @@ from coalign_diagnose.verdict import judge
 
 log = logging.getLogger(__name__)
 
-# Errors of these kinds say themselves what is wrong, and where.
+# Errors of these categories say themselves what is wrong, and where.
 _PLAIN = ("user code", "configuration", "data", "effects", "scheduler", "rewards")
-_MOST_LOG = 1 << 20  # bytes of the end of log.txt
+_MAX_LOG_BYTES = 1 << 20  # read from the end of log.txt
 
 
 def explain_ending(error: BaseException, folder: Path) -> str | None:
@@ -29,7 +29,7 @@ def explain_ending(error: BaseException, folder: Path) -> str | None:
 
 
 def _explain(error: BaseException, folder: Path) -> str | None:
-    source = getattr(error, "cause", None) or error  # of a worker
+    source = getattr(error, "cause", None) or error  # a worker's error carries what was raised there
     if not isinstance(error, Exception) or (type(source).__module__.startswith("coalign") and source is not error):
         return None
     if type(error).__module__.startswith("coalign") and not hasattr(error, "failure"):
@@ -37,7 +37,7 @@ def _explain(error: BaseException, folder: Path) -> str | None:
     logs = [LogFile("error", "".join(traceback.format_exception(error)).encode())]
     file = folder / "log.txt"
     if file.exists():
-        logs.append(LogFile(str(file), file.read_bytes()[-_MOST_LOG:]))
+        logs.append(LogFile(str(file), file.read_bytes()[-_MAX_LOG_BYTES:]))
     verdict = judge(logs)
     cause = verdict.cause
     if cause is None or cause.rule is None or verdict.sure != "certain" or cause.rule.category in _PLAIN:

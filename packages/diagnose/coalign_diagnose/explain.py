@@ -176,22 +176,22 @@ def _format_samples(samples: list[list[Any]]) -> list[str]:
 
 
 def _explain_step(run: Path, history: RunHistory, step: int) -> tuple[dict[str, Any], list[str]]:
-    former = [each for each in history.former_steps if each.step == step]
+    former = [past for past in history.former_steps if past.step == step]
     now = history.steps.get(step)
     if now is None and not former:
         _refuse_unknown(run, "step", step, history.steps)
     lines = []
-    for each in [*former, *([now] if now else [])]:
+    for entry in [*former, *([now] if now else [])]:
         done = (
-            "has not ended, or was refused" if each.trained_at is None else f"ended at {format_time(each.trained_at)}"
+            "has not ended, or was refused" if entry.trained_at is None else f"ended at {format_time(entry.trained_at)}"
         )
-        loss = "" if each.loss is None else f", loss {each.loss:.4g}"
+        loss = "" if entry.loss is None else f", loss {entry.loss:.4g}"
         lines.append(f"step {step}: {done}{loss}")
-        if each.discarded:
-            lines.append(f"  discarded: {each.discarded}")
-        lines += [f"  {_format_member(history, group, step)}" for group in each.groups]
-        lines += [f"  {_format_member(history, group, step)} (replayed)" for group in each.replayed]
-    content = {"step": asdict(now) if now else None, "discarded": [asdict(each) for each in former]}
+        if entry.discarded:
+            lines.append(f"  discarded: {entry.discarded}")
+        lines += [f"  {_format_member(history, group, step)}" for group in entry.groups]
+        lines += [f"  {_format_member(history, group, step)} (replayed)" for group in entry.replayed]
+    content = {"step": asdict(now) if now else None, "discarded": [asdict(past) for past in former]}
     return content, lines
 
 
@@ -206,8 +206,8 @@ def _format_member(history: RunHistory, group: int, step: int) -> str:
     return f"group {group}: row {life.row} of {life.source}, {reward}, {wrote}"
 
 
-def _refuse_unknown(run: Path, what: str, number: int, known: Collection[int]) -> None:
-    nearest = sorted(sorted(known, key=lambda each: abs(each - number))[:_NEAREST])
+def _refuse_unknown(run: Path, what: str, number: int, existing: Collection[int]) -> None:
+    nearest = sorted(sorted(existing, key=lambda candidate: abs(candidate - number))[:_NEAREST])
     there = f"the nearest are {', '.join(map(str, nearest))}" if nearest else "there is none yet"
     raise ValueError(f"{run / NAME} has no {what} {number}; {there}")
 

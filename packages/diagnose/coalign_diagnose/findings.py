@@ -13,7 +13,7 @@ from coalign_diagnose.rules import SECONDARY, CauseRule, LinePattern, build_filt
 from coalign_diagnose.tracebacks import BEGIN, LogTraceback, is_source, read_block, read_traceback
 
 MOST_ALIKE = 40  # lines that differ in digits alone
-_MOST = 6_000  # lines of a log that are compared with the rules
+_MAX_LINES = 6_000  # lines of a log that are compared with the rules
 _DIGITS = b"0123456789"
 _WARNING = re.compile(
     r"^.{0,60}?(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG|warning|info)\b(?!.{0,3}(?:ERROR))"
@@ -82,8 +82,8 @@ class Finding:
         if self.rule:
             return self.rule.describe(self.fields)
         frame = self.traceback and (self.traceback.own_frame or self.traceback.frames[-1])
-        where = f", raised at {frame}" if frame else ""
-        return f"{self.text[:200]}{where} (the first exception; no rule knows it)"
+        raised_at = f", raised at {frame}" if frame else ""
+        return f"{self.text[:200]}{raised_at} (the first exception; no rule knows it)"
 
 
 @cache
@@ -108,18 +108,18 @@ def find_all(log: LogFile) -> list[Finding]:
         if not is_source(log, line) and (finding := _match(log, line, text)):
             findings[line] = finding
     for trace in tracebacks:
-        found = findings.get(trace.last)
-        if trace.exception == "AssertionError" and found is None:  # what was asserted stands in the line before
-            found = _match(log, trace.last - 1, log.text(trace.last - 1))
-        if named := _judge_exception(log, trace, found):
+        finding = findings.get(trace.last)
+        if trace.exception == "AssertionError" and finding is None:  # what was asserted stands in the line before
+            finding = _match(log, trace.last - 1, log.text(trace.last - 1))
+        if named := _judge_exception(log, trace, finding):
             findings[trace.last] = named
     return [mark_survival(findings[line]) for line in sorted(findings)]
 
 
 def _list_candidates(log: LogFile) -> list[int]:
-    """Return the lines that a rule may match; of lines that differ in digits alone the first ones.
+    """Return the lines that a rule may match; where lines differ in digits alone, the first ones.
 
-    A log in which more than _MOST lines look like errors is read at both ends.
+    A log in which more than _MAX_LINES lines look like errors is read at both ends.
     """
     alike: Counter[bytes] = Counter()
     chosen = []
@@ -127,9 +127,9 @@ def _list_candidates(log: LogFile) -> list[int]:
         raw = log.read(line)
         skeleton = raw.translate(None, _DIGITS)
         alike[skeleton] += 1
-        if alike[skeleton] <= MOST_ALIKE or (b"atchdog" in raw and alike[skeleton] <= _MOST):
+        if alike[skeleton] <= MOST_ALIKE or (b"atchdog" in raw and alike[skeleton] <= _MAX_LINES):
             chosen.append(line)
-    return chosen if len(chosen) <= _MOST else [*chosen[: _MOST // 3], *chosen[-2 * _MOST // 3 :]]
+    return chosen if len(chosen) <= _MAX_LINES else [*chosen[: _MAX_LINES // 3], *chosen[-2 * _MAX_LINES // 3 :]]
 
 
 def _match(log: LogFile, line: int, text: str) -> Finding | None:
@@ -147,10 +147,11 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
     block: str | None = None
     for number in sorted(hits):
         rule, patterns = hits[number]
-        found = next((match for pattern in patterns if (match := pattern.expression.search(bare))), None)
-        if rule.order < 40 and "WorkerError: " in bare and _has_traceback(log, line):
-            continue  # it only repeats the first line of what follows
-        if found is None or any(pattern.search(bare) for pattern in rule.unless):
+        hit = next((match for pattern in patterns if (match := pattern.expression.search(bare))), None)
+        following = range(line + 1, min(line + 4, len(log)))
+        if rule.order < 40 and "WorkerError: " in bare and any(BEGIN.search(log.text(n)) for n in following):
+            continue  # it only repeats the first line of the traceback that follows
+        if hit is None or any(pattern.search(bare) for pattern in rule.unless):
             continue
         if (rule.all or rule.none or rule.fields) and block is None:
             block = read_block(log, line)
@@ -158,7 +159,7 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
             pattern.search(block or "") for pattern in rule.none
         ):
             continue
-        fields = {name: value for name, value in found.groupdict().items() if value}
+        fields = {name: value for name, value in hit.groupdict().items() if value}
         for pattern in rule.fields:
             more = pattern.search(bare) or pattern.search(block or "")
             fields |= {name: value for name, value in more.groupdict().items() if value} if more else {}
@@ -169,11 +170,6 @@ def _match(log: LogFile, line: int, text: str) -> Finding | None:
         who = origin.fill(log.origin)
         return Finding(rule, log, line, bare.strip(), fields, who, log.time(line), is_warning=is_warning)
     return None
-
-
-def _has_traceback(log: LogFile, line: int) -> bool:
-    """Whether a traceback follows within three lines."""
-    return any(BEGIN.search(log.text(other)) for other in range(line + 1, min(line + 4, len(log))))
 
 
 def _find_rank(text: str) -> str | None:
@@ -187,24 +183,24 @@ def _find_ray_task(block: str) -> LineOrigin | None:
     return LineOrigin(None, tasks[-1][2] or None, tasks[-1][0], tasks[-1][1]) if tasks else None
 
 
-def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -> Finding | None:
+def _judge_exception(log: LogFile, trace: LogTraceback, finding: Finding | None) -> Finding | None:
     """Return what an exception is: a reward's, another one of the run's own code, a known or an unknown one."""
-    own, innermost = trace.own_frame, trace.frames[-1]
+    frame, innermost = trace.own_frame, trace.frames[-1]
     reward, user = find_rule("reward-function"), find_rule("user-code")
-    rule = found.rule if found and found.rule and found.rule.id != "bare-exception" else None
-    if found and rule and rule.order >= SECONDARY:
+    rule = finding.rule if finding and finding.rule and finding.rule.id != "bare-exception" else None
+    if finding and rule and rule.order >= SECONDARY:
         return None
-    in_reward = own is not None and reward.frames is not None and reward.frames.search(f"{own.file} {own.function}")
+    in_reward = frame and reward.frames is not None and reward.frames.search(f"{frame.file} {frame.function}")
     if in_reward and _ORDINARY.match(trace.exception) and (rule is None or rule.category in _DATA_LIKE):
         rule = reward
     elif rule is None:
         rule = user if innermost.is_own else None
     refusal = None if rule else name_refusal(trace.exception)
-    text = found.text if found else trace.exception
+    text = finding.text if finding else trace.exception
     if text == "AssertionError" and (asserted := split_tags(log.text(trace.last - 1))[1].strip()):
         text = f"AssertionError: {asserted}"
-    origin = (found.origin if found else trace.origin).fill(_find_worker(log, trace.first))
-    fields = dict(found.fields) if found else {}
+    origin = (finding.origin if finding else trace.origin).fill(_find_worker(log, trace.first))
+    fields = dict(finding.fields) if finding else {}
     if refusal:
         rule, fields = refusal
     elif rule in (reward, user):
@@ -215,16 +211,16 @@ def _judge_exception(log: LogFile, trace: LogTraceback, found: Finding | None) -
 def _find_worker(log: LogFile, first: int) -> LineOrigin:
     """Return the worker that Coalign's error before a traceback names, if it does."""
     for line in range(first - 1, max(first - 4, -1), -1):
-        if found := _WORKER.search(log.text(line)):
-            rank = _find_rank(found[1])
-            return LineOrigin(int(rank) if rank else None, actor=found[1])
+        if match := _WORKER.search(log.text(line)):
+            rank = _find_rank(match[1])
+            return LineOrigin(int(rank) if rank else None, actor=match[1])
     return NOBODY
 
 
 def name_refusal(exception: str) -> tuple[CauseRule, dict[str, str]] | None:
     """Return the rule for an exception by which libraries refuse settings and inputs, with its message."""
-    found = _REFUSAL.match(exception)
-    return (find_rule("refused"), {"message": found["message"][:160]}) if found else None
+    match = _REFUSAL.match(exception)
+    return (find_rule("refused"), {"message": match["message"][:160]}) if match else None
 
 
 def mark_survival(finding: Finding) -> Finding:
@@ -237,9 +233,9 @@ def mark_survival(finding: Finding) -> Finding:
         text = finding.log.rest(max(len(finding.log) - 400, finding.line) - 1)
         end = text.find("\n", steps[-1].start()) if steps else -1
         last = text[steps[-1].start() : end if end > 0 else None] if steps else finding.text
-        return replace(finding, survived=not any(each.expression.search(last) for each in rule.patterns))
-    before = (finding.log.text(line) for line in range(max(finding.line - _RETRY_REACH, 0), finding.line + 1))
-    if any(_RETRIED.search(text) for text in before):
+        return replace(finding, survived=not any(pattern.expression.search(last) for pattern in rule.patterns))
+    preceding = (finding.log.text(line) for line in range(max(finding.line - _RETRY_REACH, 0), finding.line + 1))
+    if any(_RETRIED.search(text) for text in preceding):
         return replace(finding, survived=True)
     rest = finding.log.rest(finding.line)
     if _FINISHED.search(rest) or (finding.traceback is None and _GOT_ROUND.search(finding.text)):

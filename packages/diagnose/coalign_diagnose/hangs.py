@@ -14,7 +14,7 @@ from coalign_diagnose.rules import find_rule
 _FAULT_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _SPY_FRAME = re.compile(r"^\s+(?P<function>\S+) \((?P<file>[^():]+):(?P<line>\d+)\)$")
 _SPY_PROCESS = re.compile(r"^Process (?P<pid>\d+): (?P<command>.*)$")
-_MARKS = (b"most recent call first", b"Python v")  # of faulthandler and py-spy
+_MARKS = (b"most recent call first", b"Python v")  # how dumps of faulthandler and py-spy begin
 _WAITING = re.compile(
     r"all_?reduce|all_?gather|reduce_?scatter|barrier|broadcast|all_?to_?all|\brecv\b|\bwait\b|synchronize|"
     r"irecv|isend|wait_event|monitored_barrier|_wait_for",
@@ -31,7 +31,7 @@ _GIVEN_UP = re.compile(
 )
 _NOT_UP = re.compile(r"(?i)\b(?:is )?not (?:up|ready|reachable|available)(?: yet)?\b.*\bretry")
 _LEAST_REPEATS = 5
-_MOST_REPEATS = 5_000  # lines of the end of a log
+_MOST_REPEATS = 5_000  # lines read from the end of a log
 _LAST_WORDS = 3  # lines after the repeated ones
 _STANDSTILL = 1800.0  # seconds
 _MOST_FRAMES = 4000  # lines of stacks that are compared
@@ -60,7 +60,7 @@ def find_hang(logs: Sequence[LogFile]) -> Finding | None:
     if not waiting or not away or len(away) > len(waiting):
         return None
     stack = away[0]
-    usual = Counter(each.frames[0] for each in waiting).most_common(1)[0]
+    usual = Counter(waiting_stack.frames[0] for waiting_stack in waiting).most_common(1)[0]
     text = f"{stack.name} is in {stack.frames[0]}, while {usual[1]} of {len(stacks)} wait in {usual[0]}"
     rank = re.search(r"rank[ _-]?(\d+)", stack.name)
     origin = LineOrigin(int(rank[1]) if rank else None, actor=stack.name)
@@ -70,7 +70,7 @@ def find_hang(logs: Sequence[LogFile]) -> Finding | None:
 def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
     """Name the line before a log only repeats, for half an hour or more, that something waits.
 
-    Of a server that only answers that it lives, the log must end with words of somebody who gave it up.
+    A server's log that only repeats health checks must end with the words of somebody who gave it up.
     """
     for log in logs:
         lines = [line for line in range(max(len(log) - _MOST_REPEATS, 0), len(log)) if log.text(line).strip()]
@@ -87,9 +87,9 @@ def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
             skeleton, first = re.sub(r"\d+", "", text), end
             while first > 0 and re.sub(r"\d+", "", log.text(lines[first - 1])) == skeleton:
                 first -= 1
-            begun, ended = log.time(lines[first]), log.time(lines[end])
+            started_at, ended = log.time(lines[first]), log.time(lines[end])
             asks_in_vain = not given_up and end - first >= 2 and _NOT_UP.search(text)
-            is_long = begun is not None and ended is not None and (ended - begun) % 86400 >= _STANDSTILL
+            is_long = started_at is not None and ended is not None and (ended - started_at) % 86400 >= _STANDSTILL
             if asks_in_vain or (end - first >= _LEAST_REPEATS and is_long):
                 line = lines[max(first - 1, 0)]
                 return Finding(
@@ -99,7 +99,7 @@ def find_standstill(logs: Sequence[LogFile]) -> Finding | None:
 
 
 def _read_stacks(log: LogFile) -> Iterator[ProcessStack]:
-    """Yield the stacks of a dump; of faulthandler's only the main thread, which comes last."""
+    """Yield the main threads' stacks of a dump: py-spy lists them first, faulthandler last."""
     if not any(mark in log.data for mark in _MARKS):
         return
     frames: list[str] = []
@@ -116,7 +116,7 @@ def _read_stacks(log: LogFile) -> Iterator[ProcessStack]:
             if not in_spy or "MainThread" in text or not frames:
                 frames, first = [], line
             else:
-                in_spy = False  # of py-spy's the main thread comes first
+                in_spy = False  # py-spy lists the main thread first
         elif (frame := _FAULT_FRAME.match(text) or _SPY_FRAME.match(text)) and (in_spy or not _SPY_FRAME.match(text)):
             frames.append(f"{frame['function']} ({frame['file'].rsplit('/', 1)[-1]}:{frame['line']})")
     if frames:

@@ -39,7 +39,7 @@ _TIMES = (
     re.compile(r"(?P<Y>\d{4})[-/](?P<m>\d\d)[-/](?P<d>\d\d)[T _](?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d(?:[.,]\d{1,6})?)"),
     re.compile(r"\b[EWIF](?P<m>\d{1,2})(?P<d>\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d\.\d{1,6})"),  # glog, torch
     re.compile(r"(?P<b>[A-Z][a-z]{2}) +(?P<d>\d{1,2}) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?: (?P<Y>\d{4}))?"),  # syslog
-    re.compile(r"^(?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d(?:[.,]\d{1,6})?)\b"),  # of some day
+    re.compile(r"^(?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d(?:[.,]\d{1,6})?)\b"),  # no date
     re.compile(r"\b(?P<m>\d\d)[-/](?P<d>\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d(?:[.,]\d{1,6})?)"),  # vLLM
 )
 
@@ -59,10 +59,10 @@ class LineOrigin:
         text = " ".join(filter(None, (who, f"({process})" if who and process else process)))
         return f"{text or 'a process'} on {self.node}" if self.node else text
 
-    def fill(self, other: LineOrigin) -> LineOrigin:
+    def fill(self, fallback: LineOrigin) -> LineOrigin:
         """Return this with what it lacks taken from another one."""
         missing = {
-            name: getattr(other, name) for name in ("rank", "node", "actor", "pid") if getattr(self, name) is None
+            name: getattr(fallback, name) for name in ("rank", "node", "actor", "pid") if getattr(self, name) is None
         }
         return replace(self, **missing)
 
@@ -118,10 +118,10 @@ class LogFile:
         """Return the number of a line as editors count, from 1."""
         return int(np.searchsorted(self._newlines, self._starts[line])) + 1
 
-    def rest(self, line: int, most: int = 1 << 20) -> str:
-        """Return what follows after a line, up to ``most`` bytes."""
+    def rest(self, line: int, max_bytes: int = 1 << 20) -> str:
+        """Return what follows after a line, up to ``max_bytes``."""
         start = int(self._starts[line + 1])
-        return self.data[start : start + most].decode("utf-8", "replace")
+        return self.data[start : start + max_bytes].decode("utf-8", "replace")
 
     @cached_property
     def origin(self) -> LineOrigin:
@@ -130,13 +130,13 @@ class LogFile:
         return LineOrigin(int(rank[1] or rank[2]) if rank else None, node[1] if node else None)
 
     def time(self, line: int) -> float | None:
-        """Return when a line was written, in seconds; of a line without a time that of the nearest before, or after."""
-        for other in (
+        """Return when a line was written, in seconds; a line without a time has that of the nearest one that has."""
+        for neighbour in (
             *range(line, max(line - _TIME_REACH, -1), -1),
             *range(line + 1, min(line + _TIME_REACH, len(self))),
         ):
-            if (found := parse_time(self.text(other)[:200], self.year)) is not None:
-                return found
+            if (seconds := parse_time(self.text(neighbour)[:200], self.year)) is not None:
+                return seconds
         return None
 
 
@@ -149,24 +149,23 @@ def split_tags(text: str) -> tuple[LineOrigin, str]:
             break
         rank = tag["rank"] or tag["mpi"] or tag["task"]
         actor = tag["actor"] or tag["daemon"]
-        found = LineOrigin(
+        tag_origin = LineOrigin(
             int(rank) if rank else None, tag["ip"] or tag["ip2"] or tag["host"], actor and actor.strip(), tag["pid"]
         )
-        origin, text = origin.fill(found), text[tag.end() :]
+        origin, text = origin.fill(tag_origin), text[tag.end() :]
     return origin, _REPEATED.sub("", text)
 
 
 def parse_time(text: str, year: int | None = None) -> float | None:
     """Return the first time in a text (ISO, glog, torch, vLLM, syslog), in seconds since the epoch."""
     for pattern in _TIMES:
-        if found := pattern.search(text):
-            part = found.groupdict()
+        if match := pattern.search(text):
+            fields = match.groupdict()
             try:
-                month = _MONTHS.index(part["b"]) + 1 if part.get("b") else int(part.get("m") or 1)
-                seconds = float(part["S"].replace(",", "."))
-                day = datetime(
-                    int(part.get("Y") or year or 2000), month, int(part.get("d") or 1), int(part["H"]), int(part["M"])
-                )
+                month = _MONTHS.index(fields["b"]) + 1 if fields.get("b") else int(fields.get("m") or 1)
+                seconds = float(fields["S"].replace(",", "."))
+                date = int(fields.get("Y") or year or 2000), month, int(fields.get("d") or 1)
+                day = datetime(*date, int(fields["H"]), int(fields["M"]))
             except ValueError:
                 continue
             return day.timestamp() + seconds

@@ -16,11 +16,11 @@ def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
     cause = verdict.cause
     if cause is None:
         passed = f"; it went on after {verdict.passed} errors" if verdict.passed else ""
-        return f"no failure found in {_count(logs)}{passed}"
+        return f"no failure found in {logs[0].name if len(logs) == 1 else f'{len(logs)} logs'}{passed}"
     lines = [f"cause: {cause.title}"]
     if origin := str(verdict.origin):
         lines.append(f"began in: {origin}")
-    lines += [f"  {place}: {text[:_WIDTH]}" for place, text in verdict.evidence]
+    lines += [f"  {location}: {text[:_WIDTH]}" for location, text in verdict.evidence]
     lines.append(f"sure: {verdict.sure} ({'; '.join(verdict.reasons)})")
     if cause.rule:
         lines.append(f"do: {cause.rule.advice}")
@@ -28,8 +28,8 @@ def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:
             lines.append(f"settings: {cause.rule.settings}")
     else:
         lines.append("do: The message is the program's own; look at the place shown, and at what it was given there.")
-    if verdict.others:
-        lines += ["other candidates:", *(f"  {other.title[:160]}, {other.place}" for other in verdict.others)]
+    if verdict.candidates:
+        lines += ["other candidates:", *(f"  {cause.title[:160]}, {cause.place}" for cause in verdict.candidates)]
     return "\n".join(lines)
 
 
@@ -46,12 +46,12 @@ def to_json(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> dict[str, Any]:
         "sure": verdict.sure,
         "reasons": list(verdict.reasons),
         "origin": {"rank": origin.rank, "node": origin.node, "process": origin.pid, "actor": origin.actor},
-        "evidence": [{"place": place, "text": text} for place, text in verdict.evidence],
+        "evidence": [{"place": location, "text": text} for location, text in verdict.evidence],
         "advice": rule.advice if rule else "",
         "settings": rule.settings if rule and is_coalign_run(logs) else "",
         "others": [
-            {"cause": other.rule.id if other.rule else "unknown", "title": other.title, "place": other.place}
-            for other in verdict.others
+            {"cause": cause.rule.id if cause.rule else "unknown", "title": cause.title, "place": cause.place}
+            for cause in verdict.candidates
         ],
         "files": len(logs),
     }
@@ -60,7 +60,3 @@ def to_json(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> dict[str, Any]:
 def is_coalign_run(logs: Sequence[LogFile]) -> bool:
     """Whether one of the logs is of Coalign."""
     return any(mark in log.data for log in logs for mark in (b" coalign.", b"/coalign/", b"coalign train"))
-
-
-def _count(logs: Sequence[LogFile]) -> str:
-    return f"{logs[0].name}" if len(logs) == 1 else f"{len(logs)} logs"

@@ -15,8 +15,8 @@ import yaml
 PATH = Path(__file__).with_name("rules.yaml")
 LEVELS = ("certain", "likely", "possible")
 SECONDARY = 90  # the order of rules that never name a cause
-_CUT = 8  # characters of a text that are looked for
-_MOST_TEXTS = 64  # alternatives that are kept apart
+_CUT = 8  # characters at the beginning of a text that are looked for
+_MAX_TEXTS = 64  # alternatives that are kept apart
 # What lines of healthy runs are full of: better texts are looked for.
 _COMMON = {
     *(
@@ -114,13 +114,13 @@ class CauseRule:
 
 def read_rule(raw: Mapping[str, Any]) -> CauseRule:
     """Check and compile a rule of the file. Raises ValueError, naming rule and key."""
-    where = f"{PATH.name}: {raw.get('id')}"
+    rule_name = f"{PATH.name}: {raw.get('id')}"
     if unknown := raw.keys() - _KEYS:
-        raise ValueError(f"{where}: no such key: {', '.join(sorted(unknown))}")
+        raise ValueError(f"{rule_name}: no such key: {', '.join(sorted(unknown))}")
     if missing := {"id", "category", "title", "any", "order", "sure", "advice"} - raw.keys():
-        raise ValueError(f"{where}: missing: {', '.join(sorted(missing))}")
+        raise ValueError(f"{rule_name}: missing: {', '.join(sorted(missing))}")
     if raw["sure"] not in LEVELS:
-        raise ValueError(f"{where}: sure: is {raw['sure']!r}; expected {', '.join(LEVELS)}")
+        raise ValueError(f"{rule_name}: sure: is {raw['sure']!r}; expected {', '.join(LEVELS)}")
     several = {key: tuple(re.compile(text) for text in raw.get(key, ())) for key in ("unless", "all", "not", "fields")}
     return CauseRule(
         **{key: raw[key] for key in ("id", "category", "title", "advice", "order", "sure")},
@@ -158,17 +158,17 @@ def build_filter() -> str:
     Beginnings of literal texts alone keep RE2's automaton small, and so at the speed of memory.
     """
     words = {word[:_CUT] for rule in load_rules() for pattern in rule.patterns for word in pattern.words}
-    needed = {word for word in words if not any(other != word and other in word for other in words)}
+    needed = {word for word in words if not any(shorter != word and shorter in word for shorter in words)}
     return "|".join(sorted(re.escape(word) for word in needed))
 
 
 def find_words(expression: str) -> frozenset[str]:
     """Return texts (lower case), one of which each match of the expression holds. ValueError if there are none."""
     exact, best = _find_literals(_parser.parse(expression))
-    found = max((each for each in (exact, best) if each), key=_score, default=frozenset())
-    if not found or min(map(len, found)) < 3:
+    words = max((texts for texts in (exact, best) if texts), key=_score, default=frozenset())
+    if not words or min(map(len, words)) < 3:
         raise ValueError(f"{PATH.name}: {expression!r} has no literal text of three characters that is always there")
-    return found
+    return words
 
 
 def _score(words: frozenset[str]) -> float:
@@ -187,8 +187,8 @@ def _find_literals(items: Any) -> tuple[frozenset[str] | None, frozenset[str] | 
 
     for item in items:
         all_texts, needed = _find_item_literals(*item)
-        if all_texts is not None and len(current) * len(all_texts) <= _MOST_TEXTS:
-            current = frozenset(before + after for before in current for after in all_texts)
+        if all_texts is not None and len(current) * len(all_texts) <= _MAX_TEXTS:
+            current = frozenset(prefix + suffix for prefix in current for suffix in all_texts)
             continue
         offer(current)
         offer(needed if all_texts is None else all_texts)
@@ -197,28 +197,28 @@ def _find_literals(items: Any) -> tuple[frozenset[str] | None, frozenset[str] | 
     return (current if exact else None), best
 
 
-def _find_item_literals(kind: Any, value: Any) -> tuple[frozenset[str] | None, frozenset[str] | None]:
-    if kind is _constants.LITERAL:
+def _find_item_literals(opcode: Any, value: Any) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    if opcode is _constants.LITERAL:
         return frozenset({chr(value).lower()}), None
-    if kind is _constants.AT:
+    if opcode is _constants.AT:
         return frozenset({""}), None
-    if kind is _constants.SUBPATTERN:
+    if opcode is _constants.SUBPATTERN:
         return _find_literals(value[3])
-    if kind is _constants.IN and all(each is _constants.LITERAL for each, _ in value):
+    if opcode is _constants.IN and all(opcode_of_item is _constants.LITERAL for opcode_of_item, _ in value):
         return frozenset(chr(code).lower() for _, code in value), None
-    if kind is _constants.BRANCH:
-        parts = [_find_literals(branch) for branch in value[1]]
-        exact = [texts for texts, _ in parts if texts is not None]
-        needed = [max((each for each in part if each and all(each)), key=_score, default=None) for part in parts]
+    if opcode is _constants.BRANCH:
+        branches = [_find_literals(branch) for branch in value[1]]
+        exact = [texts for texts, _ in branches if texts is not None]
+        needed = [max((words for words in pair if words and all(words)), key=_score, default=None) for pair in branches]
         return (
-            frozenset().union(*exact) if len(exact) == len(parts) else None,
-            frozenset().union(*(each for each in needed if each)) if all(needed) else None,
+            frozenset().union(*exact) if len(exact) == len(branches) else None,
+            frozenset().union(*(words for words in needed if words)) if all(needed) else None,
         )
-    if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+    if opcode in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
         texts, needed = _find_literals(value[2])
         if value[:2] == (0, 1) and texts is not None:
             return texts | {""}, None
-        return None, max((each for each in (texts, needed) if each and all(each)), key=_score, default=None) if (
+        return None, max((words for words in (texts, needed) if words and all(words)), key=_score, default=None) if (
             value[0] >= 1
         ) else None
     return None, None

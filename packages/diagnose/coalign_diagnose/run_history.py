@@ -98,9 +98,6 @@ class RunHistory:
         for group in parse_groups(text):  # those whose line of being drawn is damaged are new here
             yield self.groups.setdefault(group, GroupLife(group))
 
-    def _find_step(self, step: int) -> StepHistory:
-        return self.steps.setdefault(step, StepHistory(step))
-
     def _read_source(self, line: dict[str, Any]) -> None:
         self._sources[line["number"]] = line["name"]
 
@@ -142,7 +139,7 @@ class RunHistory:
             step.replayed.append(life.group)
 
     def _read_trained(self, line: dict[str, Any]) -> None:
-        step = self._find_step(line["step"])
+        step = self.steps.setdefault(line["step"], StepHistory(line["step"]))
         step.trained_at, step.loss, step.synced = line["at"], line.get("loss"), line.get("synced")
         self._end_step(step, line["at"])
 
@@ -164,9 +161,9 @@ class RunHistory:
         why = f"the run was started again at {format_time(at)}, and went on after step {step}"
         self.restarts.append(why)
         self.ended = None
-        for each in self.steps.values():  # a run that ends with an error has saved its last step, but not noted it
-            if each.step <= step and each.trained_at is None:
-                self._end_step(each, None)
+        for past in self.steps.values():  # a run that ends with an error has saved its last step, but not noted it
+            if past.step <= step and past.trained_at is None:
+                self._end_step(past, None)
         waiting = set(parse_groups(line["waiting"]))
         for group, life in list(self.groups.items()):
             if group >= line["drawn"]:

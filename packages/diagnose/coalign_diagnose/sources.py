@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coalign_diagnose.logs import LogFile
 
-_LARGEST = 1 << 30  # bytes of a file: of a larger one its end is read
+_MAX_FILE_BYTES = 1 << 30  # only the end of a larger file is read
 _NO_LOGS = {
     *(".py", ".jsonl", ".json", ".yaml", ".yml", ".csv", ".parquet", ".arrow", ".md", ".html", ".png", ".toml", ".cfg"),
     *(".safetensors", ".pt", ".pth", ".bin", ".npy", ".npz", ".pkl", ".zip", ".tar", ".pyc", ".so", ".jinja", ".sh"),
@@ -54,10 +54,10 @@ def read_log(path: Path) -> LogFile:
         raise ValueError(f"{path}: is not a regular file")
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
         if path.suffix == ".gz":
-            data = gzip.GzipFile(fileobj=file).read(_LARGEST)
+            data = gzip.GzipFile(fileobj=file).read(_MAX_FILE_BYTES)
         else:
-            file.seek(max(path.stat().st_size - _LARGEST, 0))
-            data = file.read(_LARGEST)
+            file.seek(max(path.stat().st_size - _MAX_FILE_BYTES, 0))
+            data = file.read(_MAX_FILE_BYTES)
     return LogFile(str(path), data, datetime.fromtimestamp(path.stat().st_mtime).year)
 
 
@@ -92,11 +92,11 @@ def _list_run(path: Path) -> list[Path]:
 
 
 def _list_texts(path: Path) -> list[Path]:
-    found = [
+    files = [
         file
         for file in path.rglob("*")
         if file.is_file()
         and file.suffix.lower() not in _NO_LOGS
-        and not any(_HIDDEN.match(part) for part in file.relative_to(path).parts)
+        and not any(_HIDDEN.match(component) for component in file.relative_to(path).parts)
     ]
-    return sorted(found, key=lambda file: (len(file.parts), [int(n) for n in re.findall(r"\d+", file.name)], file.name))
+    return sorted(files, key=lambda file: (len(file.parts), [int(n) for n in re.findall(r"\d+", file.name)], file.name))

@@ -90,16 +90,16 @@ def read_traceback(log: LogFile, first: int) -> LogTraceback | None:
 
 
 def _read_frame(text: str) -> StackFrame | None:
-    if found := _FRAME.match(text) or _BOX_FRAME.match(text):
-        return StackFrame(found["file"], int(found["line"]), found["function"] or "")
-    if found := _NOTEBOOK_FRAME.match(text):
+    if match := _FRAME.match(text) or _BOX_FRAME.match(text):
+        return StackFrame(match["file"], int(match["line"]), match["function"] or "")
+    if match := _NOTEBOOK_FRAME.match(text):
         return StackFrame(
-            found["file"] or found["cell"], int(found["line"] or found["number"]), found["function"] or ""
+            match["file"] or match["cell"], int(match["line"] or match["number"]), match["function"] or ""
         )
     return None
 
 
-def read_block(log: LogFile, line: int, before: int = 250, after: int = 25) -> str:
+def read_block(log: LogFile, line: int, lines_back: int = 250, lines_forward: int = 25) -> str:
     """Return the traceback that a line ends or stands in, and some lines after it, of the same process.
 
     Without a traceback: the lines around.
@@ -107,18 +107,18 @@ def read_block(log: LogFile, line: int, before: int = 250, after: int = 25) -> s
     origin, _ = split_tags(log.text(line))
     mixed = origin.pid is not None or origin.rank is not None
     lines: list[str] = []
-    for other in range(line, max(line - before, -1), -1):
-        who, text = split_tags(log.text(other))
+    for number in range(line, max(line - lines_back, -1), -1):
+        who, text = split_tags(log.text(number))
         if mixed and who != origin:
             continue
         lines.append(text)
-        if BEGIN.search(text) and other < line:
+        if BEGIN.search(text) and number < line:
             break
     else:
         lines = lines[:40]
     block = lines[::-1]
-    for other in range(line + 1, min(line + after, len(log))):
-        who, text = split_tags(log.text(other))
+    for number in range(line + 1, min(line + lines_forward, len(log))):
+        who, text = split_tags(log.text(number))
         if not mixed or who == origin:
             if BEGIN.search(text):
                 break
@@ -131,8 +131,8 @@ def is_source(log: LogFile, line: int) -> bool:
     who, text = split_tags(log.text(line))
     if not text[:1].isspace() or _FRAME.match(text):
         return False
-    for other in range(line - 1, max(line - 8, -1), -1):
-        before, above = split_tags(log.text(other))
-        if before == who:
+    for number in range(line - 1, max(line - 8, -1), -1):
+        above_origin, above = split_tags(log.text(number))
+        if above_origin == who:
             return _FRAME.match(above) is not None
     return False

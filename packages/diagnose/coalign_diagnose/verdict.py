@@ -18,18 +18,18 @@ _WRAPPER = re.compile(
     r"RayTaskError|ChildFailedError|CalledProcessError|Process\w*Exception|Caught \w+ in|Broken|Connection"
 )
 _DONE = re.compile(r"(?i)\b(?:finished|done|completed?|saved|succeeded|success(?:fully)?|results?|all)\b")
-_LAST = 4  # lines that say how a log ends
+_LAST_LINES = 4  # say how a log ends
 _CHAIN = 80  # lines between exceptions of one chain
 _WORK = 12  # lines without a word of trouble, by which an exception was caught
 _TROUBLE = re.compile(r"(?i)error|exception|traceback|fail|abort|kill|frame #|File \"|NCCL|warn|\bexit|timeout|shut")
-_OTHERS = 4  # further candidates in an answer
+_MAX_CANDIDATES = 4
 
 
 @dataclass(frozen=True)
 class RunDiagnosis:
     """Why a run ended badly. ``cause`` is None if nothing failed; its rule is None if the cause is unknown.
 
-    ``evidence`` are (place, text); ``reasons`` say why it is this ``sure``; ``others`` are further candidates.
+    ``evidence`` are (place, text); ``reasons`` say why it is this ``sure``; ``candidates`` are other possible causes.
     """
 
     cause: Finding | None
@@ -37,7 +37,7 @@ class RunDiagnosis:
     sure: str = "possible"
     reasons: tuple[str, ...] = ()
     evidence: tuple[tuple[str, str], ...] = ()
-    others: tuple[Finding, ...] = ()
+    candidates: tuple[Finding, ...] = ()
     passed: int = 0  # errors that the run went on after
 
 
@@ -53,7 +53,7 @@ def judge_paths(paths: Iterable[str]) -> tuple[RunDiagnosis, list[LogFile]]:
 def judge(logs: Sequence[LogFile]) -> RunDiagnosis:
     """Read logs of one run, of any number of processes, and name the first error in causal order."""
     findings = [finding for log in logs for finding in find_all(log)]
-    findings += [found for found in (find_hang(logs), find_straggler(logs), find_standstill(logs)) if found]
+    findings += [finding for finding in (find_hang(logs), find_straggler(logs), find_standstill(logs)) if finding]
     primary = [finding for finding in findings if finding.rule is None or finding.rule.order < SECONDARY]
     lasting = [finding for finding in primary if not finding.survived and finding.counts]
     if not lasting and any(finding.tier >= SECONDARY and finding.rule for finding in findings if _ends(finding)):
@@ -64,21 +64,21 @@ def judge(logs: Sequence[LogFile]) -> RunDiagnosis:
         return RunDiagnosis(None, passed=len(primary))
     lasting = [finding for finding in lasting if not _is_caught(finding, lasting)]
     effects_alone = all(finding.tier >= 40 for finding in lasting)
-    ranked = _sort([each for each in primary if each.counts] if effects_alone else lasting)
+    ranked = _sort([finding for finding in primary if finding.counts] if effects_alone else lasting)
     return _describe(ranked, findings, logs)
 
 
-def _is_caught(finding: Finding, others: list[Finding]) -> bool:
+def _is_caught(finding: Finding, findings: list[Finding]) -> bool:
     """Whether the process of an exception went on with ordinary work, and ended by a later one of the same weight."""
     if finding.traceback is None or finding.tier < 20:
         return False
     later = [
-        other.traceback.first
-        for other in others
-        if other.log is finding.log
-        and other.tier <= finding.tier
-        and other.traceback
-        and other.origin == finding.origin
+        later_finding.traceback.first
+        for later_finding in findings
+        if later_finding.log is finding.log
+        and later_finding.tier <= finding.tier
+        and later_finding.traceback
+        and later_finding.origin == finding.origin
     ]
     end = max(later, default=0)
     work = (finding.log.text(line) for line in range(finding.line + 1, min(end, finding.line + _CHAIN)))
@@ -99,7 +99,7 @@ def _find_unnamed(findings: list[Finding]) -> list[Finding]:
 
 def _ends_well(log: LogFile) -> bool:
     """Whether the last lines of a log say that the work is done."""
-    return any(_DONE.search(log.text(line)) for line in range(max(len(log) - _LAST, 0), len(log)))
+    return any(_DONE.search(log.text(line)) for line in range(max(len(log) - _LAST_LINES, 0), len(log)))
 
 
 def _ends(finding: Finding) -> bool:
@@ -113,9 +113,9 @@ def _sort(findings: list[Finding]) -> list[Finding]:
     """Sort by tier, and within one by time, which counts if all have one; else by file and line."""
     ordered = []
     for survived in (False, True):
-        part = [finding for finding in findings if finding.survived is survived]
-        for tier in sorted({finding.tier for finding in part}):
-            alike = [finding for finding in part if finding.tier == tier]
+        subset = [finding for finding in findings if finding.survived is survived]
+        for tier in sorted({finding.tier for finding in subset}):
+            alike = [finding for finding in subset if finding.tier == tier]
             several = len({id(finding.log) for finding in alike}) > 1
             timed = several and all(finding.time is not None for finding in alike)
             ordered += sorted(alike, key=lambda f: f.time or 0.0) if timed else alike
@@ -127,28 +127,29 @@ def _sort(findings: list[Finding]) -> list[Finding]:
 
 def _describe(ranked: list[Finding], findings: list[Finding], logs: Sequence[LogFile]) -> RunDiagnosis:
     cause = ranked[0] = _follow_chain(ranked[0], findings)
-    others: dict[str, Finding] = {}
+    candidates: dict[str, Finding] = {}
     for finding in ranked[1:]:
         name = finding.rule.id if finding.rule else finding.text
         if name != (cause.rule.id if cause.rule else cause.text):
-            others.setdefault(name, finding)
+            candidates.setdefault(name, finding)
     sure, reasons = _weigh(cause, ranked, logs)
     origin, evidence = cause.origin, [(cause.place, cause.text[:400])]
     if cause.traceback and (frame := cause.traceback.own_frame):
         evidence.append((f"{frame.file}:{frame.line}", f"in {frame.function}" if frame.function else "here"))
     if cause.rule and cause.rule.id in ("nccl-timeout", "gloo-timeout", "nccl-heartbeat"):
-        late = compare_collectives(findings, logs)
-        if late is not None:
-            origin = late.origin or origin
-            reasons.append(late.text)
-            evidence += late.evidence
-            rank = None if late.origin is None else late.origin.rank
+        lagging = compare_collectives(findings, logs)
+        if lagging is not None:
+            origin = lagging.origin or origin
+            reasons.append(lagging.text)
+            evidence += lagging.evidence
+            rank = None if lagging.origin is None else lagging.origin.rank
             if rank is not None and (deed := find_last_deed(cause, rank, logs)):
                 evidence.append(deed)
     same = {finding.place for finding in ranked if finding.rule is cause.rule and finding.tier < 90} - {cause.place}
     if same:
         reasons.append(f"{len(same)} more lines say the same")
-    return RunDiagnosis(cause, origin, sure, tuple(reasons), tuple(evidence), tuple(others.values())[:_OTHERS])
+    rest = tuple(candidates.values())[:_MAX_CANDIDATES]
+    return RunDiagnosis(cause, origin, sure, tuple(reasons), tuple(evidence), rest)
 
 
 def _follow_chain(cause: Finding, findings: list[Finding]) -> Finding:
@@ -158,17 +159,17 @@ def _follow_chain(cause: Finding, findings: list[Finding]) -> Finding:
     """
     if cause.rule is None or cause.tier >= 40:
         return cause
-    for other in findings:
-        if other.log is not cause.log or other.rule is None or not 0 < other.line - cause.line <= _CHAIN:
+    for later in findings:
+        if later.log is not cause.log or later.rule is None or not 0 < later.line - cause.line <= _CHAIN:
             continue
-        if other.rule is cause.rule and other.traceback and cause.is_warning:
-            return other
-        if other.line - cause.line <= 3 and "validation error" in cause.text and other.text.startswith("Value error"):
-            return other  # pydantic's message
-        if other.traceback and cause.traceback and other.tier == cause.tier and other.rule.order < cause.rule.order:
-            between = "".join(other.log.text(line) for line in range(cause.line, other.traceback.first + 1))
+        if later.rule is cause.rule and later.traceback and cause.is_warning:
+            return later
+        if later.line - cause.line <= 3 and "validation error" in cause.text and later.text.startswith("Value error"):
+            return later  # pydantic's message
+        if later.traceback and cause.traceback and later.tier == cause.tier and later.rule.order < cause.rule.order:
+            between = "".join(later.log.text(line) for line in range(cause.line, later.traceback.first + 1))
             if "above exception" in between:
-                return other
+                return later
     return cause
 
 
@@ -184,15 +185,15 @@ def _weigh(cause: Finding, ranked: list[Finding], logs: Sequence[LogFile]) -> tu
     else:
         reasons.append("the message has this cause most of the time")
     rivals = {
-        other.rule.id: other
-        for other in ranked[1:]
-        if other.rule and other.tier == cause.tier and other.rule != cause.rule
+        rival.rule.id: rival
+        for rival in ranked[1:]
+        if rival.rule and rival.tier == cause.tier and rival.rule != cause.rule
     }
     if rivals:
         first = next(iter(rivals.values()))
         gap = f", {first.time - cause.time:.1f} s before the next" if cause.time and first.time else ""
-        several = len({id(each.log) for each in (cause, *rivals.values())}) > 1
-        timed = cause.time is not None and all(each.time is not None for each in rivals.values())
+        several = len({id(finding.log) for finding in (cause, *rivals.values())}) > 1
+        timed = cause.time is not None and all(rival.time is not None for rival in rivals.values())
         reasons.append(f"it comes first of {len(rivals) + 1} different errors{gap}")
         if several and not timed:
             sure = LEVELS[max(LEVELS.index(sure), 1)]

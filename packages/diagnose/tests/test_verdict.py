@@ -35,7 +35,7 @@ def test_the_cause_of_one_rank_is_named_before_the_timeouts_of_the_others():
     )
     verdict = judge(logs)
     assert name_cause(verdict) == "device-memory-backward" and verdict.origin.rank == 2
-    assert [name.rule.id for name in verdict.others] == ["nccl-timeout"]
+    assert [name.rule.id for name in verdict.candidates] == ["nccl-timeout"]
 
 
 def test_of_two_causes_in_two_files_the_earlier_is_named_and_of_one_file_the_first():
@@ -131,7 +131,7 @@ def test_processes_are_told_apart_where_their_lines_are_mixed():
 def test_the_worker_is_named_where_the_error_of_a_call_was_raised():
     text = f"future.WorkerError: trainer.train_step failed in trainer, rank 1: OutOfMemoryError: x\n\n{OOM}"
     verdict = judge_text(text)
-    assert name_cause(verdict) == "device-memory-backward" and not verdict.others
+    assert name_cause(verdict) == "device-memory-backward" and not verdict.candidates
     assert verdict.origin.rank == 1 and verdict.origin.actor == "trainer, rank 1"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from coalign_graders.processors import count_processors
 
-SECONDS = 5.0  # of processor time for one check; usual ones take milliseconds
+SECONDS = 5.0  # processor time that one check may take; usual ones take milliseconds
 _WAIT = 4  # times as long on a busy machine
 AT_ONCE = min(8, count_processors())  # processes of a kind; more would slow each other down
 _START_SECONDS = 60.0  # importing sympy on a busy machine
@@ -83,19 +83,19 @@ def _ask(name: str, *arguments: Any, seconds: float | None) -> Any:
 
 
 @cache
-def _start_pool(kind: str) -> queue.LifoQueue[Checker]:
+def _start_pool(task: str) -> queue.LifoQueue[Checker]:
     """The processes of this worker, started when needed; the one used last comes first."""
     pool: queue.LifoQueue[Checker] = queue.LifoQueue()
     for _ in range(AT_ONCE):
-        pool.put(Checker(kind))
+        pool.put(Checker(task))
     return pool
 
 
 class Checker:
     """The parent's end of one process: started at the first check, and again after it was killed or died."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, task: str) -> None:
+        self._task = task
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -122,7 +122,7 @@ class Checker:
 
     def _start(self) -> subprocess.Popen[str]:
         # -P: without it this folder leads the import path, and its modules could hide others.
-        has_algebra = self._kind == "math" and importlib.util.find_spec("latex2sympy2_extended") is not None
+        has_algebra = self._task == "math" and importlib.util.find_spec("latex2sympy2_extended") is not None
         command = [sys.executable, "-P", str(_SCRIPT), "algebra" if has_algebra else "plain"]
         self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answers = queue.SimpleQueue()

@@ -37,7 +37,7 @@ _POINTS = tuple(
         *("-1.618 2.236 -0.577", "3.162 -0.693 -2.718", "-2.5 -7.389 1.732", "-4 -3 6"),
     )
 )
-_WHOLE = re.compile(r"[kmnN]")  # variables that are integers where parities and parts of numbers are taken
+_INTEGER = re.compile(r"[kmnN]")  # variables that are integers where parities and parts of numbers are taken
 _UNFINISHED = re.compile(r"\\(?:i*int|oint|sum|prod|lim|limsup|liminf|partial)(?![A-Za-z])|\\frac\{\s*d(?=[\s^}a-z])")
 _FIGURE = re.compile(
     r"\\(?:angle|triangle|parallel|perp|cong|sim|to|mapsto)(?![a-z])|\\(?:vec|overrightarrow).*\\times"
@@ -70,8 +70,8 @@ def check_pattern(pattern: str, text: str) -> bool:
 
 def find_last(pattern: str, text: str) -> str | None:
     """The first group of a pattern (without groups: all of it) where it matches last, ignoring case."""
-    found = [match[min(1, match.re.groups)] for match in re.finditer(pattern, text, re.IGNORECASE)]
-    return found[-1] if found else None
+    matches = [match[min(1, match.re.groups)] for match in re.finditer(pattern, text, re.IGNORECASE)]
+    return matches[-1] if matches else None
 
 
 CHECKS: dict[str, Callable[..., bool | str | None]] = {
@@ -149,11 +149,11 @@ def _parse(text: str) -> Any:
         basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
     )
     meaning = ConversionConfig(lowercase_symbols=False)
-    found = latex2sympy(normalize_latex(text, config=layout), normalization_config=None, conversion_config=meaning)
-    if not isinstance(found, sympy.Expr) or found.has(sympy.nan, sympy.zoo):
+    expression = latex2sympy(normalize_latex(text, config=layout), normalization_config=None, conversion_config=meaning)
+    if not isinstance(expression, sympy.Expr) or expression.has(sympy.nan, sympy.zoo):
         return None
-    exact = {number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)}
-    return _take_real_roots(found.xreplace(exact | {sympy.Symbol("i"): sympy.I}))
+    exact = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
+    return _take_real_roots(expression.xreplace(exact | {sympy.Symbol("i"): sympy.I}))
 
 
 def _take_real_roots(expression: Any) -> Any:
@@ -174,9 +174,9 @@ def _are_equal(first: Any, second: Any) -> bool:
         return True
     if first.free_symbols != second.free_symbols:
         return False
-    verdicts = [_is_zero(one - other) for one, other in _sample(first, second)]
-    known = [verdict for verdict in verdicts if verdict is not None]
-    return all(known) and len(known) > (len(verdicts) > 1)
+    verdicts = [_is_zero(left - right) for left, right in _sample(first, second)]
+    decided = [verdict for verdict in verdicts if verdict is not None]
+    return all(decided) and len(decided) > (len(verdicts) > 1)
 
 
 def _are_proportional(first: Any, second: Any, positive: bool) -> bool:
@@ -187,10 +187,10 @@ def _are_proportional(first: Any, second: Any, positive: bool) -> bool:
     values = [pair for pair, zero in zeros if zero == (False, False)]
     if len(values) < 2 or any(set(zero) == {True, False} for _, zero in zeros):
         return False
-    one, other = values[0]
-    if positive and not (one / other).evalf(9).is_positive:
+    first_value, second_value = values[0]
+    if positive and not (first_value / second_value).evalf(9).is_positive:
         return False
-    return all(_is_zero(left * other - right * one) for left, right in values[1:])
+    return all(_is_zero(left * second_value - right * first_value) for left, right in values[1:])
 
 
 def _is_zero(value: Any) -> bool | None:
@@ -206,7 +206,7 @@ def _is_zero(value: Any) -> bool | None:
 
 def _is_lost(value: Any) -> bool:
     """Whether no digit of a value is certain: of a sum that cancels, sympy says how many digits are left."""
-    return all(part == 0 or getattr(part, "_prec", 0) <= 2 for part in value.as_real_imag())
+    return all(component == 0 or getattr(component, "_prec", 0) <= 2 for component in value.as_real_imag())
 
 
 def _sample(first: Any, second: Any) -> Iterator[tuple[Any, Any]]:
@@ -216,13 +216,13 @@ def _sample(first: Any, second: Any) -> Iterator[tuple[Any, Any]]:
     symbols = sorted(first.free_symbols, key=str)
     stepwise = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Sum, sympy.Product)
     signs = [power for both in (first, second) for power in both.atoms(sympy.Pow) if power.base.is_negative]
-    whole = all(_WHOLE.fullmatch(str(symbol)) for symbol in symbols) and (signs or (first + second).has(*stepwise))
+    integers = all(_INTEGER.fullmatch(str(symbol)) for symbol in symbols) and (signs or (first + second).has(*stepwise))
     for point in _POINTS if symbols else _POINTS[:1]:
         at = {
             s: sympy.Rational(point[i % 3]) + sympy.Rational(i // 3, 1 if point[0].denominator == 1 else 7)
             for i, s in enumerate(symbols)
         }
-        if whole and not all(value.is_Integer for value in at.values()):
+        if integers and not all(value.is_Integer for value in at.values()):
             continue
         if (
             min(at.values(), default=1) > 0

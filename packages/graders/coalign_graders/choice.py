@@ -70,10 +70,10 @@ def _read_letters(sample: GradedSample, answer_key: str, choices: str) -> list[s
 
 def _letter(text: str, choices: str) -> str | None:
     """The choice that ``text`` begins with, after brackets and markup."""
-    found = _patterns(choices)[0].match(text)
-    if not found:
+    match = _patterns(choices)[0].match(text)
+    if not match:
         return None
-    letter, rest = found["letter"], text[found.end() :]
+    letter, rest = match["letter"], text[match.end() :]
     if letter not in choices:  # a small letter, or the other way round
         if re.search(r"\w", rest):
             return None

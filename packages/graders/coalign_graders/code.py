@@ -76,10 +76,10 @@ async def code(
     limits = SandboxLimits(seconds, memory_mb, processes, output_kb, file_mb)
     await asyncio.to_thread(require_limits, tuple(require), processes)
     source, passed, timed_out = extract_code(sample.response, sample.prompt), 0, False
-    begun = time.monotonic()
+    started_at = time.monotonic()
     async with Sandbox(limits, packages=packages) as sandbox:
         for test in tests:
-            if time.monotonic() - begun > total_seconds:
+            if time.monotonic() - started_at > total_seconds:
                 timed_out = True
                 break
             report = await sandbox.run(test.prepare(source), **test.request)
@@ -353,24 +353,24 @@ def _split(condition: ast.expr) -> _Split | None:
 
 def _split_comparison(operators: list[Callable[[Any, Any], Any] | None], operands: list[ast.expr]) -> _Split | None:
     """`f(1) == 2`, `0 < f(1) <= 1`, `abs(f(1) - 0.5) < 1e-6`: any comparison of one value with constants."""
-    constants, places = [], []
-    for place, operand in enumerate(operands):
+    constants, positions = [], []
+    for position, operand in enumerate(operands):
         try:
             constants.append(_constant(operand))
         except _UNREADABLE:
             constants.append(None)
-            places.append(place)
-    if len(places) != 1 or None in operators:
+            positions.append(position)
+    if len(positions) != 1 or None in operators:
         return None
-    (place,) = places
-    value, measure = _take_distance(operands[place])
+    (position,) = positions
+    value, measure = _take_distance(operands[position])
     # What `is` holds of is another object here, except for the few that exist once.
     by_identity = any(one in (operator.is_, operator.is_not) for one in operators)
     if not _is_value(value) or (by_identity and any(one not in (None, True, False) for one in constants)):
         return None
 
     def check(value: Any) -> bool:
-        row = [*constants[:place], measure(value), *constants[place + 1 :]]
+        row = [*constants[:position], measure(value), *constants[position + 1 :]]
         return all(one and one(left, right) for one, left, right in zip(operators, row[:-1], row[1:], strict=True))
 
     return [(value, check)]
@@ -384,14 +384,10 @@ def _take_distance(node: ast.expr) -> tuple[ast.expr, Callable[[Any], Any]]:
             args=[ast.BinOp(left=left, op=ast.Sub(), right=right)],
             keywords=[],
         ):
-            for value, other in ((left, right), (right, left)):
+            for value, constant in ((left, right), (right, left)):
                 with suppress(*_UNREADABLE):
-                    return value, partial(_measure_distance, _constant(other))
+                    return value, partial(lambda truth, result: abs(truth - result), _constant(constant))
     return node, lambda value: value
-
-
-def _measure_distance(first: Any, second: Any) -> Any:
-    return abs(first - second)
 
 
 def _constant(node: ast.expr) -> Any:

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are equal: compared part by part, never by a prefix.
+"""Whether two mathematical answers are equal: compared node by node, never by a prefix.
 
 `notation.py` reads them. Expressions without further structure go to a comparer that the caller supplies, because
 computer algebra belongs in a process that can be killed (`checker.py`). That process loads this file by its path, so it
@@ -31,76 +31,76 @@ def is_same(gold: str, predicted: str, equal_expressions: ExpressionComparer) ->
     return _compare(read_answer(first), read_answer(second), equal_expressions)
 
 
-def _read_comma(text: str, other: str) -> str:
+def _read_comma(text: str, counterpart: str) -> str:
     """`1,22` next to a decimal or a fraction as 1.22, elsewhere as a list."""
-    number = read_quantity(other) if re.fullmatch(r"-?[0-9]+,[0-9]+", text) else None
-    return text.replace(",", ".") if number and ("." in other or number.value.denominator > 1) else text
+    number = read_quantity(counterpart) if re.fullmatch(r"-?[0-9]+,[0-9]+", text) else None
+    return text.replace(",", ".") if number and ("." in counterpart or number.value.denominator > 1) else text
 
 
 def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
     if gold == predicted:
         return True
-    kinds = {gold.kind, predicted.kind}
-    if "solutions" in kinds:
-        one, other = (node.parts[0] if node.kind == "solutions" else node for node in (gold, predicted))
-        return _compare(one, other, equal)
-    if any(node.kind == "relation" and node.text == "∈" for node in (gold, predicted)):
-        one, other = (node.parts[1] if node.text == "∈" else node for node in (gold, predicted))
-        return _share_variables(gold, predicted) and _compare(one, other, equal)
-    if "near" in kinds and "relation" not in kinds:
+    types = {gold.type, predicted.type}
+    if "solutions" in types:
+        left, right = (node.children[0] if node.type == "solutions" else node for node in (gold, predicted))
+        return _compare(left, right, equal)
+    if any(node.type == "relation" and node.text == "∈" for node in (gold, predicted)):
+        left, right = (node.children[1] if node.text == "∈" else node for node in (gold, predicted))
+        return _share_variables(gold, predicted) and _compare(left, right, equal)
+    if "near" in types and "relation" not in types:
         return _compare_near(gold, predicted, equal)
-    if "choice" in kinds:
+    if "choice" in types:
         return _compare_choices(gold, predicted, equal)
-    if gold.kind == "list" and predicted.kind == "list":
+    if gold.type == "list" and predicted.type == "list":
         return _compare_lists(gold, predicted, equal)
     if is_assignment(gold) and is_assignment(predicted):
-        return _share_name(gold, predicted) and _compare(gold.parts[1], predicted.parts[1], equal)
-    if is_assignment(predicted) and gold.kind != "relation":
-        return _compare(gold, predicted.parts[1], equal)
-    if is_assignment(gold) and predicted.kind != "relation":
-        return _compare(gold.parts[1], predicted, equal)
-    if gold.kind == "list" and len(gold.parts) == 1:
-        return _compare(gold.parts[0], predicted, equal)
-    if predicted.kind == "list" and len(predicted.parts) == 1 and gold.kind != "number":
-        return _compare(gold, predicted.parts[0], equal)
-    if kinds & {"relation", "list", "conditions"} and (
-        kinds & {"tuple", "union", "conditions"} or len(kinds) == 2 or has_modulus(gold) or has_modulus(predicted)
+        return _share_name(gold, predicted) and _compare(gold.children[1], predicted.children[1], equal)
+    if is_assignment(predicted) and gold.type != "relation":
+        return _compare(gold, predicted.children[1], equal)
+    if is_assignment(gold) and predicted.type != "relation":
+        return _compare(gold.children[1], predicted, equal)
+    if gold.type == "list" and len(gold.children) == 1:
+        return _compare(gold.children[0], predicted, equal)
+    if predicted.type == "list" and len(predicted.children) == 1 and gold.type != "number":
+        return _compare(gold, predicted.children[0], equal)
+    if types & {"relation", "list", "conditions"} and (
+        types & {"tuple", "union", "conditions"} or len(types) == 2 or has_modulus(gold) or has_modulus(predicted)
     ):
-        one, other = to_region(gold), to_region(predicted)
-        if one and other and (one, other) != (gold, predicted):
-            return _share_variables(gold, predicted) and _compare(one, other, equal)
-        if "conditions" in kinds:
-            return not one and not other and len(kinds) == 1 and _match_all(gold.parts, predicted.parts, equal)
-    if kinds == {"congruence"}:
+        left, right = to_region(gold), to_region(predicted)
+        if left and right and (left, right) != (gold, predicted):
+            return _share_variables(gold, predicted) and _compare(left, right, equal)
+        if "conditions" in types:
+            return not left and not right and len(types) == 1 and _match_all(gold.children, predicted.children, equal)
+    if types == {"congruence"}:
         return _compare_congruences(gold, predicted, equal)
-    if kinds == {"matrix", "tuple"}:  # a vector
-        one, other = _to_tuple(gold), _to_tuple(predicted)
-        return one.kind == other.kind and _compare(one, other, equal)
-    if kinds == {"list", "tuple"}:  # a tuple without its brackets
+    if types == {"matrix", "tuple"}:  # a vector
+        left, right = _to_tuple(gold), _to_tuple(predicted)
+        return left.type == right.type and _compare(left, right, equal)
+    if types == {"list", "tuple"}:  # a tuple without its brackets
         is_interval = gold.text + predicted.text != "()" and (
-            gold.text + predicted.text != "[]" or len(gold.parts) == 2
+            gold.text + predicted.text != "[]" or len(gold.children) == 2
         )
         return not is_interval and _compare_in_order(_order_names(gold), _order_names(predicted), equal)
-    if gold.kind == "relation" and predicted.kind == "relation":
+    if gold.type == "relation" and predicted.type == "relation":
         return _compare_relations(gold, predicted, equal)
-    if gold.kind == "number" and predicted.kind == "number":
+    if gold.type == "number" and predicted.type == "number":
         return _is_equal_number(gold, predicted) and _agree(gold, predicted)
-    number, other = (gold, predicted) if gold.kind == "number" else (predicted, gold)
-    if kinds == {"number", "expression"} and number.unit and not other.unit:  # `5 m`, where metres are asked for
-        one, other = (_read_letter_unit(node) for node in (gold, predicted))
-        if one.unit and other.unit:
-            return _compare(one, other, equal)
-    if gold.kind == "number":  # `2+2` does not pay for 4
+    number, counterpart = (gold, predicted) if gold.type == "number" else (predicted, gold)
+    if types == {"number", "expression"} and number.unit and not counterpart.unit:  # `5 m`, where metres are asked for
+        left, right = (_read_letter_unit(node) for node in (gold, predicted))
+        if left.unit and right.unit:
+            return _compare(left, right, equal)
+    if gold.type == "number":  # `2+2` does not pay for 4
         return False
     if not _agree(gold, predicted):
         return False
-    if gold.kind != predicted.kind:
-        return kinds <= {"expression", "number", "words"} and equal([gold.text], [predicted.text], "")
-    match gold.kind:
+    if gold.type != predicted.type:
+        return types <= {"expression", "number", "words"} and equal([gold.text], [predicted.text], "")
+    match gold.type:
         case "tuple" | "matrix":
-            return gold.text == predicted.text and _compare_in_order(gold.parts, predicted.parts, equal)
+            return gold.text == predicted.text and _compare_in_order(gold.children, predicted.children, equal)
         case "union" | "piecewise":
-            return _match_all(list(dict.fromkeys(gold.parts)), list(dict.fromkeys(predicted.parts)), equal)
+            return _match_all(list(dict.fromkeys(gold.children)), list(dict.fromkeys(predicted.children)), equal)
         case "ratio":
             return _compare_ratios(gold, predicted, equal)
         case "base" | "words":
@@ -109,33 +109,33 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
 
 
 def _read_letter_unit(node: MathNode) -> MathNode:
-    found = re.fullmatch(r"(.*[0-9.}])\s*([A-Za-z])((?:\^[23])?)", node.text)
-    return read_answer(rf"{found[1]}\text{{{found[2]}}}{found[3]}") if found else node
+    match = re.fullmatch(r"(.*[0-9.}])\s*([A-Za-z])((?:\^[23])?)", node.text)
+    return read_answer(rf"{match[1]}\text{{{match[2]}}}{match[3]}") if match else node
 
 
 def _compare_lists(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
-    named = [are_assignments(node.parts) for node in (gold, predicted)]
+    named = [are_assignments(node.children) for node in (gold, predicted)]
     if any(named) and not all(named):  # values without their names mean something in the order of the names only
         return _compare_in_order(_order_names(gold), _order_names(predicted), equal)
     if gold.text != predicted.text and "or" in (gold.text, predicted.text):
         return False
-    first, second = gold.parts, predicted.parts
+    first, second = gold.children, predicted.children
     if "{}" in (gold.text, predicted.text):
         first = tuple(dict.fromkeys(first))
     if len(set(first)) == len(first):  # what is said twice is said once, except where the truth itself does so
         second = tuple(dict.fromkeys(second))
-    order = {part.parts[0]: i for i, part in enumerate(first)} if all(named) else {}
-    if len(order) == len(first) == len(second) and order.keys() == {part.parts[0] for part in second}:
-        return _compare_in_order(first, sorted(second, key=lambda part: order[part.parts[0]]), equal)
+    order = {relation.children[0]: i for i, relation in enumerate(first)} if all(named) else {}
+    if len(order) == len(first) == len(second) and order.keys() == {relation.children[0] for relation in second}:
+        return _compare_in_order(first, sorted(second, key=lambda relation: order[relation.children[0]]), equal)
     return _match_all(first, second, equal)
 
 
 def _order_names(node: MathNode) -> Sequence[MathNode]:
-    """The parts of a list; assignments to letters that follow each other (x, y, z) in the order of these."""
-    names = [part.parts[0].text for part in node.parts] if are_assignments(node.parts) else []
+    """The items of a list; assignments to consecutive letters (x, y, z) are sorted by letter."""
+    names = [relation.children[0].text for relation in node.children] if are_assignments(node.children) else []
     if "".join(sorted(names)) in "abcdefghijklmnopqrstuvwxyz" and all(len(name) == 1 for name in names):
-        return sorted(node.parts, key=lambda part: part.parts[0].text) if names else node.parts
-    return node.parts
+        return sorted(node.children, key=lambda relation: relation.children[0].text) if names else node.children
+    return node.children
 
 
 def _share_variables(gold: MathNode, predicted: MathNode) -> bool:
@@ -146,21 +146,21 @@ def _share_variables(gold: MathNode, predicted: MathNode) -> bool:
 
 def _share_name(gold: MathNode, predicted: MathNode) -> bool:
     """Whether two assignments have the same name; of labels (`red balls`) one may have fewer words."""
-    first, second = gold.parts[0], predicted.parts[0]
-    if first.kind == second.kind == "name":
+    first, second = gold.children[0], predicted.children[0]
+    if first.type == second.type == "name":
         return first.text == second.text
-    one, other = (node.label or read_words(node.text) for node in (first, second))
-    return bool(one & other) and (one <= other or other <= one)
+    first_words, second_words = (node.label or read_words(node.text) for node in (first, second))
+    return bool(first_words & second_words) and (first_words <= second_words or second_words <= first_words)
 
 
 def _match_all(gold: Sequence[MathNode], predicted: Sequence[MathNode], equal: ExpressionComparer) -> bool:
-    """Whether each part of one equals a part of its own of the other."""
+    """Whether the answers of one sequence can be paired with equal answers of the other, in any order."""
     left = list(predicted)
     if len(gold) != len(left):
         return False
     for one in gold:
-        keys = [other for other in left if other == one]
-        partner = keys[0] if keys else next((other for other in left if _compare(one, other, equal)), None)
+        keys = [candidate for candidate in left if candidate == one]
+        partner = keys[0] if keys else next((candidate for candidate in left if _compare(one, candidate, equal)), None)
         if partner is None:
             return False
         left.remove(partner)
@@ -172,23 +172,23 @@ def _compare_in_order(gold: Sequence[MathNode], predicted: Sequence[MathNode], e
 
 
 def _compare_relations(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
-    if gold.text == predicted.text and _compare_in_order(gold.parts, predicted.parts, equal):
+    if gold.text == predicted.text and _compare_in_order(gold.children, predicted.children, equal):
         return True
     if gold.text != predicted.text or len(gold.text) > 1:
         return False
-    if gold.text in "=≠" and _compare_in_order(gold.parts, predicted.parts[::-1], equal):
+    if gold.text in "=≠" and _compare_in_order(gold.children, predicted.children[::-1], equal):
         return True
-    first, second = ([part.text for part in node.parts] for node in (gold, predicted))
+    first, second = ([side.text for side in node.children] for node in (gold, predicted))
     return equal(first, second, "=" if gold.text in "=≠" else "<")
 
 
 def _compare_ratios(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
-    first, second = ([part.value for part in node.parts if part.value] for node in (gold, predicted))
-    if any(part.unit for part in (*gold.parts, *predicted.parts)):  # `3:15 pm`
-        return _compare_in_order(gold.parts, predicted.parts, equal)
-    if len(first) == len(second) == len(gold.parts) == len(predicted.parts):
-        return all(one * second[0] == other * first[0] for one, other in zip(first, second, strict=True))
-    return _compare_in_order(gold.parts, predicted.parts, equal)
+    first, second = ([term.value for term in node.children if term.value] for node in (gold, predicted))
+    if any(term.unit for term in (*gold.children, *predicted.children)):  # `3:15 pm`
+        return _compare_in_order(gold.children, predicted.children, equal)
+    if len(first) == len(second) == len(gold.children) == len(predicted.children):
+        return all(a * second[0] == b * first[0] for a, b in zip(first, second, strict=True))
+    return _compare_in_order(gold.children, predicted.children, equal)
 
 
 def _compare_congruences(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
@@ -200,7 +200,7 @@ def _compare_congruences(gold: MathNode, predicted: MathNode, equal: ExpressionC
 
 def _list_residues(node: MathNode) -> list[MathNode]:
     modulus = node.value or 1
-    return [part if part.value is None else replace(part, text="", value=part.value % modulus) for part in node.parts]
+    return [n if n.value is None else replace(n, text="", value=n.value % modulus) for n in node.children]
 
 
 def _compare_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
@@ -208,14 +208,14 @@ def _compare_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer
 
     Where an exact value stands before ≈, a truth pays for both, and an answer says the exact one.
     """
-    said = predicted.parts[-1] if predicted.kind == "near" else predicted
-    if gold.kind == "near":
-        if predicted.kind == "near" and len(predicted.parts) == 2:
-            is_near = _are_near(gold.parts[0], predicted.parts[0], equal)
-            return is_near and (len(gold.parts) == 1 or _compare(gold.parts[1], said, equal))
-        return any(_compare(one, said, equal) for one in gold.parts)
-    is_whole = gold.value is not None and gold.value.denominator == 1
-    if len(predicted.parts) == 1 and (is_whole or "." not in said.text):
+    said = predicted.children[-1] if predicted.type == "near" else predicted
+    if gold.type == "near":
+        if predicted.type == "near" and len(predicted.children) == 2:
+            is_near = _are_near(gold.children[0], predicted.children[0], equal)
+            return is_near and (len(gold.children) == 1 or _compare(gold.children[1], said, equal))
+        return any(_compare(one, said, equal) for one in gold.children)
+    is_integer = gold.value is not None and gold.value.denominator == 1
+    if len(predicted.children) == 1 and (is_integer or "." not in said.text):
         return False
     return _compare(gold, said, equal)
 
@@ -231,19 +231,19 @@ def _are_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) ->
 
 def _compare_choices(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
     """`(C) 12` is C, and is 12; both count where both are said."""
-    letters = [node.text for node in (gold, predicted) if node.kind == "choice" or re.fullmatch("[A-J]", node.text)]
+    letters = [node.text for node in (gold, predicted) if node.type == "choice" or re.fullmatch("[A-J]", node.text)]
     if len(letters) == 2 and letters[0] != letters[1]:
         return False
-    one, other = (node.parts[0] if node.kind == "choice" else node for node in (gold, predicted))
-    return (len(letters) == 2 and gold.kind != predicted.kind) or _compare(one, other, equal)
+    left, right = (node.children[0] if node.type == "choice" else node for node in (gold, predicted))
+    return (len(letters) == 2 and gold.type != predicted.type) or _compare(left, right, equal)
 
 
 def _to_tuple(node: MathNode) -> MathNode:
     """A matrix of one column or one row as a tuple."""
-    rows = [row.parts for row in node.parts]
-    if node.kind != "matrix" or node.text or not (len(rows) == 1 or all(len(row) == 1 for row in rows)):
+    rows = [row.children for row in node.children]
+    if node.type != "matrix" or node.text or not (len(rows) == 1 or all(len(row) == 1 for row in rows)):
         return node
-    return MathNode("tuple", "()", tuple(part for row in rows for part in row))
+    return MathNode("tuple", "()", tuple(entry for row in rows for entry in row))
 
 
 def _is_equal_number(gold: MathNode, predicted: MathNode) -> bool:
@@ -272,7 +272,7 @@ def _agree(gold: MathNode, predicted: MathNode) -> bool:
         if len(nouns) == 2:
             return nouns[0] <= nouns[1] or nouns[1] <= nouns[0]
         return not any(len(word) < 4 for noun in nouns if len(noun) == 1 for word in noun)  # a symbol, as mA is for A
-    (one, _, per), (other, _, per_other) = first.partition("/"), second.partition("/")
-    if (per and per_other) or not (one and other):
-        return per == per_other and (one == other or not one or not other)
-    return one == other and (per == per_other or one in _CURRENCIES)
+    (first_unit, _, first_per), (second_unit, _, second_per) = first.partition("/"), second.partition("/")
+    if (first_per and second_per) or not (first_unit and second_unit):
+        return first_per == second_per and (first_unit == second_unit or not first_unit or not second_unit)
+    return first_unit == second_unit and (first_per == second_per or first_unit in _CURRENCIES)

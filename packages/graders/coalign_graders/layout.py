@@ -185,13 +185,13 @@ def strip_braces(text: str) -> str:
     return text
 
 
-def _turn_brackets(found: re.Match[str]) -> str:
+def _turn_brackets(match: re.Match[str]) -> str:
     """`]0, 1[` as (0, 1)."""
-    return f"{'[' if found[0][0] == '[' else '('}{found[1]}{']' if found[0][-1] == ']' else ')'}"
+    return f"{'[' if match[0][0] == '[' else '('}{match[1]}{']' if match[0][-1] == ']' else ')'}"
 
 
-def _unwrap(found: re.Match[str]) -> str:
-    inside = found[1].strip(" ~")
+def _unwrap(match: re.Match[str]) -> str:
+    inside = match[1].strip(" ~")
     if inside.lower() == "mod":
         return r"\mod "
     if inside.lower() in ("and", "or", ",", ""):

@@ -74,8 +74,8 @@ async def math(sample: GradedSample, *, answer_key: str = "answer", strict: bool
         return 0.0
     for truth in truths:
         gold = find_answer(truth) or truth
-        known = _compare_short(gold, predicted)
-        if known or (known is None and await asyncio.to_thread(check, "math", gold, predicted)):
+        verdict = _compare_short(gold, predicted)
+        if verdict or (verdict is None and await asyncio.to_thread(check, "math", gold, predicted)):
             return 1.0
     return 0.0
 
@@ -109,8 +109,8 @@ def find_answer(text: str, *, strict: bool = False, last_number: bool = False) -
 
 def is_same_answer(gold: str, predicted: str) -> bool:
     """Whether two final answers are equal; False if five seconds do not decide it. Waits for the checker's process."""
-    known = _compare_short(gold, predicted)
-    return check("math", gold, predicted) if known is None else known
+    verdict = _compare_short(gold, predicted)
+    return check("math", gold, predicted) if verdict is None else verdict
 
 
 class _AlgebraNeeded(Exception):
@@ -180,5 +180,5 @@ def _find_number(text: str) -> str | None:
     if not numbers:
         return None
     last = numbers[-1]
-    before, behind = text[max(0, last.start() - _SHORT) : last.start()], text[last.end() : last.end() + _SHORT]
-    return None if _BEFORE.search(before) or _BEHIND.match(behind) else last[0]
+    preceding, following = text[max(0, last.start() - _SHORT) : last.start()], text[last.end() : last.end() + _SHORT]
+    return None if _BEFORE.search(preceding) or _BEHIND.match(following) else last[0]

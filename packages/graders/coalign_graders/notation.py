@@ -28,10 +28,10 @@ _ITEMS = 64  # longer lists equal nothing but themselves
 
 @dataclass(frozen=True)
 class MathNode:
-    """An answer of one ``kind``.
+    """A mathematical answer, by its ``type``.
 
     `list` (no order; ``text`` is `{}` for a set, `or` for alternatives that are words), `conditions` (relations that
-    hold together; ``text`` is `,` where a comma joins them), `solutions` (the set of what fulfils its part),
+    hold together; ``text`` is `,` where a comma joins them), `solutions` (the set of what fulfils its child),
     `congruence` (``text`` has the name, ``value`` the modulus), `piecewise`, `tuple` (``text`` has its brackets),
     `union`, `relation` (``text`` has its signs), `matrix` (a `tuple` for each row), `ratio`, `base`, `number`, `near`
     (what follows ≈, then the exact value before it if there is one), `choice` (``text`` has its letter), `name`,
@@ -39,9 +39,9 @@ class MathNode:
     nothing else is said.
     """
 
-    kind: str
+    type: str
     text: str
-    parts: tuple[MathNode, ...] = ()
+    children: tuple[MathNode, ...] = ()
     value: Fraction | None = None
     unit: str = ""
     noun: frozenset[str] = frozenset()
@@ -97,14 +97,14 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         return MathNode("tuple", "()", (LOWEST, HIGHEST))
     if holes := _HOLES.fullmatch(text):
         left_out = read_answer(holes[1], depth + 1)
-        values = left_out.parts if left_out.kind == "list" else (left_out,)
+        values = left_out.children if left_out.type == "list" else (left_out,)
         name = MathNode("expression", "x")
         return MathNode("conditions", "", tuple(MathNode("relation", "≠", (name, value)) for value in values))
     if (based := _read_base(TEXT_CONTENT.sub(r"\1", text))) is not None:
         return based
     if (number := read_quantity(text)) is not None:
         return MathNode("number", text, (), *number)
-    quantities = [_LAST_LETTERS.sub(r"\\text{\1}", part) for part in _COMPOUND.split(text)]
+    quantities = [_LAST_LETTERS.sub(r"\\text{\1}", quantity) for quantity in _COMPOUND.split(text)]
     if len(quantities) > 1 and all(one and one.unit for one in map(read_quantity, quantities)):
         return _read_list(quantities, depth)
     if matrix := _MATRIX.fullmatch(text):
@@ -119,12 +119,12 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         return _read_cases(cases[1] or "", cases[2], depth)
     if congruence := _CONGRUENCE.fullmatch(text):
         residues = read_answer(congruence[2], depth + 1)
-        parts = residues.parts if residues.kind == "list" else (residues,)
-        return MathNode("congruence", congruence[1] or "", parts, value=Fraction(congruence[3]))
+        children = residues.children if residues.type == "list" else (residues,)
+        return MathNode("congruence", congruence[1] or "", children, value=Fraction(congruence[3]))
     for separator in (";", " or ", " and ", ","):
-        parts = _split(text, separator)
-        if len(parts) > 1:
-            return _read_list(parts, depth, separator) if len(parts) <= _ITEMS else plain
+        items = _split(text, separator)
+        if len(items) > 1:
+            return _read_list(items, depth, separator) if len(items) <= _ITEMS else plain
     if text.startswith(r"\{") and text.endswith(r"\}") and find_closing(text, 1) == len(text) - 1:
         inside = text[2:-2].strip()
         if (builder := _BUILDER.fullmatch(inside)) and re.search(rf"\b{builder[1]}\b", builder[2]):
@@ -133,32 +133,32 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
             if len(sides := _split(inside, separator)) == 2:  # `2n : n ∈ ℤ`
                 return MathNode("tuple", "{:}", tuple(read_answer(side, depth + 1) for side in sides))
         node = read_answer(inside, depth + 1)
-        parts = node.parts if node.kind == "list" and not node.text and inside != "∅" else (node,)
-        return MathNode("list", "{}", parts if inside else ())
+        children = node.children if node.type == "list" and not node.text and inside != "∅" else (node,)
+        return MathNode("list", "{}", children if inside else ())
     if text.count("±") > 1 and "∓" not in text and text[:1] in "([" and text.count("±") <= 4:  # (±1, ±2): four
         return _read_list([text.replace("±", sign, 1) for sign in "+-"], depth)
     if "±" in text or "∓" in text:
         upper = text.replace("±", "+").replace("∓", "-")
         lower = text.replace("±", "-").replace("∓", "+")
         return _read_list([upper, lower], depth)
-    if len(parts := _split(text, "∪")) > 1:
-        return MathNode("union", text, tuple(read_answer(part, depth + 1) for part in parts))
+    if len(sets := _split(text, "∪")) > 1:
+        return MathNode("union", text, tuple(read_answer(one, depth + 1) for one in sets))
     if (relation := _read_relation(text, depth)) is not None:
         return relation
     if text[:1] in ("(", "[") and find_closing(text, 0) == len(text) - 1:
-        parts = _split(text[1:-1], ";" if len(_split(text[1:-1], ";")) > 1 else ",")
-        if len(parts) > 1 and len(parts) <= _ITEMS:
-            return MathNode("tuple", text[0] + text[-1], tuple(read_answer(part, depth + 1) for part in parts))
+        items = _split(text[1:-1], ";" if len(_split(text[1:-1], ";")) > 1 else ",")
+        if len(items) > 1 and len(items) <= _ITEMS:
+            return MathNode("tuple", text[0] + text[-1], tuple(read_answer(item, depth + 1) for item in items))
         if text[0] == "(" and (_is_words(text[1:-1]) or read_quantity(text[1:-1]) is not None):
             return read_answer(text[1:-1], depth + 1)
     if (named := re.fullmatch(r"([A-Z])\s*(\(.*\))", text)) and find_closing(named[2], 0) == len(named[2]) - 1:
         point = read_answer(named[2], depth + 1)
-        if point.kind == "tuple":  # `P(2, 5)`
+        if point.type == "tuple":  # `P(2, 5)`
             return MathNode("relation", "=", (MathNode("name", named[1]), point))
     if choice := _CHOICE.fullmatch(text):
         return MathNode("choice", choice[1], (read_answer(choice[2], depth + 1),))
-    if len(parts := _split(text, ":")) > 1:
-        ratio = tuple(read_answer(part, depth + 1) for part in parts)
+    if len(terms := _split(text, ":")) > 1:
+        ratio = tuple(read_answer(term, depth + 1) for term in terms)
         return MathNode("ratio", text, ratio)
     if _is_words(text):
         words = _read_words(text)
@@ -166,17 +166,17 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
     unit = re.fullmatch(r"(.*[^\s])\s*(\\text\{([^{}]*)\}(?:\^[23])?)", text)
     if not unit or HEDGES.search(unit[3]):
         return plain
-    known = read_unit(unit[2]) or ""
-    return MathNode("expression", unit[1], unit=known, noun=frozenset() if known else read_words(unit[3]))
+    unit_name = read_unit(unit[2]) or ""
+    return MathNode("expression", unit[1], unit=unit_name, noun=frozenset() if unit_name else read_words(unit[3]))
 
 
 def _read_base(text: str) -> MathNode | None:
-    found = _BASE.fullmatch(" ".join(text.split()))
-    name = found and (found[2] or found[3])
+    match = _BASE.fullmatch(" ".join(text.split()))
+    name = match and (match[2] or match[3])
     base = name and (Fraction(name) if name.isdecimal() else read_numeral(name))
-    if not found or not base or not 2 <= base <= 36:
+    if not match or not base or not 2 <= base <= 36:
         return None
-    digits = found[1].lower().lstrip("0") or "0"
+    digits = match[1].lower().lstrip("0") or "0"
     if any(int(digit, 36) >= base for digit in digits):
         return None
     return MathNode("number", text, value=Fraction(digits)) if base == 10 else MathNode("base", f"{digits}_{base}")
@@ -188,24 +188,24 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
     Inequalities that "and" or a comma joins are `conditions`.
     """
     nodes = [read_answer(text, depth + 1) for text in texts if text.strip()]
-    if separator in (" and ", ",") and all(node.kind in ("relation", "conditions") for node in nodes):
-        parts = [part for node in nodes for part in (node.parts if node.kind == "conditions" else (node,))]
-        if any(part.text != "=" for part in parts):
-            loose = separator == "," or any(node.kind == "conditions" and node.text == "," for node in nodes)
-            return MathNode("conditions", "," if loose else "", tuple(parts))
-    if separator == " or " and all(node.kind == "words" for node in nodes):
+    if separator in (" and ", ",") and all(node.type in ("relation", "conditions") for node in nodes):
+        relations = [one for node in nodes for one in (node.children if node.type == "conditions" else (node,))]
+        if any(relation.text != "=" for relation in relations):
+            loose = separator == "," or any(node.type == "conditions" and node.text == "," for node in nodes)
+            return MathNode("conditions", "," if loose else "", tuple(relations))
+    if separator == " or " and all(node.type == "words" for node in nodes):
         return MathNode("list", "or", tuple(nodes))
     if separator == " or " and (union := _unite(nodes)):
         return union
-    groups = [node for node in nodes if node.kind == "list"]
-    if len(groups) == len(nodes) and len(nodes) > 1 and all(are_assignments(node.parts) for node in groups):
+    groups = [node for node in nodes if node.type == "list"]
+    if len(groups) == len(nodes) and len(nodes) > 1 and all(are_assignments(node.children) for node in groups):
         return MathNode("list", "", tuple(nodes))
-    flat = [part for node in nodes for part in (node.parts if node.kind == "list" and not node.text else (node,))]
-    names = {part.parts[0].text for part in flat if part.kind == "relation"}
+    flat = [item for node in nodes for item in (node.children if node.type == "list" and not node.text else (node,))]
+    names = {item.children[0].text for item in flat if item.type == "relation"}
     for i, node in enumerate(flat[1:], 1):  # `x = 1, 2` says `x = 1, x = 2`
-        before = flat[i - 1]
-        if node.kind in ("number", "expression") and len(names) == 1 and is_assignment(before):
-            flat[i] = MathNode("relation", "=", (before.parts[0], node))
+        previous = flat[i - 1]
+        if node.type in ("number", "expression") and len(names) == 1 and is_assignment(previous):
+            flat[i] = MathNode("relation", "=", (previous.children[0], node))
     if len({node.label for node in flat}) > 1 and all(node.label for node in flat):  # `5 red, 3 blue`
         flat = [MathNode("relation", "=", (MathNode("label", "", label=node.label), node)) for node in flat]
     return MathNode("list", "", tuple(flat))
@@ -213,9 +213,10 @@ def _read_list(texts: Sequence[str], depth: int = 0, separator: str = ",") -> Ma
 
 def _unite(nodes: Sequence[MathNode]) -> MathNode | None:
     """The union that `x ∈ (1, 2) or x ∈ (3, 4)` says, and intervals that are certain not to be points."""
-    if {node.text for node in nodes} == {"∈"} and len({node.parts[0] for node in nodes}) == 1:
-        return MathNode("relation", "∈", (nodes[0].parts[0], MathNode("union", "", tuple(n.parts[1] for n in nodes))))
-    if all(n.kind == "tuple" and (n.text in ("[)", "(]") or {LOWEST, HIGHEST} & set(n.parts)) for n in nodes):
+    if {node.text for node in nodes} == {"∈"} and len({node.children[0] for node in nodes}) == 1:
+        union = MathNode("union", "", tuple(node.children[1] for node in nodes))
+        return MathNode("relation", "∈", (nodes[0].children[0], union))
+    if all(n.type == "tuple" and (n.text in ("[)", "(]") or {LOWEST, HIGHEST} & set(n.children)) for n in nodes):
         return MathNode("union", "", tuple(nodes))
     return None
 
@@ -251,7 +252,7 @@ def _read_relation(text: str, depth: int) -> MathNode | None:
         if is_name(sides[-2]):  # `1 + 1 = x = 2`
             return MathNode("relation", "=", (MathNode("name", write_key(sides[-2])), nodes[-1]))
         left = re.sub(r"\\(?:times|cdot|frac|sqrt|div)", "*", "".join(sides[:-1]))
-        if nodes[-1].kind == "number" and nodes[0].kind != "number" and not re.search(r"[A-Za-z]", left):
+        if nodes[-1].type == "number" and nodes[0].type != "number" and not re.search(r"[A-Za-z]", left):
             return nodes[-1]  # a calculation: `9 * 2 = 18`
     if set(signs) <= set(">≥"):
         nodes = nodes[::-1]
@@ -263,10 +264,10 @@ def _read_near(text: str, depth: int) -> MathNode:
     """`x = 1/3 ≈ 0.333` says that x is 1/3, `P(X > 3) ≈ 0.12` that what stands before ≈ is near 0.12."""
     exact, _, rounded = (side.strip() for side in text.partition("≈"))
     sides, _ = _split_relation(exact)
-    parts = (read_answer(rounded, depth + 1),)
+    children = (read_answer(rounded, depth + 1),)
     if _is_constant(sides[-1]):
-        parts = (*parts, read_answer(sides.pop(), depth + 1))
-    near, name = MathNode("near", text, parts), sides[0] if sides else ""
+        children = (*children, read_answer(sides.pop(), depth + 1))
+    near, name = MathNode("near", text, children), sides[0] if sides else ""
     return MathNode("relation", "=", (MathNode("name", write_key(name)), near)) if name.strip() else near
 
 
@@ -294,18 +295,18 @@ def is_name(text: str) -> bool:
     text = text.strip()
     inside = text[1:-1] if text[:1] == "(" and text[-1:] == ")" else text
     if inside is not text:
-        return all(_NAME.fullmatch(part.strip()) for part in inside.split(","))
+        return all(_NAME.fullmatch(name.strip()) for name in inside.split(","))
     ratio = re.fullmatch(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", text)
-    parts = ratio.groups() if ratio else text.split(":")
-    return bool(_TITLE.fullmatch(text)) or all(_NAME.fullmatch(part.strip()) for part in parts)
+    names = ratio.groups() if ratio else text.split(":")
+    return bool(_TITLE.fullmatch(text)) or all(_NAME.fullmatch(name.strip()) for name in names)
 
 
 def is_assignment(node: MathNode) -> bool:
-    return node.kind == "relation" and node.text == "=" and node.parts[0].kind in ("name", "label")
+    return node.type == "relation" and node.text == "=" and node.children[0].type in ("name", "label")
 
 
 def are_assignments(nodes: Sequence[MathNode]) -> bool:
-    return len(nodes) > 1 and all(map(is_assignment, nodes)) and len({node.parts[0] for node in nodes}) > 1
+    return len(nodes) > 1 and all(map(is_assignment, nodes)) and len({node.children[0] for node in nodes}) > 1
 
 
 def _is_words(text: str) -> bool:
@@ -327,10 +328,10 @@ def _read_words(text: str) -> str:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The parts of a text between separators outside of brackets; empty ones are left out."""
-    parts, start, width = [], 0, len(separator)
+    """Split a text at the separators that stand outside of brackets; empty pieces are left out."""
+    pieces, start, width = [], 0, len(separator)
     for i, level in levels(text):
         if not level and i >= start and text.startswith(separator, i):
-            parts.append(text[start:i])
+            pieces.append(text[start:i])
             start = i + width
-    return [part.strip() for part in (*parts, text[start:]) if part.strip(" ,")]
+    return [piece.strip() for piece in (*pieces, text[start:]) if piece.strip(" ,")]

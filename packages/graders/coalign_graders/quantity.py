@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-_EXPONENT = 1000  # of ten; larger ones are not computed
+_MAX_EXPONENT = 1000  # larger powers of ten are not computed
 _PRECISION = 6  # significant digits from which a decimal may stand for a value that has no end
 
 
@@ -78,18 +78,18 @@ def read_quantity(text: str) -> Quantity | None:
     if (twice := re.fullmatch(r"([^()]+)\(([^()]*)\)", text)) and re.match(r"[^\W\d_]{3}", twice[1]):
         number = read_quantity(twice[2])  # `forty-two (42)`
         return number if number and read_numeral(twice[1]) == number.value else None
-    found = _VALUE.match(text)
+    match = _VALUE.match(text)
     words = ""
-    if not found:  # `She makes 18 a day`
-        if not (found := re.search(_DECIMAL, text)) or re.search(r"[\\^_{}()\[\]*+/=<>|&]", TEXT_CONTENT.sub("", text)):
+    if not match:  # `She makes 18 a day`
+        if not (match := re.search(_DECIMAL, text)) or re.search(r"[\\^_{}()\[\]*+/=<>|&]", TEXT_CONTENT.sub("", text)):
             return None
-        words = text[: found.start()]
+        words = text[: match.start()]
         if not _PROSE.fullmatch(words) or HEDGES.search(words) or len(words.split()) > 12:
             return None
-        found = _VALUE.match(text, found.start() - (words[-1] == "-"))
-        if not found:
+        match = _VALUE.match(text, match.start() - (words[-1] == "-"))
+        if not match:
             return None
-    value, rest = _evaluate(found), text[found.end() :]
+    value, rest = _evaluate(match), text[match.end() :]
     if value is None:
         return None
     if scale := _SCALE.match(rest):
@@ -99,7 +99,7 @@ def read_quantity(text: str) -> Quantity | None:
     if unit is None:
         return None
     noun = frozenset[str]() if unit.strip("/") and unit[0] != "/" else read_words(rest)
-    if sign := found["currency"] or found["currency2"]:
+    if sign := match["currency"] or match["currency2"]:
         unit = unit if unit and unit[0] != "/" else _UNITS[sign] + unit
     return Quantity(value, unit, noun, noun | read_words(words) | frozenset([unit] if unit else []))
 
@@ -147,25 +147,25 @@ def read_numeral(text: str) -> Fraction | None:
     return Fraction(total + hundreds)
 
 
-def _evaluate(found: re.Match[str]) -> Fraction | None:
-    part = {name: text and text.replace(" ", "") for name, text in found.groupdict().items()}
-    exponent = int(part["e"] or 0) + int(part["power"] or part["power2"] or 0)
-    if abs(exponent) > _EXPONENT:
+def _evaluate(match: re.Match[str]) -> Fraction | None:
+    groups = {name: text and text.replace(" ", "") for name, text in match.groupdict().items()}
+    exponent = int(groups["e"] or 0) + int(groups["power"] or groups["power2"] or 0)
+    if abs(exponent) > _MAX_EXPONENT:
         return None
-    top, bottom = part["top"] or part["top2"], part["bottom"] or part["bottom2"]
+    top, bottom = groups["top"] or groups["top2"], groups["bottom"] or groups["bottom2"]
     if top and bottom:
-        if Fraction(bottom) == 0 or (top[0] == "-" and part["whole"]):
+        if Fraction(bottom) == 0 or (top[0] == "-" and groups["whole"]):
             return None
-        value = Fraction(part["whole"] or part["whole2"] or 0) + Fraction(top) / Fraction(bottom)
+        value = Fraction(groups["whole"] or groups["whole2"] or 0) + Fraction(top) / Fraction(bottom)
     else:
-        value = Fraction(part["decimal"] or 1)
-        if cycle := part["cycle"]:  # `0.1\overline{6}`
-            _, point, decimals = (part["decimal"] or "").partition(".")
+        value = Fraction(groups["decimal"] or 1)
+        if cycle := groups["cycle"]:  # `0.1\overline{6}`
+            _, point, decimals = (groups["decimal"] or "").partition(".")
             if not point:
                 return None
             value += Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(decimals))
     value *= Fraction(10) ** exponent
-    return -value if part["sign"] == "-" else value
+    return -value if groups["sign"] == "-" else value
 
 
 # -- units ----------------------------------------------------------------------------------------------------------
@@ -228,14 +228,14 @@ def read_unit(rest: str) -> str | None:
     name = re.sub(r"\bper\s+cent\b", "percent", name)
     name = re.sub(r"(°|(?i:degrees?))\s*(?=[CF]|(?i:celsius|fahrenheit)\b)", lambda one: "°", name)
     name = re.sub(r"°(?i:(c)elsius|(f)ahrenheit)", lambda one: "°" + (one[1] or one[2]), name)
-    parts = [_name_unit(part.strip()) or "" for part in re.split(r"\s*(?:/|\bper\b)\s*", name)]
-    if any(parts) and all(parts[1:]):
-        if not parts[0] and not re.search(r"\bper\b|/", name):
+    units = [_name_unit(piece.strip()) or "" for piece in re.split(r"\s*(?:/|\bper\b)\s*", name)]
+    if any(units) and all(units[1:]):
+        if not units[0] and not re.search(r"\bper\b|/", name):
             return None
         if not wrapped and len(name) == 1 and name.isalpha():
             return None  # `5 m` is a product, `5\text{ m}` a length
-        known = "/".join(parts)
-        return f"{known}^{power}" if power > 1 else known
+        unit = "/".join(units)
+        return f"{unit}^{power}" if power > 1 else unit
     first = re.match(r"[^\W\d_]*", text)
     letters = len(first[0]) if first else 0
     if HEDGES.search(text) or FUNCTION.match(text) or (not wrapped and letters < (4 if glued else 1)):
@@ -247,8 +247,8 @@ def read_unit(rest: str) -> str | None:
 
 def is_rounded(value: Fraction, decimal: str) -> bool:
     """Whether a decimal of six significant digits or more is the value, rounded to its last digit."""
-    found = re.search(r"[0-9]*\.([0-9]+)", decimal)
-    if not found or len(re.sub(r"[^0-9]", "", found[0]).lstrip("0")) < _PRECISION:
+    match = re.search(r"[0-9]*\.([0-9]+)", decimal)
+    if not match or len(re.sub(r"[^0-9]", "", match[0]).lstrip("0")) < _PRECISION:
         return False
-    stated = Fraction(found[0])
-    return abs(abs(value) - stated) <= Fraction(1, 2 * 10 ** len(found[1])) and (value < 0) == ("-" in decimal)
+    stated = Fraction(match[0])
+    return abs(abs(value) - stated) <= Fraction(1, 2 * 10 ** len(match[1])) and (value < 0) == ("-" in decimal)

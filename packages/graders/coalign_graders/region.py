@@ -31,11 +31,11 @@ class _OrderUnknown(Exception):
 
 def to_region(node: MathNode) -> MathNode | None:
     """The interval, the union or the empty list that relations of one variable say; None for others."""
-    if node.kind == "relation" and node.text == "∈":
-        return to_region(node.parts[1])
-    if node.kind in ("tuple", "union") or (node.kind == "list" and not node.parts):
+    if node.type == "relation" and node.text == "∈":
+        return to_region(node.children[1])
+    if node.type in ("tuple", "union") or (node.type == "list" and not node.children):
         return node
-    if len(list_names(node)) > 1 and node.kind != "relation":
+    if len(list_names(node)) > 1 and node.type != "relation":
         return None
     try:
         intervals = _list_intervals(node)
@@ -50,36 +50,38 @@ def to_region(node: MathNode) -> MathNode | None:
 
 def list_names(node: MathNode) -> set[str]:
     """The variables of an answer's relations."""
-    texts = [part.text for relation in _list_relations(node) for part in relation.parts]
+    texts = [side.text for relation in _list_relations(node) for side in relation.children]
     moduli = [_MODULUS.fullmatch(text) for text in texts]
     names = {modulus[2] or modulus[8] for modulus in moduli if modulus}
     return names | {text for text, modulus in zip(texts, moduli, strict=True) if not modulus and is_name(text)}
 
 
 def _list_relations(node: MathNode) -> list[MathNode]:
-    if node.kind not in ("list", "conditions"):
+    if node.type not in ("list", "conditions"):
         return [node]
-    return [relation for part in node.parts for relation in _list_relations(part)]
+    return [relation for child in node.children for relation in _list_relations(child)]
 
 
 def _list_intervals(node: MathNode) -> list[_Interval] | None:
     """The intervals that a relation or a list of them leaves; None if one of them says no interval."""
-    if node.kind == "relation":
+    if node.type == "relation":
         return _read_relation(node)
-    if node.kind not in ("list", "conditions") or not node.parts or node.text == "{}":
+    if node.type not in ("list", "conditions") or not node.children or node.text == "{}":
         return None
     sets: list[list[_Interval]] = []
-    for part in node.parts:
-        intervals = _list_intervals(part)
-        if intervals is None or (node.kind == "list" and len(node.parts) > 1 and _is_hole(part)):
+    for relation in node.children:
+        intervals = _list_intervals(relation)
+        if intervals is None or (
+            node.type == "list" and len(node.children) > 1 and (relation.type, relation.text) == ("relation", "≠")
+        ):
             return None  # `x ≠ 1 or x ≠ 2` is true of every number, and hardly meant
         sets.append(intervals)
     alternatives = [interval for intervals in sets for interval in intervals]
-    if node.kind == "list":
+    if node.type == "list":
         return alternatives
     common = sets[0]
     for intervals in sets[1:]:
-        common = [both for one in common for other in intervals if (both := _intersect(one, other, node.text != ","))]
+        common = [both for one in common for two in intervals if (both := _intersect(one, two, node.text != ","))]
     # A comma says "and" where that leaves something, else "or".
     return alternatives if not common and node.text == "," else common
 
@@ -87,20 +89,20 @@ def _list_intervals(node: MathNode) -> list[_Interval] | None:
 def _read_relation(relation: MathNode) -> list[_Interval] | None:
     """`a < x ≤ b` as `(a, b]`, `x ≠ a` as what is below and above it."""
     low, sign, high = None, relation.text, None
-    if set(sign) <= set("<≤") and any(_MODULUS.fullmatch(part.text) for part in relation.parts):
+    if set(sign) <= set("<≤") and any(_MODULUS.fullmatch(side.text) for side in relation.children):
         return _read_modulus(relation)
-    names = [is_name(part.text) for part in relation.parts]
+    names = [is_name(side.text) for side in relation.children]
     if sign == "≠" and names == [True, False]:
-        return [_Interval(*ends) for ends in pairwise((LOWEST, relation.parts[1], HIGHEST))]
+        return [_Interval(*ends) for ends in pairwise((LOWEST, relation.children[1], HIGHEST))]
     if not set(sign) <= set("<≤"):
         return None
-    match len(relation.parts), names:
+    match len(relation.children), names:
         case 3, [_, True, _]:
-            low, high = relation.parts[0], relation.parts[2]
+            low, high = relation.children[0], relation.children[2]
         case 2, [True, False]:
-            low, high, sign = LOWEST, relation.parts[1], "<" + sign
+            low, high, sign = LOWEST, relation.children[1], "<" + sign
         case 2, [False, True]:
-            low, high, sign = relation.parts[0], HIGHEST, sign + "<"
+            low, high, sign = relation.children[0], HIGHEST, sign + "<"
     if low is None or high is None:
         return None
     return [_Interval(low, high, ("(" if sign[0] == "<" else "[") + (")" if sign[1] == "<" else "]"))]
@@ -114,19 +116,20 @@ _MODULUS = re.compile(  # `|2x - 3|`, `|3 - x|`; the variable z is complex
 
 def has_modulus(node: MathNode) -> bool:
     """Whether an answer is a relation of a modulus such as `|x - 1|`."""
-    return node.kind == "relation" and any(_MODULUS.fullmatch(part.text) for part in node.parts)
+    return node.type == "relation" and any(_MODULUS.fullmatch(side.text) for side in node.children)
 
 
 def _read_modulus(relation: MathNode) -> list[_Interval] | None:
     """`|x| < a` as (-a, a), `a ≤ |x - b|` as what is up to b - a and from b + a on."""
-    places = [i for i, part in enumerate(relation.parts) if _MODULUS.fullmatch(part.text)]
-    if places not in ([0], [1]) or len(relation.parts) > places[0] + 2:
+    positions = [i for i, side in enumerate(relation.children) if _MODULUS.fullmatch(side.text)]
+    if positions not in ([0], [1]) or len(relation.children) > positions[0] + 2:
         return None
-    (place,) = places
-    ends = [_solve_modulus(relation.parts[place].text, part) for i, part in enumerate(relation.parts) if i != place]
+    (position,) = positions
+    modulus = relation.children[position]
+    ends = [_solve_modulus(modulus.text, side) for i, side in enumerate(relation.children) if i != position]
     if None in ends:
         return None
-    low, high = ends[0] if place else None, ends[-1] if place + 1 < len(relation.parts) else None
+    low, high = ends[0] if position else None, ends[-1] if position + 1 < len(relation.children) else None
     inner, outer = ("[]" if sign == "≤" else "()" for sign in (relation.text[0], relation.text[-1]))
     if low is None:
         return [_Interval(*high, outer)] if high else None
@@ -139,9 +142,9 @@ def _solve_modulus(modulus: str, end: MathNode) -> tuple[MathNode, MathNode] | N
     """Where a modulus equals ``end``, which is not negative; None if that is not known here."""
     linear = _MODULUS.fullmatch(modulus)
     assert linear is not None
-    first, _, sign, second, third, other_sign, fourth, _ = linear.groups()
+    first, _, sign, second, third, leading_sign, fourth, _ = linear.groups()
     if third is not None:
-        first, sign, second = other_sign + fourth, "+", third
+        first, sign, second = leading_sign + fourth, "+", third
     slope = _read_factor(first.replace(" ", ""))
     offset = _read_factor((sign or "+") + (second or "0"))
     if end.value is None and (slope, offset) == (1, 0) and "-" not in end.text:
@@ -158,18 +161,14 @@ def _read_factor(text: str) -> Fraction:
     return Fraction(text + "1" if text in ("", "+", "-") else text)
 
 
-def _is_hole(node: MathNode) -> bool:
-    return node.kind == "relation" and node.text == "≠"
-
-
-def _intersect(one: _Interval, other: _Interval, must_meet: bool) -> _Interval | None:
+def _intersect(first: _Interval, second: _Interval, must_meet: bool) -> _Interval | None:
     """What two intervals share; None if nothing. ``must_meet``: ends of an unknown order are in the right one."""
-    lower = _order(one.low, other.low)
-    low = one.low if lower >= 0 else other.low
-    opening = min(a.brackets[0] for a in (one, other) if a.low == low or not lower)  # "(" comes before "["
-    upper = _order(one.high, other.high)
-    high = one.high if upper <= 0 else other.high
-    closing = min(a.brackets[1] for a in (one, other) if a.high == high or not upper)
+    lower = _order(first.low, second.low)
+    low = first.low if lower >= 0 else second.low
+    opening = min(a.brackets[0] for a in (first, second) if a.low == low or not lower)  # "(" comes before "["
+    upper = _order(first.high, second.high)
+    high = first.high if upper <= 0 else second.high
+    closing = min(a.brackets[1] for a in (first, second) if a.high == high or not upper)
     try:
         width = _order(high, low)
     except _OrderUnknown:
@@ -179,13 +178,13 @@ def _intersect(one: _Interval, other: _Interval, must_meet: bool) -> _Interval |
     return _Interval(low, high, opening + closing) if width > 0 or (not width and opening + closing == "[]") else None
 
 
-def _order(one: MathNode, other: MathNode) -> int:
+def _order(first: MathNode, second: MathNode) -> int:
     """1 if one end is above the other, -1 if below, 0 if they are equal. Raises _OrderUnknown."""
-    if one == other:
+    if first == second:
         return 0
-    for node, sign in ((one, 1), (other, -1)):
+    for node, sign in ((first, 1), (second, -1)):
         if node in (LOWEST, HIGHEST):
             return sign if node == HIGHEST else -sign
-    if one.value is None or other.value is None:
+    if first.value is None or second.value is None:
         raise _OrderUnknown
-    return (one.value > other.value) - (one.value < other.value)
+    return (first.value > second.value) - (first.value < second.value)

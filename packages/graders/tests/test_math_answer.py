@@ -29,9 +29,9 @@ def math(one, **settings):
 
 def number(text):
     node = read_answer(simplify_notation(text))
-    while node.kind == "relation":
-        node = node.parts[-1]
-    return node.value if node.kind == "number" else None
+    while node.type == "relation":
+        node = node.children[-1]
+    return node.value if node.type == "number" else None
 
 
 def same_text(gold, predicted):

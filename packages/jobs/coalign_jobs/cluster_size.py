@@ -16,7 +16,7 @@ from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import RunConfig
 from coalign.launch.plan import find_recipe, find_shared_bases
 
-USUAL_DEVICES = 8  # of a node, if nobody says how many it has
+USUAL_DEVICES = 8  # a node has so many, if nobody says another number
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ def size_cluster(config: RunConfig, nodes: int | None = None, devices: int | Non
     total = sum(slot.devices for slot in slots)
     if not total:
         return ClusterSize(nodes or 1, devices or 0, resource)
-    each = devices if devices is not None else ceil(total / nodes) if nodes else min(total, USUAL_DEVICES)
-    least = nodes or ceil(total / max(each, 1))
-    most = nodes or total
-    for count in range(least, most + 1):
+    per_node = devices if devices is not None else ceil(total / nodes) if nodes else min(total, USUAL_DEVICES)
+    least = nodes or ceil(total / max(per_node, 1))
+    largest = nodes or total
+    for count in range(least, largest + 1):
         try:
-            assign_nodes(slots, [Node(f"node {number}", each, each) for number in range(count)])
-            return ClusterSize(count, each, resource)
+            assign_nodes(slots, [Node(f"node {number}", per_node, per_node) for number in range(count)])
+            return ClusterSize(count, per_node, resource)
         except ValueError as refusal:
-            if count == most or any(len(unit) > each for slot in slots for unit in _device_units(slot)):
-                raise ValueError(f"{count} node(s) of {each} {resource}: {refusal}") from None
+            if count == largest or any(len(unit) > per_node for slot in slots for unit in _device_units(slot)):
+                raise ValueError(f"{count} node(s) of {per_node} {resource}: {refusal}") from None
     raise AssertionError("the last number of nodes is tried or refused")
 
 
@@ -66,7 +66,7 @@ def _find_slots(config: RunConfig) -> list[Slot]:
 
 def _device_units(slot: Slot) -> list[list[int]]:
     """The devices of a slot that have to be on one node."""
-    return [[place for place in unit if place < slot.devices] for unit in slot.units if unit[0] < slot.devices]
+    return [[position for position in unit if position < slot.devices] for unit in slot.units if unit[0] < slot.devices]
 
 
 def list_started_models(config: RunConfig) -> list[str]:

@@ -67,11 +67,11 @@ def plan_job(
     shipment = list_shipment(directory) if ships else None
     written = [Path(source) for source in config.locations.sources if Path(source).is_file()]
     if shipment is not None:
-        for each in written:
-            if not each.resolve().is_relative_to(directory):
-                raise ValueError(f"{each} is outside of {directory}, which is all that travels with the job")
-            if each.resolve().relative_to(directory) not in shipment.files:
-                raise ValueError(f"{each} is in a folder that does not travel with the job; move it out of there")
+        for source in written:
+            if not source.resolve().is_relative_to(directory):
+                raise ValueError(f"{source} is outside of {directory}, which is all that travels with the job")
+            if source.resolve().relative_to(directory) not in shipment.files:
+                raise ValueError(f"{source} is in a folder that does not travel with the job; move it out of there")
         check_code(config, shipment)
         file = file.resolve().relative_to(directory)
     groups = [[*config.models]] if stacked else config.runtime.colocation
@@ -89,8 +89,8 @@ def list_unshipped(job: TrainingJob) -> Iterator[tuple[Key, Path]]:
         if not isinstance(text, str) or find_input(key, RunConfig) is None or Path(text).is_absolute():
             continue
         path = job.directory / text
-        found = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
-        if path.exists() and not travels.issuperset(found):
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        if path.exists() and not travels.issuperset(files):
             yield key, path
 
 

@@ -20,8 +20,8 @@ from coalign_jobs.job import TrainingJob, place_output, refuse_unshipped
 from coalign_jobs.yaml_text import write_yaml
 
 CODE = "/coalign-code"  # where pods see the ConfigMap
-LARGEST_CODE = 700 * 2**10  # bytes: Kubernetes takes a ConfigMap of 1 MiB, and base64 makes 4/3 of it
-RAY_VERSION = "2.60.0"  # of docker/*.Dockerfile; KubeRay asks for it to know whether there are tokens
+MAX_CODE_BYTES = 700 * 2**10  # Kubernetes takes a ConfigMap of 1 MiB, and base64 makes 4/3 of it
+RAY_VERSION = "2.60.0"  # docker/*.Dockerfile install it; KubeRay asks for it to know whether there are tokens
 DEVICES = {"GPU": "nvidia.com/gpu", "NPU": "huawei.com/Ascend910", "HPU": "habana.ai/gaudi"}  # Kubernetes' names
 
 
@@ -64,7 +64,7 @@ def render_rayjob(job: TrainingJob, options: KubeRayOptions) -> str:
         *name_references(values),
     ]
     code = f"{job.name}-code"
-    archive = base64.b64encode(job.shipment.pack(LARGEST_CODE)).decode()
+    archive = base64.b64encode(job.shipment.pack(MAX_CODE_BYTES)).decode()
     metadata = {"namespace": options.namespace} if options.namespace else {}
     config_map = {
         "apiVersion": "v1",

@@ -15,7 +15,7 @@ from coalign_jobs.environment import JobVariable, list_variables, name_reference
 from coalign_jobs.job import TrainingJob, list_unshipped, place_inputs, place_output
 from coalign_jobs.yaml_text import write_yaml
 
-LARGEST_CODE = 100 * 2**20  # bytes: Ray keeps it in the memory of the head node
+MAX_CODE_BYTES = 100 * 2**20  # Ray keeps it in the memory of the head node
 ADDRESS = "http://127.0.0.1:8265"
 
 
@@ -61,7 +61,7 @@ def submit_job(job: TrainingJob, options: RayOptions) -> int:
             raise ValueError(f"--token-file: there is no file {options.token_file}")
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(options.token_file)}
         os.environ.pop("RAY_AUTH_TOKEN", None)
-    packed = job.shipment.pack(LARGEST_CODE)
+    packed = job.shipment.pack(MAX_CODE_BYTES)
     from coalign_jobs.ray_client import RayJobClient  # imports Ray
 
     client = RayJobClient(options.address)

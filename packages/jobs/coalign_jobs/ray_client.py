@@ -88,8 +88,8 @@ def _find_exit_code(details: JobDetails) -> int:
 
 def describe_refusal(address: str, refusal: Exception) -> str:
     """Describe a cluster that refuses the token, or the lack of one."""
-    found = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
-    source = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else found
+    token_path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+    source = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else token_path
     return (
         f"the Ray cluster at {address} refuses the token of {source} ({_first_line(refusal)}): it has to be the one "
         "with which its nodes were started (docs/ports.md)"
@@ -98,10 +98,10 @@ def describe_refusal(address: str, refusal: Exception) -> str:
 
 def _check_answer(address: str) -> None:
     """Refuse (ValueError) an address at which nothing listens: Ray's client would wait for minutes."""
-    parts = urlsplit(address)
+    parsed = urlsplit(address)
     try:
-        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        if parts.scheme not in ("http", "https") or host is None:
+        host, port = parsed.hostname, parsed.port or (443 if parsed.scheme == "https" else 80)
+        if parsed.scheme not in ("http", "https") or host is None:
             raise ValueError(f"'{address}' is no address of Ray's dashboard, which has the form http://HOST:8265")
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except OSError as problem:

@@ -19,7 +19,7 @@ from typing import Any
 from coalign.config.errors import ConfigError, ConfigProblem, Key
 from coalign.config.schema import RunConfig
 
-LARGEST_FILE = 10 * 2**20  # bytes; a larger file is data or a model, and stays here
+MAX_FILE_BYTES = 10 * 2**20  # a larger file is data or a model, and stays here
 LEFT_OUT = ("runs", "__pycache__", "node_modules", "build", "dist")  # folders, beside hidden ones and environments
 NAMES_CODE = ("fn", "module", "algorithm")  # keys whose values may be `my.module:name`
 
@@ -57,21 +57,21 @@ class Shipment:
 
     def describe(self) -> str:
         """Describe in one line what travels and what does not."""
-        left = f"; not with it (over {_mebibytes(LARGEST_FILE)}): {', '.join(map(str, self.large))}"
+        left = f"; not with it (over {_mebibytes(MAX_FILE_BYTES)}): {', '.join(map(str, self.large))}"
         return f"{len(self.files)} files of {self.directory}, {_mebibytes(self.size)}{left if self.large else ''}"
 
 
 def list_shipment(directory: Path) -> Shipment:
     """List what travels of a directory: no hidden files, no runs, no environments, no large files, no links."""
     files, large = [], []
-    for folder, names, found in os.walk(directory):
+    for folder, names, file_names in os.walk(directory):
         here = Path(folder)
         names[:] = sorted(name for name in names if not _is_left_out(here / name))
-        for name in sorted(found):
+        for name in sorted(file_names):
             path = here / name
             if name.startswith(".") or path.is_symlink() or not path.is_file():
                 continue
-            (large if path.stat().st_size > LARGEST_FILE else files).append(path.relative_to(directory))
+            (large if path.stat().st_size > MAX_FILE_BYTES else files).append(path.relative_to(directory))
     return Shipment(directory, files, large)
 
 
@@ -99,20 +99,20 @@ def _walk_names(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
 
 
 def _find_lack(module: str, shipment: Shipment) -> str:
-    """Say why a job would not find a module; empty if it will."""
+    """Say why a job would lack a module; empty if it does not."""
     path = Path(*module.split("."))
     if {path.with_suffix(".py"), path / "__init__.py"} & {*shipment.files}:
         return ""
     top = module.partition(".")[0]
-    others = [each for each in sys.path if each and Path(each).resolve() != shipment.directory]
-    spec = PathFinder.find_spec(top, others)
+    search_path = [folder for folder in sys.path if folder and Path(folder).resolve() != shipment.directory]
+    spec = PathFinder.find_spec(top, search_path)
     if spec is not None and not spec.origin and not any(map(_is_installed, spec.submodule_search_locations or ())):
         spec = None  # a folder of that name somewhere
     if top in sys.builtin_module_names or (spec is not None and _is_installed(spec.origin)):
         return ""
-    where = "no such module here" if spec is None else f"its module is {spec.origin}"
+    lack = "no such module here" if spec is None else f"its module is {spec.origin}"
     return (
-        f"{where}, and only {shipment.directory} travels with the job; move it there, or install it as a package on "
+        f"{lack}, and only {shipment.directory} travels with the job; move it there, or install it as a package on "
         "the cluster and here"
     )
 
@@ -122,8 +122,8 @@ def _is_installed(origin: str | None) -> bool:
     folders, one of which does."""
     if origin in (None, "built-in", "frozen"):
         return True
-    parts = Path(str(origin)).parts
-    return "site-packages" in parts or "dist-packages" in parts or str(origin).startswith(sys.base_prefix + os.sep)
+    folders = Path(str(origin)).parts
+    return "site-packages" in folders or "dist-packages" in folders or str(origin).startswith(sys.base_prefix + os.sep)
 
 
 def _is_left_out(folder: Path) -> bool:

@@ -134,14 +134,14 @@ def render_sbatch(job: TrainingJob, options: SlurmOptions) -> str:
 
 def _list_directives(job: TrainingJob, options: SlurmOptions) -> list[str]:
     size = job.size
-    kind = f"{options.gpu}:" if options.gpu else ""
+    gpu_type = f"{options.gpu}:" if options.gpu else ""
     output = Path(job.config.output)
     lines = [
         f"--job-name={job.name}",
         f"--nodes={size.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={options.cores}" if options.cores else "--exclusive",
-        f"--gpus-per-node={kind}{size.devices}" if size.resource == "GPU" and size.devices else "",
+        f"--gpus-per-node={gpu_type}{size.devices}" if size.resource == "GPU" and size.devices else "",
         f"--partition={options.partition}" if options.partition else "",
         f"--account={options.account}" if options.account else "",
         f"--time={options.time}" if options.time else "",

@@ -17,7 +17,7 @@ from coalign.launch.plan import find_recipe
 from coalign_jobs.environment import JobVariable, list_variables
 from coalign_jobs.job import TrainingJob
 
-PORT = 29500  # of the first machine: torchrun's; the port after it is Coalign's
+PORT = 29500  # torchrun's on the first machine; the port after it is Coalign's
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def run_torchrun(job: TrainingJob, options: TorchrunOptions) -> NoReturn:
             f"on all: export {TOKEN}=$(openssl rand -hex 32)"
         )
     command = _build_command(job, options)
-    variables = {each.name: each.value for each in list_variables("/tmp/coalign", options.interface)}
+    variables = {variable.name: variable.value for variable in list_variables("/tmp/coalign", options.interface)}
     os.execve(command[0], command, {**os.environ, **variables})
 
 
@@ -52,7 +52,7 @@ def _build_command(job: TrainingJob, options: TorchrunOptions) -> list[str]:
     processes = _count_processes(job)
     if processes % size.nodes:
         raise ValueError(f"--nodes: {processes} processes do not divide over {size.nodes} machines")
-    where = ["--standalone"]
+    rendezvous = ["--standalone"]
     if size.nodes > 1:
         if options.address is None or not 0 <= options.rank < size.nodes:
             raise ValueError(
@@ -60,9 +60,10 @@ def _build_command(job: TrainingJob, options: TorchrunOptions) -> list[str]:
                 f"{size.nodes - 1}"
             )
         host, _, port = options.address.partition(":")
-        where = [f"--nnodes={size.nodes}", f"--node-rank={options.rank}"]
-        where += [f"--master-addr={host}", f"--master-port={port or PORT}"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={processes // size.nodes}"]
+        rendezvous = [f"--nnodes={size.nodes}", f"--node-rank={options.rank}"]
+        rendezvous += [f"--master-addr={host}", f"--master-port={port or PORT}"]
+    rendezvous += [f"--nproc-per-node={processes // size.nodes}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     settings = [*job.overrides, "runtime.cluster=torchrun"]
     return [*launcher, "-m", "coalign.cli", "train", job.file, *settings]
 
@@ -77,12 +78,12 @@ def _count_processes(job: TrainingJob) -> int:
         name: everywhere if model.num_gpu == "auto" and not model.num_process else model.processes
         for name, model in job.config.models.items()
     }
-    most = max(counts.values())
+    total = max(counts.values())
     for name, count in counts.items():
-        if count not in (1, most):
-            message = f"has {count} processes, and others have {most}: under torchrun a model has one of them, or all"
+        if count not in (1, total):
+            message = f"has {count} processes, and others have {total}: under torchrun a model has one of them, or all"
             raise ConfigError([job.config.locations.on(ConfigProblem(("models", name), message))])
-    return most
+    return total
 
 
 def _write_script(job: TrainingJob, command: list[str], variables: list[JobVariable]) -> str:
@@ -90,7 +91,7 @@ def _write_script(job: TrainingJob, command: list[str], variables: list[JobVaria
         "#!/bin/bash",
         f"# coalign launch torchrun {job.file}: this machine's processes, each with a rank of the trained model",
         f"cd {shlex.quote(str(job.directory))} || exit 1",
-        *(f"export {each.name}={shlex.quote(each.value)}  # {each.reason}" for each in variables),
+        *(f"export {variable.name}={shlex.quote(variable.value)}  # {variable.reason}" for variable in variables),
     ]
     if job.size.nodes > 1:
         lines.append(f': "${{{TOKEN}:?a secret, the same on all machines: the processes know each other by it}}"')

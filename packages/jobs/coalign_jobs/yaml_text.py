@@ -40,5 +40,5 @@ def write_yaml(
     for variable in variables:
         name = re.escape(variable.name)
         line = re.compile(rf"^( *)((?:- name: {name}$|{name}: .*$))", re.MULTILINE)
-        text = line.sub(lambda found, why=variable.reason: f"{found[1]}# {why}\n{found[0]}", text, count=1)
+        text = line.sub(lambda match, why=variable.reason: f"{match[1]}# {why}\n{match[0]}", text, count=1)
     return "".join(f"# {line}\n" for line in head) + text

@@ -32,7 +32,7 @@ def test_a_trial_that_goes_on_after_a_restart_is_not_judged_twice_at_a_rung():
 
 
 def test_the_median_rule_ends_what_is_worse_than_the_others_means():
-    stopping = EarlyStopping.by_median("max", grace=2, others=2)
+    stopping = EarlyStopping.by_median("max", grace=2, trials=2)
     for step in (1, 2, 3):
         assert report(stopping, {"a": 0.5, "b": 0.6}, step) == ["a", "b"]
     assert stopping.goes_on("c", 1, 0.1)

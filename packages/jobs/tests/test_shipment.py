@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coalign_jobs.job import plan_job
-from coalign_jobs.shipment import LARGEST_FILE, list_shipment
+from coalign_jobs.shipment import MAX_FILE_BYTES, list_shipment
 from packages.jobs.tests.conftest import write
 
 GRPO = {"algorithm": "grpo", "models": {"policy": {"load": "own/model", "num_gpu": 0}}}
@@ -18,7 +18,7 @@ def test_code_travels_and_results_environments_and_large_files_stay(here):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text("x")
     (here / "venv" / "pyvenv.cfg").write_text("")
-    (here / "weights.bin").write_bytes(b"0" * (LARGEST_FILE + 1))
+    (here / "weights.bin").write_bytes(b"0" * (MAX_FILE_BYTES + 1))
     (here / "link.py").symlink_to(here / "mine.py")
     shipment = list_shipment(here)
     assert [str(file) for file in shipment.files] == ["mine.py", "rows.jsonl", "pkg/inner.py"]

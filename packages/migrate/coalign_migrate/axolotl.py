@@ -97,10 +97,10 @@ AXOLOTL = ForeignKeys(
 
 def translate_axolotl(values: dict[str, Any]) -> ForeignTranslation:
     """Translate the keys of `axolotl train`. ValueError for what has no recipe here."""
-    kind = values.get("rl")
-    if kind and kind not in _TRAINERS:
-        raise ValueError(f"Axolotl's `rl: {kind}` has no recipe here; there are recipes for {', '.join(_TRAINERS)}")
-    trainer = _TRAINERS[kind] if kind else "reward" if values.get("reward_model") else "sft"
+    method = values.get("rl")
+    if method and method not in _TRAINERS:
+        raise ValueError(f"Axolotl's `rl: {method}` has no recipe here; there are recipes for {', '.join(_TRAINERS)}")
+    trainer = _TRAINERS[method] if method else "reward" if values.get("reward_model") else "sft"
     trainer = "prm" if values.get("process_reward_model") else trainer
     nested = {f"trl.{name}": value for name, value in (values.get("trl") or {}).items()}
     translation = ForeignTranslation(
@@ -108,8 +108,8 @@ def translate_axolotl(values: dict[str, Any]) -> ForeignTranslation:
     )
     for key in ("rl", "reward_model", "process_reward_model"):
         translation.get(key)
-    if kind in ("ipo", "simpo"):
-        translation.given["loss_type"] = kind
+    if method in ("ipo", "simpo"):
+        translation.given["loss_type"] = method
     _set_adapter(translation)
     _set_precision(translation)
     translation.copy_same()
@@ -130,7 +130,7 @@ def translate_axolotl(values: dict[str, Any]) -> ForeignTranslation:
 
 
 def _set_adapter(translation: ForeignTranslation) -> None:
-    """Say of adapters what TRL says of them."""
+    """Set the adapters' keys as TRL names them."""
     adapter = translation.get("adapter")
     if adapter not in (None, "lora", "qlora"):
         raise ValueError(f"Axolotl's `adapter: {adapter}` has no counterpart here; lora and qlora have")
@@ -174,39 +174,39 @@ def _set_data(translation: ForeignTranslation) -> bool:
     """Set the rows; return whether they are texts without turns."""
     texts = translation.get("pretraining_dataset")
     rows, evaluated = translation.get("datasets"), translation.get("test_datasets")
-    kinds: list[str] = []
+    row_types: list[str] = []
     for items, ours in ((texts or rows, "data.train"), (evaluated, "data.eval")):
         items = [items] if isinstance(items, str | dict) else items or []
         sources = [_name_source(translation, item if isinstance(item, dict) else {"path": item}) for item in items]
         translation.set(ours, sources or None)
         if ours == "data.train":
-            kinds = [str(item.get("type")) if isinstance(item, dict) else "completion" for item in items]
-    return bool(texts) or (bool(kinds) and all(kind == "completion" for kind in kinds))
+            row_types = [str(item.get("type")) if isinstance(item, dict) else "completion" for item in items]
+    return bool(texts) or (bool(row_types) and all(row_type == "completion" for row_type in row_types))
 
 
 def _name_source(translation: ForeignTranslation, item: dict[str, Any]) -> dict[str, Any]:
     """Return a source of ours: a file or the hub's name, and what its columns are called."""
-    files, kind = item.get("data_files"), str(item.get("type", ""))
+    files, row_type = item.get("data_files"), str(item.get("type", ""))
     path = (
         str(list_values(files)[0])
         if files
         else name_data(item.get("path"), item.get("split", "train"), item.get("name"))
     )
     keys: dict[str, str] = {}
-    if kind.startswith("alpaca"):
+    if row_type.startswith("alpaca"):
         keys = _INSTRUCTIONS
         translation.notes.append(f"data: the column `input` of {path} is not read; see docs/data.md for prompts of two")
-    elif kind == "completion" or not kind:
+    elif row_type == "completion" or not row_type:
         keys = {"text": str(item["field"])} if item.get("field") else {}
     turns = "prompt" if translation.given.get("rl") in ("dpo", "ipo", "orpo", "simpo") else "messages"
     for theirs, ours in {"field_messages": turns, "field_chosen": "chosen", "field_rejected": "rejected"}.items():
         if item.get(theirs) and item[theirs] != ours:
             keys[ours] = str(item[theirs])
-    known = {"path", "type", "split", "name", "data_files", "ds_type", "field", "message_property_mappings", "roles"}
-    if rest := sorted(set(item) - known - {"field_messages", "field_chosen", "field_rejected"}):
+    taken = {"path", "type", "split", "name", "data_files", "ds_type", "field", "message_property_mappings", "roles"}
+    if rest := sorted(set(item) - taken - {"field_messages", "field_chosen", "field_rejected"}):
         translation.notes.append(f"data: of {path} these settings are not translated: {', '.join(rest)}")
-    if kind and not kind.startswith(("alpaca", "chat_template", "completion", "sharegpt")):
+    if row_type and not row_type.startswith(("alpaca", "chat_template", "completion", "sharegpt")):
         translation.notes.append(
-            f"data: rows of {path} are of Axolotl's type {kind}; docs/data.md has the forms of rows"
+            f"data: rows of {path} are of Axolotl's type {row_type}; docs/data.md has the forms of rows"
         )
     return {"path": path, **({"keys": dict(keys)} if keys else {})}

@@ -61,13 +61,13 @@ def _choose_algorithm(translation: ForeignTranslation) -> str:
 
 def _set_sizes(translation: ForeignTranslation) -> None:
     """Set prompts, samples and updates: an episode counts samples, a step prompts."""
-    samples, each = translation.get(f"{RUNTIME}.sample_per_episode"), translation.run["runtime.samples_per_prompt"]
+    samples, group = translation.get(f"{RUNTIME}.sample_per_episode"), translation.run["runtime.samples_per_prompt"]
     if translation.run["algorithm"] == "ppo" and not translation.has(f"{ROLLOUT}.num_inference_per_prompt"):
-        translation.set("runtime.samples_per_prompt", each := 1)
-    prompts = max(1, round(samples / each))
+        translation.set("runtime.samples_per_prompt", group := 1)
+    prompts = max(1, round(samples / group))
     translation.set("runtime.prompts_per_step", prompts)
-    if prompts * each != samples:
-        translation.notes.append(f"runtime.prompts_per_step is {prompts}: {samples} samples are no multiple of {each}")
+    if prompts * group != samples:
+        translation.notes.append(f"runtime.prompts_per_step is {prompts}: {samples} samples are no multiple of {group}")
     update = translation.get(f"{RUNTIME}.train_global_batch_size", samples)
     updates = count_updates(translation, samples, update, "train_global_batch_size (of samples)")
     translation.set(f"{TRAINER}.updates_per_batch", updates)
@@ -99,7 +99,7 @@ def _set_lengths(translation: ForeignTranslation) -> None:
 def _set_data(translation: ForeignTranslation) -> None:
     """Set the rows; ChatLearn's own preparation of data leaves the truth where verl's does."""
     keys = {"keys": {"answer": "reward_model.ground_truth"}}
-    ratios, most = translation.get(f"{RUNTIME}.data_ratio"), translation.get(f"{RUNTIME}.training_data_num_limit", -1)
+    ratios, limit = translation.get(f"{RUNTIME}.data_ratio"), translation.get(f"{RUNTIME}.training_data_num_limit", -1)
     shares = list_values(ratios) if ratios else []
     paths = translation.get(f"{RUNTIME}.data_path")
     files = list_values(paths) if paths else []
@@ -107,7 +107,7 @@ def _set_data(translation: ForeignTranslation) -> None:
     for source, share in zip(sources, shares, strict=False):
         source |= {"weight": float(share)} if len(sources) > 1 else {}
     for source in sources:
-        source |= {"max_samples": int(most)} if most > 0 else {}
+        source |= {"max_samples": int(limit)} if limit > 0 else {}
     translation.set("data.train", sources or None)
     if evaluated := translation.get(f"{RUNTIME}.eval_data_path"):
         translation.set("data.eval", [{"path": name_data(file), **keys} for file in list_values(evaluated)])
@@ -127,7 +127,7 @@ def _set_weights(translation: ForeignTranslation, algorithm: str) -> None:
     reference = translation.get("models.ref_policy.load")
     if _has_reference(translation, algorithm) and reference not in (None, policy, trainer):
         translation.set("models.reference.load", reference)
-    if translation.has(f"{LEARNER}.lr"):  # of the files before 2025, whose models are all Megatron's
+    if translation.has(f"{LEARNER}.lr"):  # only files before 2025 have it, whose models are all Megatron's
         translation.run.setdefault(f"{TRAINER}.module", "megatron")
         translation.notes.append(
             "models.NAME.load: these are Megatron checkpoints; `coalign convert DIR -o NEW --to hf` makes others"
@@ -150,9 +150,9 @@ def _set_optimizer(translation: ForeignTranslation) -> None:
             translation.set(f"{TRAINER}.megatron.{ours}", value)
     granularity = translation.get(f"{LEARNER}.recompute_granularity")
     translation.set(f"{TRAINER}.activation_checkpointing", granularity)
-    most = translation.get(f"{LEARNER}.max_token_in_packing")
+    token_limit = translation.get(f"{LEARNER}.max_token_in_packing")
     if translation.given.get(f"{LEARNER}.packing"):
-        translation.set(f"{TRAINER}.max_tokens_per_micro", most)
+        translation.set(f"{TRAINER}.max_tokens_per_micro", token_limit)
     _set_adapter(translation)
 
 

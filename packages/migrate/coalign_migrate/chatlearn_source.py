@@ -42,12 +42,12 @@ class ChatLearnReader:
         return sections | {"models": models}
 
     def _read_model(self, name: str, file: str) -> dict[str, Any]:
-        """Return those settings of a model's file that the table knows; the others are noted together."""
+        """Return the settings of a model's file that the table knows; the rest is noted together."""
         values = self._read_file(file)
-        known = {key: value for key, value in values.items() if CHATLEARN.describe(f"models.{name}.{key}")}
-        if others := sorted(set(values) - set(known)):
-            self.notes.append(f"models.{name}: of {file} these settings are not translated: {', '.join(others)}")
-        return known
+        translated = {key: value for key, value in values.items() if CHATLEARN.describe(f"models.{name}.{key}")}
+        if untranslated := sorted(set(values) - set(translated)):
+            self.notes.append(f"models.{name}: of {file} these settings are not translated: {', '.join(untranslated)}")
+        return translated
 
     def _read_file(self, name: str) -> dict[str, Any]:
         file = self.folder / name

@@ -121,8 +121,8 @@ def _describe(key: str, value: Any, reason: str) -> str:
 
 
 def _list_under(title: str, entries: Iterable[str]) -> list[str]:
-    found = [f"  {entry}" for entry in entries]
-    return ["", title, *found] if found else []
+    lines = [f"  {entry}" for entry in entries]
+    return ["", title, *lines] if lines else []
 
 
 def _nest(run: dict[str, Any]) -> dict[str, Any]:

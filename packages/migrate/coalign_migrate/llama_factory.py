@@ -92,7 +92,7 @@ def translate_llama_factory(values: dict[str, Any], folder: Path) -> ForeignTran
     translation.set(f"models.{translation.main}.load", translation.get("model_name_or_path"))
     _set_data(translation, stage, folder)
     set_trainer(translation, trainer)
-    _set_parts(translation)
+    _set_components(translation)
     if stage == "pt":
         translation.set("algorithm", "pretrain")
         translation.run.pop("data.train_on", None)
@@ -130,13 +130,13 @@ def _set_adapter(translation: ForeignTranslation) -> None:
 
 
 def _set_data(translation: ForeignTranslation, stage: str, folder: Path) -> None:
-    most, most_given = translation.get("max_samples"), translation.get("dataset_dir", "data")
-    entries = _read_info(str(most_given), folder)
+    max_rows, dataset_dir = translation.get("max_samples"), translation.get("dataset_dir", "data")
+    entries = _read_info(str(dataset_dir), folder)
     for key, ours in {"dataset": "data.train", "eval_dataset": "data.eval"}.items():
         names = translation.get(key)
         sources = [_name_source(translation, name, entries) for name in list_values(names)] if names else []
         for source in sources:
-            source |= {"max_samples": most} if most and ours == "data.train" else {}
+            source |= {"max_samples": max_rows} if max_rows and ours == "data.train" else {}
             if stage == "pt":
                 source["keys"] = {"text": source.get("keys", {}).get("prompt", "text")}
         translation.set(ours, sources or None)
@@ -151,10 +151,10 @@ def _set_data(translation: ForeignTranslation, stage: str, folder: Path) -> None
 def _read_info(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the folder of data, and what its dataset_info.json says: beside the file, above it, or from here."""
     for base in (*(folder / "x").resolve().parents, Path()):
-        for where in (base / name, base):
-            if (file := where / "dataset_info.json").is_file():
+        for candidate in (base / name, base):
+            if (file := candidate / "dataset_info.json").is_file():
                 info = json.loads(file.read_text(encoding="utf-8"))
-                return where, info if isinstance(info, dict) else {}
+                return candidate, info if isinstance(info, dict) else {}
     return Path(name), {}
 
 
@@ -180,9 +180,9 @@ def _name_source(translation: ForeignTranslation, name: str, entries: tuple[Path
     return {"path": path, **({"keys": keys} if keys else {})}
 
 
-def _set_parts(translation: ForeignTranslation) -> None:
-    """Set what of a vision-language model learns."""
-    parts = {"vision_tower": "tower", "multi_modal_projector": "projector", "language_model": "language"}
-    for theirs, ours in parts.items():
+def _set_components(translation: ForeignTranslation) -> None:
+    """Set which components of a vision-language model learn."""
+    components = {"vision_tower": "tower", "multi_modal_projector": "projector", "language_model": "language"}
+    for theirs, ours in components.items():
         if translation.get(f"freeze_{theirs}") is True:
             translation.set(f"{TRAINER}.vision.{ours}", "freeze")

@@ -41,8 +41,8 @@ def translate_openrlhf(program: str, values: dict[str, Any]) -> ForeignTranslati
     if program in PROGRAMS:
         return _translate_offline(program, values)
     if program != "train_ppo_ray":
-        known = ["train_ppo_ray", *PROGRAMS]
-        raise ValueError(f"openrlhf.cli.{program} has no recipe here{suggest(program, known)}")
+        programs = ["train_ppo_ray", *PROGRAMS]
+        raise ValueError(f"openrlhf.cli.{program} has no recipe here{suggest(program, programs)}")
     return _translate_online(values)
 
 
@@ -50,8 +50,8 @@ def _translate_online(values: dict[str, Any]) -> ForeignTranslation:
     translation = ForeignTranslation(OPENRLHF, values, main="policy")
     estimator = translation.get("advantage_estimator")
     if estimator not in _ESTIMATORS:
-        known = ", ".join(_ESTIMATORS)
-        raise ValueError(f"the advantage estimator {estimator} has no recipe here; there are recipes for {known}")
+        estimators = ", ".join(_ESTIMATORS)
+        raise ValueError(f"the advantage estimator {estimator} has no recipe here; there are recipes for {estimators}")
     algorithm = _ESTIMATORS[estimator]
     if translation.get("policy_loss_type", "ppo") == "gspo":
         if algorithm == "grpo":
@@ -140,14 +140,14 @@ def _set_common(translation: ForeignTranslation) -> None:
 
 def _set_data(translation: ForeignTranslation, data: str, probabilities: str, split: str, label: Any = None) -> None:
     weights = translation.get(probabilities)
-    most = translation.get("max_samples")
+    max_rows = translation.get("max_samples")
     shares = [float(share) for share in list_values(weights)] if weights is not None else []
     keys = {"keys": {"answer": label}} if label else {}
-    for key, ours, part in ((data, "data.train", split), ("eval_dataset", "data.eval", "eval_split")):
-        names, which = translation.get(key), translation.get(part)
+    for key, ours, split_key in ((data, "data.train", split), ("eval_dataset", "data.eval", "eval_split")):
+        names, which = translation.get(key), translation.get(split_key)
         if not names:
             if which is not None:
-                translation.refuse(part, f"without {key} there are no such rows")
+                translation.refuse(split_key, f"without {key} there are no such rows")
             continue
         sources: list[dict[str, Any]] = [
             {"path": name_data(name, which or "train"), **keys} for name in list_values(names)
@@ -156,7 +156,7 @@ def _set_data(translation: ForeignTranslation, data: str, probabilities: str, sp
             for source, share in zip(sources, shares, strict=False):
                 source |= {"weight": share} if len(sources) > 1 else {}
             for source in sources:
-                source |= {"max_samples": int(most)} if most else {}
+                source |= {"max_samples": int(max_rows)} if max_rows else {}
         translation.set(ours, sources)
 
 
@@ -245,25 +245,25 @@ def _set_rewards(translation: ForeignTranslation) -> None:
             common["clip"] = high
         else:
             translation.refuse("reward_clip_range", "limits are symmetric here (`reward[].clip`)")
-    parts: list[dict[str, Any]] = []
+    rewards: list[dict[str, Any]] = []
     for number, path in enumerate(list_values(models) if models and not remote else [], start=1):
         name = "reward" if number == 1 else f"reward_{number}"
         translation.set(f"models.{name}", {"module": "fsdp", "load": path, "head": "reward", "frozen": True})
-        parts.append({"model": name, **common})
+        rewards.append({"model": name, **common})
     urls = list_values(remote) if remote else []
     if urls and str(urls[0]).endswith(".py"):
-        parts.append({"fn": f"<a function that calls reward_func of {urls[0]}>", **common})
+        rewards.append({"fn": f"<a function that calls reward_func of {urls[0]}>", **common})
         translation.notes.append(
             f"reward: reward_func of {urls[0]} has OpenRLHF's signature; wrap it as docs/writing_a_reward.md, \"From "
             'another library", shows'
         )
     elif urls:
-        parts.append({"fn": "remote", "url": urls, **common})
+        rewards.append({"fn": "remote", "url": urls, **common})
     buffer, factor = translation.get("overlong_buffer_len"), translation.get("overlong_penalty_factor", 1.0)
     if buffer:
         limit = translation.run[f"{SAMPLING}.max_new_tokens"]
-        parts.append({"fn": "length_penalty", "weight": float(factor), "max_tokens": limit, "buffer": int(buffer)})
-    translation.set("reward", parts or None)
+        rewards.append({"fn": "length_penalty", "weight": float(factor), "max_tokens": limit, "buffer": int(buffer)})
+    translation.set("reward", rewards or None)
 
 
 def _set_value(translation: ForeignTranslation, algorithm: str) -> None:

@@ -25,7 +25,7 @@ TRAINER_CLASSES = {
     "CPOTrainer": "cpo",
     "OnlineDPOTrainer": "online_dpo",
 }
-_POSITIONS = {  # of the arguments of a trainer, where they are not those of SFT
+_POSITIONAL = {  # arguments of trainers whose order is not that of SFT
     "grpo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
     "rloo": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
     "dpo": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset"),
@@ -86,13 +86,13 @@ class _PythonReader:
         calls = [(self._find_trainer(node), node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         trainers = sorted(((name, node) for name, node in calls if name), key=lambda pair: pair[1].lineno)
         if not trainers:
-            others = sorted({name for _, node in calls if re.fullmatch(r"\w*Trainer", name := _name(node.func))})
-            known = ", ".join(TRAINER_CLASSES)
-            raise ValueError(f"{self.path}: calls {', '.join(others) or 'no trainer'}; of TRL's are read: {known}")
+            called = sorted({name for _, node in calls if re.fullmatch(r"\w*Trainer", name := _name(node.func))})
+            supported = ", ".join(TRAINER_CLASSES)
+            raise ValueError(f"{self.path}: calls {', '.join(called) or 'no trainer'}; of TRL's are read: {supported}")
         if len(trainers) > 1:
             self.notes.append(f"{self.path.name} has {len(trainers)} trainers; this is the first")
         name, call = trainers[0]
-        arguments = self._bind(call, _POSITIONS.get(name, ("model", "args", "data_collator", "train_dataset")))
+        arguments = self._bind(call, _POSITIONAL.get(name, ("model", "args", "data_collator", "train_dataset")))
         values = self._read_config(arguments.pop("args", None) or arguments.pop("config", None))
         for key, node in arguments.items():
             values |= self._read_argument(key, node, values)
@@ -151,8 +151,8 @@ class _PythonReader:
         if key == "reward_funcs":
             return {key: self._list_rewards(node)}
         if key in ("ref_model", "reward_model", "value_model"):
-            found = self._follow(node)
-            name = None if isinstance(found, ast.Constant) and found.value is None else self._find_weights(node)
+            value = self._follow(node)
+            name = None if isinstance(value, ast.Constant) and value.value is None else self._find_weights(node)
             return {"reward_model_name_or_path" if key == "reward_model" else key: name}
         return {} if key in _NOT_NEEDED else {key: self.evaluate(node)}
 
@@ -259,8 +259,8 @@ class _PythonReader:
             files = files.get(chosen, next(iter(files.values()))) if isinstance(files, dict) else files
             return str(files[0] if isinstance(files, list) else files)
         config = values.get("name")
-        parts = [path, *([str(config)] if config else []), chosen]
-        return ":".join(parts) if is_known(path) and not path.startswith((".", "/")) else path
+        fields = [path, *([str(config)] if config else []), chosen]
+        return ":".join(fields) if is_known(path) and not path.startswith((".", "/")) else path
 
     def _list_origins(self, node: ast.expr) -> list[ast.expr]:
         """Return an expression, and those that the names in it were assigned, functions of the file included."""

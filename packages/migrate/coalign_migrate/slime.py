@@ -171,17 +171,17 @@ SLIME = ForeignKeys(
 
 def translate_slime(values: dict[str, Any]) -> ForeignTranslation:
     """Translate the flags of slime's `train.py` and `train_async.py`. ValueError for a loss that has no recipe here."""
-    kind = values.get("loss_type", "policy_loss")
-    if kind not in ("policy_loss", "sft_loss"):
-        raise ValueError(f"slime's --loss-type {kind} has no recipe here; policy_loss and sft_loss have")
-    translation = ForeignTranslation(SLIME, values, main="trainer" if kind == "sft_loss" else "policy")
+    loss_type = values.get("loss_type", "policy_loss")
+    if loss_type not in ("policy_loss", "sft_loss"):
+        raise ValueError(f"slime's --loss-type {loss_type} has no recipe here; policy_loss and sft_loss have")
+    translation = ForeignTranslation(SLIME, values, main="trainer" if loss_type == "sft_loss" else "policy")
     translation.get("loss_type")
     translation.copy_same()
     translation.set(f"{TRAINER}.module", "megatron")
     translation.set(f"models.{translation.main}.compute_dtype", "bfloat16")
     _set_optimizer(translation)
     _set_trackers(translation)
-    if kind == "sft_loss":
+    if loss_type == "sft_loss":
         _set_conversations(translation)
         return translation
     algorithm = _choose_algorithm(translation)
@@ -196,8 +196,8 @@ def translate_slime(values: dict[str, Any]) -> ForeignTranslation:
 def _choose_algorithm(translation: ForeignTranslation) -> str:
     estimator = translation.get("advantage_estimator")
     if estimator not in _ESTIMATORS:
-        known = ", ".join(_ESTIMATORS)
-        raise ValueError(f"slime's --advantage-estimator {estimator} has no recipe here; there are recipes for {known}")
+        names = ", ".join(_ESTIMATORS)
+        raise ValueError(f"slime's --advantage-estimator {estimator} has no recipe here; there are recipes for {names}")
     if translation.given.get("use_opd"):
         raise ValueError(
             "slime's --use-opd has no recipe here; `on_policy_distillation` has no reward beside a teacher"
@@ -317,16 +317,16 @@ def _set_updates(translation: ForeignTranslation) -> None:
 
 
 def _set_rewards(translation: ForeignTranslation) -> None:
-    path, kind, url = (translation.get_text(name) for name in ("custom_rm_path", "rm_type", "rm_url"))
+    path, rm_type, url = (translation.get_text(name) for name in ("custom_rm_path", "rm_type", "rm_url"))
     if path:
         translation.set("reward", [{"fn": f"<a function that calls {path}>"}])
         translation.notes.append(f"reward: {path} has slime's signature; docs/writing_a_reward.md shows how to wrap it")
-    elif kind == "remote_rm" and url:
+    elif rm_type == "remote_rm" and url:
         translation.set("reward", [{"fn": "remote", "url": url}])
-    elif kind in _REWARDS:
-        translation.set("reward", [{"fn": _REWARDS[kind]}])
+    elif rm_type in _REWARDS:
+        translation.set("reward", [{"fn": _REWARDS[rm_type]}])
     else:
-        translation.set("reward", [{"fn": f"<a function that does what slime's rm_type {kind} does>"}])
+        translation.set("reward", [{"fn": f"<a function that does what slime's rm_type {rm_type} does>"}])
     for name in ("custom_generate_function_path", "rollout_function_path"):
         translation.refuse(name, "rollouts of your own are an environment here (`rollout`, docs/environments.md)")
     if translation.get("dynamic_sampling_filter_path"):

@@ -142,7 +142,7 @@ class _CommandReader:
         words = list(command.words)
         if "-c" in words[:-1] and Path(words[0]).name in ("bash", "sh", "srun", "docker", "ssh", "nohup", "timeout"):
             inner = ShellScript(words[words.index("-c") + 1], str(self.path), parent=None)
-            return next((source for found in inner.commands if (source := self.read(found))), None)
+            return next((source for inner_command in inner.commands if (source := self.read(inner_command))), None)
         for index, word in enumerate(words):
             following = words[index + 1] if index + 1 < len(words) else ""
             arguments = _cut(words[index + 1 :])
@@ -160,7 +160,7 @@ class _CommandReader:
         return None
 
     def _read_script(
-        self, name: str, word: str, arguments: list[str], before: Sequence[str], command: ShellCommand
+        self, name: str, word: str, arguments: list[str], preceding: Sequence[str], command: ShellCommand
     ) -> ForeignSource | None:
         """Read a command whose program is a file."""
         if file := self._find_chatlearn_file(arguments):
@@ -169,20 +169,20 @@ class _CommandReader:
             words = [re.sub(r"\$\{(\w+)\}", r"$\1", word) if not is_known(word) else word for word in arguments]
             return _read_chatlearn(data, file, variables, list(_read_overrides(words)))
         if name in ("train", "train_async") and "--hf-checkpoint" in arguments:
-            return self._read_program("slime", name, arguments, before, command)
+            return self._read_program("slime", name, arguments, preceding, command)
         for folder, framework in {"verl/": "verl", "openrlhf/cli/": "openrlhf", "swift/cli/": "swift"}.items():
             if folder in word:
                 program = word.removesuffix(".py").replace("/", ".") if framework == "verl" else name
-                return self._read_program(framework, program, arguments, before, command)
+                return self._read_program(framework, program, arguments, preceding, command)
         if any(re.match(r"\+*actor_rollout_ref\.", argument) for argument in arguments):
-            return self._read_program("verl", name, arguments, before, command)
+            return self._read_program("verl", name, arguments, preceding, command)
         flags = [argument.partition("=")[0] for argument in arguments]
         if "--model_name_or_path" in flags or "--config" in flags:
-            return self._read_program("trl", name, arguments, before, command)
+            return self._read_program("trl", name, arguments, preceding, command)
         return None
 
     def _read_program(
-        self, framework: str, program: str, words: list[str], before: Sequence[str], command: ShellCommand
+        self, framework: str, program: str, words: list[str], preceding: Sequence[str], command: ShellCommand
     ) -> ForeignSource:
         if framework == "verl":
             return self._read_verl(program, words)
@@ -192,7 +192,7 @@ class _CommandReader:
             if is_config:
                 values.pop("config", None)
                 values = self._read_config(files[0]) | dict(_read_overrides(words)) | values
-        values |= _count_processes([*before, *words], command.variables)
+        values |= _count_processes([*preceding, *words], command.variables)
         values.pop("nproc_per_node", None)
         return ForeignSource(framework, program, values, tuple(notes))
 
@@ -240,8 +240,8 @@ def _resolve(values: dict[str, Any]) -> dict[str, Any]:
     resolved = dict(values)
     for key, text in values.items():
         if isinstance(text, str) and is_known(text) and "${" in text:
-            found = _REFERENCE.sub(find, text)
-            resolved[key] = mark(found) if "${" in found else parse_scalar(found)
+            interpolated = _REFERENCE.sub(find, text)
+            resolved[key] = mark(interpolated) if "${" in interpolated else parse_scalar(interpolated)
     return resolved
 
 

@@ -108,15 +108,15 @@ def translate_swift(program: str, values: dict[str, Any]) -> ForeignTranslation:
     """Translate the arguments of `swift sft`, `pt` or `rlhf`, and of `megatron sft` and so on."""
     engine, _, verb = program.rpartition(" ")
     verb = "sample" if "sampler_type" in values else verb
-    kind = values.get("rlhf_type") or ("dpo" if verb == "rlhf" else None)
-    if verb not in ("sft", "pt", "rlhf", "None") or (kind and kind not in _TRAINERS):
-        known = ", ".join(_TRAINERS)
-        what = f"rlhf_type {kind}" if kind else f"program {program}"
-        raise ValueError(f"ms-swift's {what} has no recipe here; there are sft, pt, and rlhf for {known}")
-    trainer = _TRAINERS[kind] if kind else "sft"
+    rlhf_type = values.get("rlhf_type") or ("dpo" if verb == "rlhf" else None)
+    if verb not in ("sft", "pt", "rlhf", "None") or (rlhf_type and rlhf_type not in _TRAINERS):
+        methods = ", ".join(_TRAINERS)
+        what = f"rlhf_type {rlhf_type}" if rlhf_type else f"program {program}"
+        raise ValueError(f"ms-swift's {what} has no recipe here; there are sft, pt, and rlhf for {methods}")
+    trainer = _TRAINERS[rlhf_type] if rlhf_type else "sft"
     translation = ForeignTranslation(SWIFT, values, main=find_main(trainer))
     translation.get("rlhf_type")
-    if kind == "simpo":
+    if rlhf_type == "simpo":
         translation.given["loss_type"] = "simpo"
     is_full = _set_adapter(translation)
     translation.set(f"{TRAINER}.optimizer.lr", 1e-5 if is_full else 1e-4)
@@ -134,7 +134,7 @@ def translate_swift(program: str, values: dict[str, Any]) -> ForeignTranslation:
 
 
 def _set_adapter(translation: ForeignTranslation) -> bool:
-    """Say of adapters what TRL says of them. Return whether all weights are trained."""
+    """Set the adapters' keys as TRL names them. Return whether all weights are trained."""
     tuning, bits = translation.get("tuner_type"), translation.get("quant_bits")
     if tuning not in ("lora", "full"):
         raise ValueError(f"ms-swift's tuner_type {tuning} has no counterpart here; lora and full have")
@@ -159,10 +159,10 @@ def _set_data(translation: ForeignTranslation, verb: str) -> None:
 
 def _name_source(text: str) -> dict[str, Any]:
     """Return a source for `org/name:subset#500`, or for a file."""
-    name, _, most = text.partition("#")
+    name, _, max_rows = text.partition("#")
     path, _, subset = name.removeprefix("HF::").removeprefix("MS::").partition(":")
     source: dict[str, Any] = {"path": name_data(path, "train", subset or None)}
-    return source | ({"max_samples": int(most)} if most.isdigit() else {})
+    return source | ({"max_samples": int(max_rows)} if max_rows.isdigit() else {})
 
 
 def _set_rest(translation: ForeignTranslation, trainer: str) -> None:

@@ -35,7 +35,7 @@ class ForeignTranslation:
         self.skipped: dict[str, str] = {}
         self.notes: list[str] = []
         self._read: set[str] = set()
-        self.names: dict[str, str] = {}  # of the file, by those of the table
+        self.names: dict[str, str] = {}  # key in the table -> key in the file
         for name, value in values.items():
             if value is not None:
                 self._take(name, value)
@@ -43,7 +43,11 @@ class ForeignTranslation:
     def _take(self, name: str, value: Any) -> None:
         key = self.keys.find_name(name)
         self.names[key] = name
-        if _is_known(value) or self.keys.find_reason(key) or not (description := self.keys.describe(key)):
+        if (
+            all(map(is_known, _list_texts(value)))
+            or self.keys.find_reason(key)
+            or not (description := self.keys.describe(key))
+        ):
             self.given[key] = _show_texts(value)
         elif _INPUT.search(description):
             self.given[key] = _mark_inputs(value)
@@ -155,10 +159,6 @@ class ForeignTranslation:
             yield self.names[key], text
 
 
-def _is_known(value: Any) -> bool:
-    return all(is_known(text) for text in _list_texts(value))
-
-
 def _list_texts(value: Any) -> list[str]:
     """Return all texts in a value."""
     if isinstance(value, Mapping):
@@ -182,14 +182,14 @@ def _show_texts(value: Any) -> Any:
 
 
 def _mark_inputs(value: Any) -> Any:
-    """Return a path, or paths, in which each that is not known is a mark to fill in."""
+    """Return a path or paths; one that is not known becomes a mark to fill in."""
     if isinstance(value, list):
         return [_mark_inputs(item) for item in value]
     return value if is_known(value) else f"<{re.sub(r'[{}]', '', show(value))}>"
 
 
 def convert_value(ours: str, value: Any) -> Any:
-    """Convert a value of theirs to that of our key. None: it sets nothing here. ValueError: it has no counterpart."""
+    """Convert a value of theirs to one of our key; None if it sets nothing here. ValueError without a counterpart."""
     for pattern, convert in _CONVERSIONS.items():
         if re.fullmatch(pattern, ours):
             return convert(value)
@@ -207,10 +207,10 @@ def name_data(text: Any, split: str | None = None, config: str | None = None) ->
 
 
 def list_values(value: Any) -> list[Any]:
-    """Return a list: of a list its items, of a text what commas separate, of any other value itself."""
+    """Return a list: the items of a list, what commas separate in a text, or any other value alone."""
     if isinstance(value, list | tuple):
         return list(value)
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+    return [item.strip() for item in value.split(",")] if isinstance(value, str) else [value]
 
 
 def count_updates(translation: ForeignTranslation, batch: float, update: float, key: str) -> int:
@@ -251,10 +251,6 @@ def _convert_engine(value: str) -> str:
     return engines[value]
 
 
-def _convert_dtype(value: Any) -> str | None:
-    return "bfloat16" if value in (True, "bf16", "bfloat16") else None
-
-
 def _convert_resume(value: str) -> str:
     modes = {"auto": "auto", "disable": "never"}
     if value not in modes:
@@ -272,7 +268,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     r"models\.trainer\.optimizer\.betas": lambda value: [float(beta) for beta in list_values(value)],
     r"models\.trainer\.optimizer\.warmup": _set_positive,
     r"models\.trainer\.activation_checkpointing": lambda value: "full" if value else None,
-    r".*\.compute_dtype": _convert_dtype,
+    r".*\.compute_dtype": lambda value: "bfloat16" if value in (True, "bf16", "bfloat16") else None,
     r"models\.trainer\.module": _convert_module,
     r"models\.policy\.module": _convert_engine,
     r".*\.top_k": lambda value: max(0, value),
@@ -288,7 +284,7 @@ def set_adapter(translation: ForeignTranslation, rank: str, alpha: str, dropout:
     """Set `models.trainer.lora` from the keys of theirs with these names, if there is a rank."""
     if not translation.get(rank):
         for key in (alpha, dropout, target):
-            translation.get(key)  # of no adapter
+            translation.get(key)  # without an adapter they mean nothing
         return
     section = f"{TRAINER}.lora"
     translation.set(f"{section}.rank", translation.get(rank))
@@ -324,9 +320,9 @@ def set_reference(translation: ForeignTranslation) -> None:
 
 def set_policy_parallel(translation: ForeignTranslation) -> None:
     """Keep the trainer from inheriting how the policy is cut over devices, and options of vLLM from other engines."""
-    for kind in ("tensor_parallel", "pipeline_parallel"):
-        if translation.run.get(f"{POLICY}.{kind}", 1) != 1:
-            translation.run.setdefault(f"{TRAINER}.{kind}", 1)
+    for degree in ("tensor_parallel", "pipeline_parallel"):
+        if translation.run.get(f"{POLICY}.{degree}", 1) != 1:
+            translation.run.setdefault(f"{TRAINER}.{degree}", 1)
     if translation.run.get(f"{POLICY}.module") != "vllm":
         for key in [key for key in translation.run if key.startswith(f"{POLICY}.vllm.")]:
             del translation.run[key]

@@ -18,7 +18,7 @@ from coalign_migrate.translation import (
 TRAINERS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward_model", "grpo": "grpo", "rloo": "rloo"}
 TRAINERS |= {"orpo": "orpo", "cpo": "simpo", "ppo": "ppo", "online_dpo": "online_dpo", "prm": "process_reward"}
 _ONLINE = ("grpo", "rloo", "ppo", "online_dpo")
-_RATES = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6, "online_dpo": 5e-7, "prm": 1e-5}  # of the others 1e-6
+_RATES = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6, "online_dpo": 5e-7, "prm": 1e-5}  # other trainers have 1e-6
 _MARKS = {  # arguments that one trainer alone has
     "ppo": ("num_ppo_epochs", "cliprange_value", "vf_coef"),
     "cpo": ("cpo_alpha", "simpo_gamma"),
@@ -138,11 +138,11 @@ def _set_data(translation: ForeignTranslation) -> None:
             translation.set("data.eval", [name_data(name, test, config)])
     elif rows:
         translation.set("data.train", [name_data(rows)])
-    elif mixture:  # of TRL's DatasetConfig
+    elif mixture:  # TRL's DatasetConfig
         names = [(item.get("path"), item.get("split", train), item.get("name")) for item in mixture]
         translation.set("data.train", [name_data(path, split, config) for path, split, config in names if path])
-    if other := translation.get("eval_dataset"):
-        translation.set("data.eval", [name_data(other)])
+    if eval_rows := translation.get("eval_dataset"):
+        translation.set("data.eval", [name_data(eval_rows)])
 
 
 def _set_masks(translation: ForeignTranslation) -> None:
@@ -222,17 +222,17 @@ def _set_ppo(translation: ForeignTranslation) -> None:
 
 def _set_pairs_loss(translation: ForeignTranslation) -> None:
     translation.set("loss.beta", float(translation.get("beta", 0.1)))
-    kind = translation.get("loss_type", "sigmoid")
-    translation.set("loss.fn", {"sigmoid": "dpo", "ipo": "ipo"}.get(kind, "dpo"))
-    if kind not in ("sigmoid", "ipo"):
+    loss_type = translation.get("loss_type", "sigmoid")
+    translation.set("loss.fn", {"sigmoid": "dpo", "ipo": "ipo"}.get(loss_type, "dpo"))
+    if loss_type not in ("sigmoid", "ipo"):
         translation.refuse("loss_type", "see the table of names in docs/writing_a_loss.md")
 
 
 def _set_policy_loss(translation: ForeignTranslation, trainer: str) -> None:
-    kind = translation.get("loss_type", "dapo")
+    loss_type = translation.get("loss_type", "dapo")
     low = float(translation.get("epsilon", 0.2))
     high = float(translation.get("epsilon_high", low))
-    algorithm = kind if kind in ("cispo", "sapo") else TRAINERS[trainer]
+    algorithm = loss_type if loss_type in ("cispo", "sapo") else TRAINERS[trainer]
     if translation.get("importance_sampling_level", "token") == "sequence":
         algorithm = "gspo"
     translation.set("algorithm", algorithm)
@@ -241,12 +241,12 @@ def _set_policy_loss(translation: ForeignTranslation, trainer: str) -> None:
     elif algorithm != "sapo":
         translation.set("loss.clip_low", low)
         translation.set("loss.clip_high", high)
-    if kind in _AGGREGATIONS and trainer == "grpo":
-        mean = _AGGREGATIONS[kind]
+    if loss_type in _AGGREGATIONS and trainer == "grpo":
+        mean = _AGGREGATIONS[loss_type]
         translation.set("loss.aggregation", "sequence_mean_token_mean" if algorithm == "gspo" else mean)
         if mean == "constant" and algorithm != "gspo":
             translation.set("loss.constant_length", translation.run[f"{POLICY}.sampling.max_new_tokens"])
-    elif kind not in ("cispo", "sapo"):
+    elif loss_type not in ("cispo", "sapo"):
         translation.refuse("loss_type", "no such mean here; see `loss.aggregation` in docs/algorithms.md")
     if dual := translation.get("delta"):
         translation.set("loss.dual_clip", float(dual))
@@ -266,25 +266,25 @@ def _set_rewards(translation: ForeignTranslation) -> None:
     names, weights = translation.get("reward_funcs"), translation.get("reward_weights")
     models = translation.get("reward_model_name_or_path")
     models = [str(model) for model in list_values(models)] if models else []
-    parts: list[dict[str, Any]] = []
+    rewards: list[dict[str, Any]] = []
     for name in list_values(names) if names else []:
         if name in _REWARDS:
-            parts.append({"fn": _REWARDS[name]})
+            rewards.append({"fn": _REWARDS[name]})
             continue
         if "/" in name:  # a model of the hub
             models.append(name)
             continue
-        parts.append({"fn": f"<a function that calls {name}>"})
+        rewards.append({"fn": f"<a function that calls {name}>"})
         translation.notes.append(
             f'reward: {name} has TRL\'s signature; wrap it as docs/writing_a_reward.md, "From another library", shows'
         )
     for number, path in enumerate(models, start=1):
         model = "reward" if number == 1 else f"reward_{number}"
         translation.set(f"models.{model}", {"module": "fsdp", "load": path, "head": "reward", "frozen": True})
-        parts.append({"model": model})
-    for part, weight in zip(parts, list_values(weights) if weights else [], strict=False):
-        part["weight"] = float(weight)
-    translation.set("reward", parts or None)
+        rewards.append({"model": model})
+    for reward, weight in zip(rewards, list_values(weights) if weights else [], strict=False):
+        reward["weight"] = float(weight)
+    translation.set("reward", rewards or None)
 
 
 def _set_rollout(translation: ForeignTranslation) -> None:
@@ -307,14 +307,14 @@ def _set_offline_loss(translation: ForeignTranslation, trainer: str) -> None:
     if trainer in ("orpo", "cpo"):
         return _set_reference_free_loss(translation, trainer)
     beta, smoothing = translation.get("beta"), translation.get("label_smoothing")
-    kinds = list_values(translation.get("loss_type", "sigmoid" if trainer == "dpo" else trainer))
+    loss_types = list_values(translation.get("loss_type", "sigmoid" if trainer == "dpo" else trainer))
     if trainer == "dpo":
-        kind = str(kinds[0])
-        translation.set("loss.fn", kind if kind in _PAIRWISE else "dpo")
-        if kind not in (*_PAIRWISE, "sigmoid", "robust", "sigmoid_norm") or len(kinds) > 1:
+        loss_type = str(loss_types[0])
+        translation.set("loss.fn", loss_type if loss_type in _PAIRWISE else "dpo")
+        if loss_type not in (*_PAIRWISE, "sigmoid", "robust", "sigmoid_norm") or len(loss_types) > 1:
             translation.refuse("loss_type", "see the table of names in docs/writing_a_loss.md")
-        translation.set("loss.robust", True if kind == "robust" else None)
-        translation.set("loss.length_normalised", True if kind == "sigmoid_norm" else None)
+        translation.set("loss.robust", True if loss_type == "robust" else None)
+        translation.set("loss.length_normalised", True if loss_type == "sigmoid_norm" else None)
         if smoothing and translation.run["loss.fn"] == "dpo":
             translation.set("loss.label_smoothing", float(smoothing))
     if trainer in ("dpo", "kto"):
@@ -333,16 +333,16 @@ def _set_reference_free_loss(translation: ForeignTranslation, trainer: str) -> N
     translation.set("loss.beta", float(translation.get("beta", 0.1)))
     if trainer == "orpo":
         return
-    kind, nll = translation.get("loss_type", "sigmoid"), float(translation.get("cpo_alpha", 1.0))
+    loss_type, nll = translation.get("loss_type", "sigmoid"), float(translation.get("cpo_alpha", 1.0))
     margin = translation.get("simpo_gamma", 0.5)
-    if kind == "simpo":
+    if loss_type == "simpo":
         translation.set("loss.fn", "simpo")
         translation.set("loss.gamma", float(margin))
         translation.set("loss.nll_coef", nll or None)
         return
     translation.set("loss.fn", "cpo")
     translation.set("loss.nll_coef", nll)
-    if kind != "sigmoid":
+    if loss_type != "sigmoid":
         translation.refuse("loss_type", "losses without a reference are cpo and simpo")
 
 

@@ -48,8 +48,8 @@ _CLIPPED += (_DISTILLATION,)
 def translate_verl(program: str, values: dict[str, Any]) -> ForeignTranslation:
     """Translate the settings of `verl.trainer.main_ppo`, by dotted keys. ValueError for what has no recipe here."""
     if not program.endswith(_PROGRAMS):
-        known = ", ".join(_PROGRAMS)
-        raise ValueError(f"verl's program {program} has no recipe here; sft_trainer has, and {known}")
+        programs = ", ".join(_PROGRAMS)
+        raise ValueError(f"verl's program {program} has no recipe here; sft_trainer has, and {programs}")
     translation = ForeignTranslation(VERL, values, main="policy")
     algorithm = _choose_algorithm(translation)
     translation.copy_same()
@@ -80,8 +80,8 @@ def _choose_algorithm(translation: ForeignTranslation) -> str:
     estimator = translation.get("algorithm.adv_estimator")
     mode = translation.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
     if estimator not in _ESTIMATORS:
-        known = ", ".join(_ESTIMATORS)
-        raise ValueError(f"algorithm.adv_estimator={estimator} has no recipe here; there are recipes for {known}")
+        estimators = ", ".join(_ESTIMATORS)
+        raise ValueError(f"algorithm.adv_estimator={estimator} has no recipe here; there are recipes for {estimators}")
     algorithm = _ESTIMATORS[estimator]
     if translation.get("distillation.enabled", False):
         algorithm = "on_policy_distillation"
@@ -201,7 +201,7 @@ def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
     in_loss = bool(translation.get(f"{_ACTOR}.use_kl_loss", False))
     coef = float(translation.get("algorithm.kl_ctrl.kl_coef", 0.001))
     loss_coef = float(translation.get(f"{_ACTOR}.kl_loss_coef", 0.001))
-    kind = translation.get(f"{_ACTOR}.kl_loss_type", "low_var_kl")
+    loss_estimator = translation.get(f"{_ACTOR}.kl_loss_type", "low_var_kl")
     adaptive = translation.get("algorithm.kl_ctrl.type", "fixed") == "adaptive"
     for name in ("target_kl", "horizon"):
         key = f"algorithm.kl_ctrl.{name}"
@@ -221,8 +221,8 @@ def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
     if in_reward:
         translation.refuse("algorithm.use_kl_in_reward", f"`{algorithm}` charges the divergence in the loss")
     translation.set("loss.kl_coef", loss_coef if in_loss else 0.0)
-    if in_loss and kind in _KL_ESTIMATORS:
-        translation.set("loss.kl_estimator", _KL_ESTIMATORS[kind])
+    if in_loss and loss_estimator in _KL_ESTIMATORS:
+        translation.set("loss.kl_estimator", _KL_ESTIMATORS[loss_estimator])
     elif in_loss:
         translation.refuse(f"{_ACTOR}.kl_loss_type", "estimators are k1, k2 and k3; the recipe's own is kept")
 
@@ -268,25 +268,25 @@ def _set_rewards(translation: ForeignTranslation, algorithm: str) -> None:
         translation.get_text("custom_reward_function.path"),
         translation.get_text("custom_reward_function.name"),
     )
-    model_path, parts = translation.get("reward_model.model.path"), []
+    model_path, rewards = translation.get("reward_model.model.path"), []
     if path or "custom_reward_function.path" in translation.unknown:
         name = f"{path or translation.unknown['custom_reward_function.path']}:{name or 'compute_score'}"
-        parts.append({"fn": f"<a function that calls {name}>"})
+        rewards.append({"fn": f"<a function that calls {name}>"})
         translation.notes.append(
             f'reward: {name} has verl\'s signature; wrap it as docs/writing_a_reward.md, "From another library", shows'
         )
     if translation.get("reward_model.enable", False) and model_path:
         translation.set("models.reward", {"module": "fsdp", "load": str(model_path), "head": "reward", "frozen": True})
-        parts.append({"model": "reward"})
-    if not parts and algorithm != _DISTILLATION:
-        parts.append({"fn": "math"})
+        rewards.append({"model": "reward"})
+    if not rewards and algorithm != _DISTILLATION:
+        rewards.append({"fn": "math"})
         translation.notes.append("reward: verl chooses a function by `data_source`; `math` is that of gsm8k and MATH")
     prefix = "reward_model.overlong_buffer"
     length, factor = translation.get(f"{prefix}.len"), translation.get(f"{prefix}.penalty_factor", 1.0)
     if translation.get(f"{prefix}.enable", False) and length:
         limit = translation.get("data.max_response_length")
-        parts.append({"fn": "length_penalty", "weight": float(factor), "max_tokens": limit, "buffer": length})
-    translation.set("reward", parts or None)
+        rewards.append({"fn": "length_penalty", "weight": float(factor), "max_tokens": limit, "buffer": length})
+    translation.set("reward", rewards or None)
     manager = translation.get("reward_model.reward_manager", "naive")
     if manager not in ("naive", "dapo", "batch", "prime", "rate_limited"):
         translation.notes.append(
@@ -296,11 +296,11 @@ def _set_rewards(translation: ForeignTranslation, algorithm: str) -> None:
 
 
 def _set_rows(translation: ForeignTranslation) -> None:
-    """Set what of verl's rows is read: the truth, images, and how many."""
-    most, images = translation.get("data.train_max_samples", -1), translation.get_text("data.image_key")
+    """Set what is read of verl's rows: the truth, images, and how many."""
+    max_rows, images = translation.get("data.train_max_samples", -1), translation.get_text("data.image_key")
     keys = {"answer": "reward_model.ground_truth"} | ({"images": images} if images not in (None, "images") else {})
     for key in ("data.train", "data.eval"):
-        limit = {"max_samples": most} if key == "data.train" and most > 0 else {}
+        limit = {"max_samples": max_rows} if key == "data.train" and max_rows > 0 else {}
         if files := translation.run.get(key):
             files = [files] if isinstance(files, str) else files
             translation.run[key] = [{"path": file, "keys": keys, **limit} for file in files]

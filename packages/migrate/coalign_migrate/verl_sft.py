@@ -163,14 +163,14 @@ def translate_verl_sft(values: dict[str, Any]) -> ForeignTranslation:
 
 
 def _set_rows(translation: ForeignTranslation) -> None:
-    most, keys = translation.get("data.train_max_samples", -1), {}
+    max_rows, keys = translation.get("data.train_max_samples", -1), {}
     for name, ours in {"prompt": "prompt", "response": "answer"}.items():
         if fields := translation.get(f"data.{name}_field"):  # a key within the column
             keys[ours] = f"{translation.run.pop(f'data.{ours}_key', name)}.{list_values(fields)[0]}"
     for key, ours in {"data.train_files": "data.train", "data.val_files": "data.eval"}.items():
         if files := translation.get(key):
             more = {"keys": keys} if keys else {}
-            more |= {"max_samples": most} if ours == "data.train" and most > 0 else {}
+            more |= {"max_samples": max_rows} if ours == "data.train" and max_rows > 0 else {}
             translation.set(ours, [{"path": name_data(file), **more} for file in list_values(files)])
     policies = {"error": "error", "left": "truncate_left"}
     cut = translation.get("data.truncation")

@@ -19,7 +19,7 @@ from coalign_plan.gpus import Gpu
 class Constants:
     """What data sheets do not say about devices and software; seconds unless a comment says otherwise."""
 
-    matmul: float = 0.9  # of Gpu.matmul_share: large products inside a model against one alone
+    matmul: float = 0.9  # share of Gpu.matmul_share that large products inside a model reach
     narrow_matmul: float = 0.82  # the same for training in fp8: scaling and casting take their part
     attention: float = 0.54  # share of the bf16 peak that fused attention reaches, forward
     memory: float = 0.78  # share of the memory's bandwidth
@@ -29,17 +29,17 @@ class Constants:
     overlap: float = 0.52  # share of FSDP's and DDP's collectives that computation can hide
     tile: float = 120  # rows or columns of a matrix product at which it runs at half its rate
     expert_launches: float = 3.2  # kernels of a layer with routed experts over those of one without
-    collective_latency: float = 12e-6  # of one small collective in a node; between nodes three times that
-    layer: float = 4.6e-05  # of a layer's kernels in one decode step with captured graphs, whatever the batch
-    eager_layer: float = 0.00079  # of launching a layer's kernels one by one from Python
-    sequence: float = 1.1e-05  # of scheduling, sampling and answering one sequence in one decode step
-    decode_step: float = 0.0025  # of the engine's host in one decode step, whatever the batch
-    sync_tensor: float = 0.00062  # of a tensor that a sync sends as a message of its own
-    sync_fixed: float = 0.3  # of a weight sync, whatever the weights: pausing, handshakes, caches
+    collective_latency: float = 12e-6  # a small collective in a node; between nodes it takes three times as long
+    layer: float = 4.6e-05  # a layer's kernels in one decode step with captured graphs, whatever the batch
+    eager_layer: float = 0.00079  # launching a layer's kernels one by one from Python
+    sequence: float = 1.1e-05  # scheduling, sampling and answering one sequence in one decode step
+    decode_step: float = 0.0025  # the sampler's work on the host in one decode step, whatever the batch
+    sync_tensor: float = 0.00062  # a tensor that a sync sends as a message of its own
+    sync_fixed: float = 0.3  # a weight sync, whatever the weights: pausing, handshakes, caches
     host_gb_s: float = 20.0  # GB/s of one device to and from host memory
     host_adam_gb_s: float = 10.0  # GB/s of parameters and states that a device's share of host cores steps
-    step: float = 1.0  # of a step's driver: data, advantages, logging
-    sample: float = 0.0017  # of a step's driver for each sample: texts, rewards, collation
+    step: float = 1.0  # the driver's work in a step: data, advantages, logging
+    sample: float = 0.0017  # the driver's work on a sample: texts, rewards, collation
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def load_machine(path: Path) -> MeasuredMachine:
     """Read a file that MeasuredMachine.save wrote. Raises ValueError that names the file and what is wrong."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        known = {field.name for field in fields(Constants)}
-        if unknown := set(content["constants"]) - known:
+        names = {field.name for field in fields(Constants)}
+        if unknown := set(content["constants"]) - names:
             raise ValueError(f"unknown constants {sorted(unknown)}")
         return MeasuredMachine(Gpu(**content["gpu"]), Constants(**content["constants"]), content["measured"])
     except (KeyError, TypeError, ValueError) as error:

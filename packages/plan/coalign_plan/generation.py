@@ -20,7 +20,7 @@ from coalign_plan.training import BF16, fill_tiles
 
 GIB = 2**30
 PREFILL_TOKENS = 8192  # that an engine computes at once
-ACTIVATION_SHARE = 0.03  # of a device's memory that an engine needs beside weights and cache
+ACTIVATION_SHARE = 0.03  # share of a device's memory that a sampler needs beside weights and cache
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class EngineReplica:
         for layer in size.layers:
             flops += 2.0 * layer.count * layer.dense
             if layer.experts:
-                each, width = tokens * layer.active_experts / layer.experts, layer.expert / (3 * size.hidden)
-                share = fill_tiles(each, size.hidden, width, tile=tile)
+                expert_tokens, width = tokens * layer.active_experts / layer.experts, layer.expert / (3 * size.hidden)
+                share = fill_tiles(expert_tokens, size.hidden, width, tile=tile)
                 flops += 2.0 * layer.count * layer.active_experts * layer.expert / share
         return flops
 

@@ -30,7 +30,7 @@ class Gpu:
     dollars_per_hour: float
     network_gb_s: float = 50.0  # one way to other nodes, of a usual machine with it: a 400 Gbit/s card each
     link_gpus: int = 8  # devices that the links join: those of a node, or more (NVL72)
-    matmul_share: float = 0.75  # of the bf16 peak that one large product reaches; power and clocks limit it
+    matmul_share: float = 0.75  # a large product reaches this share of the bf16 peak; power and clocks limit it
 
     def flops(self, precision: str) -> float:
         """Return the peak FLOP/s for bf16, fp8, fp4 or fp32; those of bf16 where the device has no such rate."""
@@ -66,12 +66,12 @@ LARGEST = 100_000  # GPUs of a cluster
 
 def find_gpu(name: str) -> Gpu:
     """Return the device of this name, in any spelling. Raises ValueError with the nearest known one."""
-    known = {_plain(key): gpu for key, gpu in GPUS.items()} | {_plain(key): GPUS[to] for key, to in ALIASES.items()}
-    for key in sorted(known, key=len, reverse=True):  # `H100 80GB HBM3` is an H100
+    by_name = {_plain(key): gpu for key, gpu in GPUS.items()} | {_plain(key): GPUS[to] for key, to in ALIASES.items()}
+    for key in sorted(by_name, key=len, reverse=True):  # `H100 80GB HBM3` is an H100
         if re.fullmatch(rf"{key}(\d*gb)?", _plain(name)):
-            return known[key]
-    nearest = difflib.get_close_matches(_plain(name), known, 1, 0.0)[0]
-    raise ValueError(f"GPU '{name}' is not known; the nearest is {known[nearest].name}. Known: {', '.join(GPUS)}")
+            return by_name[key]
+    nearest = difflib.get_close_matches(_plain(name), by_name, 1, 0.0)[0]
+    raise ValueError(f"GPU '{name}' is not known; the nearest is {by_name[nearest].name}. Known: {', '.join(GPUS)}")
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class ClusterSpec:
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:
         """Read `NODESxGPUS:NAME`, such as `4x8:H100`. Raises ValueError."""
-        found = CLUSTER.fullmatch(text.strip())
-        if not found or int(found[1]) < 1 or int(found[2]) < 1:
+        match = CLUSTER.fullmatch(text.strip())
+        if not match or int(match[1]) < 1 or int(match[2]) < 1:
             raise ValueError(f"cluster '{text}' should be NODESxGPUS:NAME, such as 4x8:H100 (4 nodes of 8 H100)")
-        nodes, each, gpu = int(found[1]), int(found[2]), find_gpu(found[3])
-        if nodes * each > LARGEST:
-            raise ValueError(f"cluster '{text}' has {nodes * each:,} GPUs; at most {LARGEST:,} can be planned")
-        return cls(nodes, each, gpu, gpu.network_gb_s)
+        nodes, per_node, gpu = int(match[1]), int(match[2]), find_gpu(match[3])
+        if nodes * per_node > LARGEST:
+            raise ValueError(f"cluster '{text}' has {nodes * per_node:,} GPUs; at most {LARGEST:,} can be planned")
+        return cls(nodes, per_node, gpu, gpu.network_gb_s)
 
     @property
     def gpus(self) -> int:

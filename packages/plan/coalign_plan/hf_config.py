@@ -1,6 +1,6 @@
 """Reads a ModelSize from a Hugging Face configuration: the content of config.json, or a PretrainedConfig.
 
-Neither weights nor transformers are needed. Each kind of layer has one function here.
+Neither weights nor transformers are needed. Each type of layer has one function here.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _read(fields: ConfigFields, name: str, is_tied: bool) -> ModelSize:
     is_tied = fields.get("tie_word_embeddings", default=is_tied)
     if text := fields.section(*TEXT):
         size = _read(text, name, is_tied)
-        found = (fields.section(key) for key in TOWERS)
-        towers = tuple(tower for section in found if section and (tower := _read_tower(section, size.hidden)))
+        sections = (fields.section(key) for key in TOWERS)
+        towers = tuple(tower for section in sections if section and (tower := _read_tower(section, size.hidden)))
         return replace(size, towers=(*size.towers, *towers))
     if fields.get("is_encoder_decoder", default=False):
         raise ValueError("an encoder-decoder model cannot be trained here, so its size is not counted")
@@ -90,11 +90,11 @@ def _read_layers(fields: ConfigFields, hidden: int) -> list[LayerSize]:
     """Return the layers in order; each has a mixer of tokens and a feed-forward part, or one of them."""
     if fields.get("model_type") == "nemotron_h":  # each layer has one part only
         pattern = fields.get("layers_block_type", default=()) or fields.get("hybrid_override_pattern", default="")
-        return [_read_single_part(fields, hidden, part) for part in pattern if part != "|"]
+        return [_read_single_part(fields, hidden, layer_type) for layer_type in pattern if layer_type != "|"]
     count = fields.need("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     layers = []
-    for index, kind in enumerate(_kinds(fields, count)):
-        layer = _mixer(fields, hidden, kind)
+    for index, mixer in enumerate(_list_mixers(fields, count)):
+        layer = _mixer(fields, hidden, mixer)
         if fields.get("model_type") in ("mamba", "falcon_mamba", "mamba2"):
             layers.append(layer)
         elif _has_experts(fields, index):
@@ -104,9 +104,9 @@ def _read_layers(fields: ConfigFields, hidden: int) -> list[LayerSize]:
     return layers
 
 
-def _read_single_part(fields: ConfigFields, hidden: int, part: str) -> LayerSize:
+def _read_single_part(fields: ConfigFields, hidden: int, layer_type: str) -> LayerSize:
     """Return a layer of Nemotron-H, named by a word or by a letter of its pattern."""
-    match part:
+    match layer_type:
         case "M" | "mamba" | "linear_attention":
             return _mamba2(fields, hidden)
         case "*" | "attention" | "full_attention":
@@ -116,16 +116,16 @@ def _read_single_part(fields: ConfigFields, hidden: int, part: str) -> LayerSize
     return _add_mlp(LayerSize(1, 0), fields, hidden, fields.need("intermediate_size"))
 
 
-# ---- which layer is of which kind ------------------------------------------------------------------------------------
+# ---- the mixer of each layer -----------------------------------------------------------------------------------------
 
 
-def _kinds(fields: ConfigFields, count: int) -> list[str]:
-    """Return the kind of each layer's mixer: full, window, or the name of a recurrent one."""
+def _list_mixers(fields: ConfigFields, count: int) -> list[str]:
+    """Return the mixer of each layer: full, window, or the name of a recurrent one."""
     family = fields.get("model_type", default="")
     if family in ("mamba", "falcon_mamba", "mamba2"):
         return ["mamba2" if family == "mamba2" else "mamba"] * count
     if listed := fields.get("layer_types", "layers_block_type"):
-        return [_rename(kind, fields) for kind in listed][:count]
+        return [_rename(layer_type, fields) for layer_type in listed][:count]
     if linear := fields.section("linear_attn_config"):  # Kimi Linear; numbers begin at 1
         full = set(linear.get("full_attn_layers", default=()))
         return ["full" if index + 1 in full else "delta" for index in range(count)]
@@ -138,7 +138,7 @@ def _kinds(fields: ConfigFields, count: int) -> list[str]:
         indices = fields.get("attn_layer_indices", default=())
         return ["full" if index in indices else "mamba2" for index in range(count)]
     if listed := fields.get("attn_type_list"):  # MiniMax-Text-01: 1 is softmax attention
-        return ["full" if kind == 1 else "lightning" for kind in listed]
+        return ["full" if attention_type == 1 else "lightning" for attention_type in listed]
     window = fields.get("sliding_window")
     if window is None or fields.get("use_sliding_window") is False:
         return ["full"] * count
@@ -150,29 +150,30 @@ def _kinds(fields: ConfigFields, count: int) -> list[str]:
     return ["full" if index < first else "window" for index in range(count)]
 
 
-def _rename(kind: str, fields: ConfigFields) -> str:
-    """Return this module's word for a kind of `layer_types`."""
+def _rename(layer_type: str, fields: ConfigFields) -> str:
+    """Return this module's word for an entry of `layer_types`."""
     words = {"full_attention": "full", "attention": "full", "sliding_attention": "window", "conv": "conv",
              "chunked_attention": "window", "sliding_window": "window", "hybrid": "full"}  # fmt: skip
-    if kind in words:
-        return words[kind]
-    if kind == "linear_attention" and fields.get("linear_num_value_heads", "linear_num_heads", "linear_attn_config"):
+    if layer_type in words:
+        return words[layer_type]
+    is_linear = layer_type == "linear_attention"
+    if is_linear and fields.get("linear_num_value_heads", "linear_num_heads", "linear_attn_config"):
         return "delta"
-    if kind in ("mamba", "linear_attention") and fields.get("mamba_n_heads", "mamba_num_heads"):
+    if layer_type in ("mamba", "linear_attention") and fields.get("mamba_n_heads", "mamba_num_heads"):
         return "mamba2"
-    if kind in ("mamba", "linear_attention") and fields.get("mamba_d_state", "mamba_expand"):
+    if layer_type in ("mamba", "linear_attention") and fields.get("mamba_d_state", "mamba_expand"):
         return "mamba"
-    if kind == "linear_attention":
+    if is_linear:
         return "lightning"
-    raise ValueError(f"the model configuration's `layer_types` names '{kind}', whose size is not known")
+    raise ValueError(f"the model configuration's `layer_types` names '{layer_type}', whose size is not known")
 
 
 def _has_experts(fields: ConfigFields, index: int) -> bool:
     experts = fields.get("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not experts or experts == 1:
         return False
-    if kinds := fields.get("mlp_layer_types"):
-        return kinds[index] == "sparse"
+    if mlp_types := fields.get("mlp_layer_types"):
+        return mlp_types[index] == "sparse"
     if index < fields.get("first_k_dense_replace", "moe_layer_start_index", default=0):
         return False
     if index in fields.get("mlp_only_layers", default=()):
@@ -192,11 +193,11 @@ def _has_experts(fields: ConfigFields, index: int) -> bool:
 # ---- mixers of tokens ------------------------------------------------------------------------------------------------
 
 
-def _mixer(fields: ConfigFields, hidden: int, kind: str) -> LayerSize:
+def _mixer(fields: ConfigFields, hidden: int, mixer: str) -> LayerSize:
     recurrent = {"delta": _gated_delta, "mamba": _mamba, "mamba2": _mamba2, "lightning": _lightning, "conv": _convolve}
-    if kind in recurrent:
-        return recurrent[kind](fields, hidden)
-    window = fields.get("sliding_window", "attention_chunk_size") if kind == "window" else None
+    if mixer in recurrent:
+        return recurrent[mixer](fields, hidden)
+    window = fields.get("sliding_window", "attention_chunk_size") if mixer == "window" else None
     return _attention(fields, hidden, window)
 
 

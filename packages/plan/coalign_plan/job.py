@@ -74,7 +74,7 @@ class ModelWork:
     gathers_weights: bool = False  # an engine with the trainer's sharded weights, gathered for each decode step
     is_eager: bool = False  # an engine without captured graphs: each kernel is launched by the host
     max_sequences: int = 1024  # that one replica of an engine generates at once
-    memory_share: float = 0.9  # of a device's memory that an engine may use
+    memory_share: float = 0.9  # share of a device's memory that an engine may use
     passes: int = 1  # times that a scorer or a trainer sees each sample in a step (PPO epochs)
     head_outputs: int | None = None  # 1 for a value or reward model; None: the vocabulary
 
@@ -85,7 +85,7 @@ class LengthDistribution:
 
     mean: float
     maximum: float
-    sigma: float | None = None  # of the logarithm; None: so that one in a hundred reaches the maximum, at most 1
+    sigma: float | None = None  # deviation of the logarithm; None: one in a hundred reaches the maximum, at most 1
     values: tuple[float, ...] = ()
 
     @classmethod
@@ -104,9 +104,9 @@ class LengthDistribution:
     @classmethod
     def parse(cls, text: str) -> LengthDistribution:
         """Read `mean,max`, such as `2000,8192`, or the path of a file of lengths. Raises ValueError."""
-        parts = text.split(",")
+        numbers = text.split(",")
         try:
-            mean, maximum = (float(part) for part in parts)
+            mean, maximum = (float(number) for number in numbers)
         except ValueError:
             if Path(text).is_file():
                 return cls.from_file(Path(text))
@@ -125,7 +125,7 @@ class LengthDistribution:
             return [(1.0, self.maximum)]
         normal, sigma = NormalDist(), self.spread
         draws = [(share, math.exp(sigma * normal.inv_cdf(at))) for share, at in points]
-        low, high = 0.0, 10 * self.maximum  # of a scale such that, after the cut, the mean is the one asked for
+        low, high = 0.0, 10 * self.maximum  # bisect the scale whose mean, after the cut, is the one asked for
         for _ in range(40):
             scale = (low + high) / 2
             if sum(share * min(self.maximum, scale * draw) for share, draw in draws) < self.mean:
@@ -179,8 +179,8 @@ class JobShape:
     is_padded: bool = False  # training computes each response up to the longest, as trainers without packing do
     shares_prompts: bool = False  # a group's prompt is computed once in training
     sync_every: int = 1  # steps between weight syncs
-    reward_seconds: float = 0.0  # of scoring outside of the devices, after generation
-    overhead_seconds: float = 0.0  # of everything else in a step: data, logging, the driver
+    reward_seconds: float = 0.0  # scoring outside of the devices, after generation
+    overhead_seconds: float = 0.0  # everything else in a step: data, logging, the driver
 
     @property
     def sequences(self) -> int:

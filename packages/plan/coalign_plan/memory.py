@@ -29,15 +29,15 @@ from coalign_plan.model_size import LayerSize, ModelSize, TowerSize
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes a number of a moving average (ema)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a 32-bit one per 256 scales
-LOGITS, CPU_LOGITS = 2**26, 2**22  # that the head holds at once (coalign/algorithms/logprobs.py)
+LOGITS, CPU_LOGITS = 2**26, 2**22  # held at once (coalign/algorithms/logprobs.py)
 HOST_PROCESS_BYTES = 768 * 2**20  # host memory of a process beside tensors: Python, torch, transformers
-PROCESS_BYTES = 2**30  # of a process on its device beside tensors: CUDA's context, NCCL's buffers, kernels
-ENGINE_BYTES = 2 * 2**30  # of vLLM beside weights and cache: captured graphs, activations of a prefill
+PROCESS_BYTES = 2**30  # device memory of a process beside tensors: CUDA's context, NCCL's buffers, kernels
+ENGINE_BYTES = 2 * 2**30  # vLLM beside weights and cache: captured graphs, activations of a prefill
 VLLM_SHARE = 0.92  # gpu_memory_utilization of vLLM, where the configuration does not say
 NARROW_WEIGHTS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors")  # vLLM's quantisations of a byte a weight
 LARGE_DEVICE = 70 * 2**30  # vLLM generates 1024 sequences at once on larger ones, 256 on others (its EngineArgs)
 BUCKET = 5e8  # numbers in DeepSpeed's buffers for gathering and for reducing
-USABLE = 0.95  # of a device's memory: allocators lose some to fragments
+USABLE = 0.95  # share of a device's memory: allocators lose some to fragments
 LAYER = re.compile(r"\.\d+\.")  # in the names of the tensors of a numbered layer
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
@@ -64,22 +64,22 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache + self.buffers
 
     def resident(self, moved: Collection[str]) -> int:
-        """Return the bytes that stay on the device between two calls if the parts ``moved`` go to the host."""
+        """Return the bytes that stay on the device between two calls if the components ``moved`` go to the host."""
         return (0 if "weights" in moved else self.weights) + (0 if "optimizer" in moved else self.optimizer)
 
 
 def estimate_largest_phase(models: Mapping[str, MemoryEstimate], moved: Mapping[str, Collection[str]]) -> int:
-    """Return the peak bytes of a device whose models take turns.
+    """Return the peak bytes of a device that several models use one after the other.
 
-    In its turn a model has all that it needs; of the others stays what is not ``moved`` to the host.
+    The active model is complete; an idle one keeps only the components that are not ``moved`` to the host.
     """
     return max(measure_turn(name, models, moved) for name in models)
 
 
 def measure_turn(name: str, models: Mapping[str, MemoryEstimate], moved: Mapping[str, Collection[str]]) -> int:
     """Return the bytes on a device while one of its models computes."""
-    others = (estimate.resident(moved.get(other, ())) for other, estimate in models.items() if other != name)
-    return models[name].total + sum(others)
+    idle = (estimate.resident(moved.get(idle_name, ())) for idle_name, estimate in models.items() if idle_name != name)
+    return models[name].total + sum(idle)
 
 
 def estimate_memory(
@@ -92,20 +92,20 @@ def estimate_memory(
 ) -> list[MemoryEstimate]:
     """Estimate the memory of a model on a device of each of its pipeline stages.
 
-    ``shapes``: of its tensors, where they are known; else they follow from ``size``. ``device_bytes``: the memory of a
-    device, from which vLLM takes its share; None: its cache is what the longest samples need.
+    ``shapes`` of its tensors, if they are known; otherwise ``size`` counts. ``device_bytes``: the memory of a device,
+    from which vLLM takes its share; None: its cache is what the longest samples need.
     """
     partition = find_partition(model, role)
     is_scalar = model.head != "lm"
     stages = divide_model(size, partition, scalar_head=is_scalar)
     parameters = _size(shapes) if shapes else _count_parameters(size, is_scalar)
-    whole = sum(stage.dense + stage.experts for stage in stages) or 1
+    total = sum(stage.dense + stage.experts for stage in stages) or 1
     state = _describe_state(model, role, size, shapes, parameters)
     estimates = []
     for index, stage in enumerate(stages):
         weights, gradients, optimizer = (
-            round(number * (count_local(stage, partition, part) / whole))
-            for part, number in zip(("weights", "gradients", "optimizer"), state, strict=True)
+            round(number * (count_local(stage, partition, component) / total))
+            for component, number in zip(("weights", "gradients", "optimizer"), state, strict=True)
         )
         estimate = MemoryEstimate(parameters, weights, gradients, optimizer)
         if role == "rollout":
@@ -138,16 +138,16 @@ def _describe_state(
             weights += trained * computed
         copies = 3 if computed == 2 or model.module == "deepspeed" else 2
         return weights, 4 * trained, 4 * copies * trained
-    weights, width, own = parameters * stored, stored, shapes
+    weights, width, trained_shapes = parameters * stored, stored, shapes
     trained = parameters
     if model.lora:  # float32 adapters beside the weights
         width, trained = 4, _count_adapters(model, size, shapes)
-        own = _derive_trained_shapes(model, size, shapes) if shapes else None
+        trained_shapes = _derive_trained_shapes(model, size, shapes) if shapes else None
         quantised = _size(_matrices_of_layers(shapes)) if shapes else parameters - size.embedding - size.head
         weights += (int(quantised * (NF4 - stored)) if model.lora.base_bits else 0) + trained * width
     optimizer = (
-        count_optimizer_bytes(own, model.optimizer.name, width)
-        if own
+        count_optimizer_bytes(trained_shapes, model.optimizer.name, width)
+        if trained_shapes
         else _approximate_optimizer_bytes(trained, size, model.optimizer.name, width)
     )
     return weights, trained * width, optimizer + bool(model.ema) * AVERAGE * trained
@@ -181,35 +181,35 @@ def _count_parameters(size: ModelSize, is_scalar: bool) -> int:
 
 
 def _add_towers(
-    own: MemoryEstimate, model: ModelConfig, role: ModelRole, size: ModelSize, partition: ModelPartition
+    estimate: MemoryEstimate, model: ModelConfig, role: ModelRole, size: ModelSize, partition: ModelPartition
 ) -> MemoryEstimate:
-    """Add the towers of a model that sees, which each tensor rank computes whole, and pixels."""
+    """Add the towers of a vision-language model, which no tensor rank divides, and pixels."""
     vision = model.vision or VisionConfig()
     learns = role == "trainer" and not model.frozen and model.lora is None and vision.tower == "train"
     count = sum(tower.parameters for tower in size.towers)
-    shapes = {f"towers.{i}.weight": (each.hidden, each.parameters // each.hidden) for i, each in enumerate(size.towers)}
+    shapes = {f"towers.{i}.weight": (t.hidden, t.parameters // t.hidden) for i, t in enumerate(size.towers)}
     frozen = model.model_copy(update={"frozen": True, "lora": None})
     state = _describe_state(model if learns else frozen, role, size, shapes, count)
-    parts = zip(("weights", "gradients", "optimizer"), state, strict=True)
-    weights, gradients, optimizer = (round(number / partition.shards(part)) for part, number in parts)
+    components = zip(("weights", "gradients", "optimizer"), state, strict=True)
+    weights, gradients, optimizer = (round(number / partition.shards(component)) for component, number in components)
     return replace(
-        own,
-        parameters=own.parameters + count,
-        weights=own.weights + weights,
-        gradients=own.gradients + gradients,
-        optimizer=own.optimizer + optimizer,
-        activations=own.activations + sum(_estimate_tower(model, tower, learns) for tower in size.towers),
-        host=own.host + vision.cache_mib * 2**20,
+        estimate,
+        parameters=estimate.parameters + count,
+        weights=estimate.weights + weights,
+        gradients=estimate.gradients + gradients,
+        optimizer=estimate.optimizer + optimizer,
+        activations=estimate.activations + sum(_estimate_tower(model, tower, learns) for tower in size.towers),
+        host=estimate.host + vision.cache_mib * 2**20,
     )
 
 
 def _estimate_tower(model: ModelConfig, tower: TowerSize, learns: bool) -> int:
-    """Return the bytes of activations and pixels of a pass with as many patches as the limits of a micro-batch let."""
+    """Return the bytes of activations and pixels of a micro-batch that is as large as its limits allow."""
     computed = BYTES[model.compute_dtype or model.dtype]
     tokens = model.max_tokens_per_micro if tower.merged > 1 else None  # else a token may stand for many patches
     limits = (model.max_patches_per_micro, tokens and tokens * tower.merged)
     patches = min((limit for limit in limits if limit is not None), default=0)
-    kept = tower.count_kept(None)  # of one layer at a time
+    kept = tower.count_kept(None)  # one layer at a time
     if learns:
         recomputation = model.activation_checkpointing
         kept = tower.layers * tower.count_kept(recomputation) + (kept if recomputation else 0)
@@ -227,12 +227,12 @@ def _estimate_activations(
     tokens = (model.max_tokens_per_micro or 0) / (partition.context * partition.tensor)
     working = max((layer.count_kept(size.hidden, None) for layer in stage.layers), default=0)
     if role != "trainer" or model.frozen:
-        return int(tokens * working * computed)  # of one layer at a time
+        return int(tokens * working * computed)  # one layer at a time
     recomputation = model.activation_checkpointing
     kept = sum(layer.count_kept(size.hidden, recomputation) for layer in stage.layers)
     if model.module == "megatron" and recomputation == "full":
         kept /= model.megatron.recompute_num_layers
-    elif model.module == "megatron" and recomputation == "selective":  # of attention alone, which flash attention is
+    elif model.module == "megatron" and recomputation == "selective":  # attention alone, as flash attention does
         kept = sum(layer.count_kept(size.hidden, None) for layer in stage.layers)
     if partition.pipeline > 1:
         kept *= (
@@ -241,7 +241,7 @@ def _estimate_activations(
             else in_flight
         )
     if recomputation is not None:
-        kept += working  # of the layer that is computed again
+        kept += working  # the layer that is computed again
     if model.module == "megatron" and not model.megatron.sequence_parallel:
         tokens *= partition.tensor**0.5  # norms and residuals are whole, products are divided
     return int(tokens * kept * computed)
@@ -254,8 +254,8 @@ def _estimate_buffers(
     computed, trains = BYTES[model.compute_dtype or model.dtype], role == "trainer" and not model.frozen
     logits = 0.0
     if stage.has_head and model.head == "lm":
-        most = LOGITS if model.devices else CPU_LOGITS
-        held = min(most, (model.max_tokens_per_micro or most) * size.vocabulary)
+        limit = LOGITS if model.devices else CPU_LOGITS
+        held = min(limit, (model.max_tokens_per_micro or limit) * size.vocabulary)
         logits = held * 4 * (3 if trains else 1)  # their softmax and gradient
     gathered = 0.0
     if partition.gathers:
@@ -308,22 +308,22 @@ def count_cache_bytes(
     """Return the bytes that a sequence of ``tokens`` takes in the KV cache of one device."""
     total = 0.0
     for layer in stage.layers:  # heads that tensor parallelism cannot divide are on every device
-        parts = min(partition.tensor, max(layer.cache_heads, 1))
-        total += (layer.cache * layer.attended(tokens) + layer.state) / parts
+        shards = min(partition.tensor, max(layer.cache_heads, 1))
+        total += (layer.cache * layer.attended(tokens) + layer.state) / shards
     return total * find_cache_width(model)
 
 
 def _leave_device(model: ModelConfig, estimate: MemoryEstimate) -> MemoryEstimate:
     """Return the estimate of a model whose state the host keeps, as its settings say."""
-    own, zero = estimate, model.deepspeed
+    remaining, zero = estimate, model.deepspeed
     if model.cpu_offload and model.module == "fsdp":
-        host = own.weights + own.gradients + own.optimizer
-        return replace(own, weights=0, gradients=0, optimizer=0, host=host)
+        host = remaining.weights + remaining.gradients + remaining.optimizer
+        return replace(remaining, weights=0, gradients=0, optimizer=0, host=host)
     if model.module == "deepspeed" and zero.offload_optimizer:
-        own = replace(own, optimizer=0, host=own.optimizer)
+        remaining = replace(remaining, optimizer=0, host=remaining.optimizer)
     if model.module == "deepspeed" and zero.offload_parameters:
-        own = replace(own, weights=0, host=own.host + own.weights)
-    return own
+        remaining = replace(remaining, weights=0, host=remaining.host + remaining.weights)
+    return remaining
 
 
 # ---- tensors by name -------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def read_shapes(directory: Path) -> Shapes:
 def read_shapes_of(model: ModelConfig, size: ModelSize) -> Shapes | None:
     """Read the tensor shapes of a model whose weights are on this machine; None for others.
 
-    Of a vision-language checkpoint only the language model is loaded, so its files say too much.
+    The files of a vision-language checkpoint say too much: only its language model is loaded.
     """
     if model.load is None or model.init != "load" or size.towers:
         return None

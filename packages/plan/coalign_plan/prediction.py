@@ -80,8 +80,8 @@ class _StepModel:
 
     def predict(self) -> StepPrediction:
         devices = self._count_devices()
-        lengths = self._sequence_lengths()
-        batch = self._token_batch(lengths)
+        sequences = self.job.sequences
+        batch = self._token_batch([(share * sequences, n) for share, n in self.job.responses.shares(sequences)])
         passes = {work.name: self._predict_pass(work, batch) for work in self.job.models if work.role != "rollout"}
         engine = next((work for work in self.job.models if work.role == "rollout"), None)
         moves = {work.name: self._predict_moves(work) for work in self.job.models}
@@ -112,12 +112,8 @@ class _StepModel:
             raise ValueError(f"the models need {total} devices ({groups}); the cluster has {self.cluster.gpus}")
         return devices
 
-    def _sequence_lengths(self) -> list[tuple[float, float]]:
-        """Return (count, response tokens) of a batch, shortest first."""
-        sequences = self.job.sequences
-        return [(share * sequences, length) for share, length in self.job.responses.shares(sequences)]
-
     def _token_batch(self, lengths: list[tuple[float, float]]) -> TokenBatch:
+        """Describe a batch by (count, response tokens) of its sequences, shortest first."""
         job = self.job
         prompt = job.prompt_tokens
         if job.is_padded:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 EPSILON = 1e-9
-RESERVED = 0.7  # of what a sequence will still grow by, the share of room that admission leaves free for it
+RESERVED_GROWTH = 0.7  # share of a sequence's remaining tokens that admission leaves room for
 
 
 class ReplicaPrices(Protocol):
@@ -113,22 +113,22 @@ class ReplicaSimulation:
 
     def _work(self, seconds: float) -> None:
         self.time += seconds
-        self.busy += seconds * min(1.0, self.sequences)  # of a fraction of a sequence, other replicas are done
+        self.busy += seconds * min(1.0, self.sequences)  # a fraction of a sequence: only some replicas still work
 
     def _admit(self) -> None:
         """Move waiting sequences to the running ones while there is room, and compute their prompts."""
         if not self.waiting:
             return
         used = sum(
-            group.count * self.prices.sequence_bytes(group.context + RESERVED * (group.length - group.done))
+            group.count * self.prices.sequence_bytes(group.context + RESERVED_GROWTH * (group.length - group.done))
             for group in self.running
         )
         count = self.sequences
         tokens = squares = 0.0
         while self.waiting:
             group = self.waiting[0]
-            each = self.prices.sequence_bytes(group.context + RESERVED * (group.length - group.done))
-            room = min(self.max_sequences - count, (self.prices.cache_bytes - used) / each)
+            sequence_bytes = self.prices.sequence_bytes(group.context + RESERVED_GROWTH * (group.length - group.done))
+            room = min(self.max_sequences - count, (self.prices.cache_bytes - used) / sequence_bytes)
             if room < min(1.0, group.count) - EPSILON and (self.running or tokens):
                 break
             taken = min(group.count, max(room, min(1.0, group.count)))
@@ -137,7 +137,7 @@ class ReplicaSimulation:
             if group.count <= EPSILON:
                 self.waiting.popleft()
             self.running.append(entry)
-            used += taken * each
+            used += taken * sequence_bytes
             count += taken
             shared = self.group_samples if entry.done == 0 else 1.0
             tokens += taken * entry.context / shared
@@ -147,9 +147,9 @@ class ReplicaSimulation:
 
     def _steps_until_full(self, count: float, context: float) -> float:
         """Return how many steps the cache has room for; where it has none, send the youngest sequences back."""
-        each = self.prices.sequence_bytes(context)
-        growth = max(EPSILON, self.prices.sequence_bytes(context + 1) - each)
-        free = self.prices.cache_bytes - count * each
+        sequence_bytes = self.prices.sequence_bytes(context)
+        growth = max(EPSILON, self.prices.sequence_bytes(context + 1) - sequence_bytes)
+        free = self.prices.cache_bytes - count * sequence_bytes
         while free < growth * count and count > 1:
             group = self.running[-1]
             back = min(group.count, max(1.0, 0.1 * count), count - 1)
@@ -213,11 +213,11 @@ def simulate_steps(
     counted = 1 if is_memoryless else cycle * -(-4 // cycle)
     steps = counted if is_memoryless else 2 * counted + 1
     admitted = trained = dropped = 0.0
-    trainer_free, last, busy_before = 0.0, 0.0, 0.0
+    trainer_free, last, warmup_busy = 0.0, 0.0, 0.0
     ends: list[float] = []
     waits: list[float] = []
     ages: list[float] = []
-    versions: list[int] = []  # that served when each batch was drawn
+    versions: list[int] = []  # weight version when each batch was drawn
     drawn = served = 0
     for version in range(steps):
         allowed = (rules.staleness + served + 1) * rules.needed + (rules.oversample - 1) * rules.needed + dropped
@@ -255,7 +255,7 @@ def simulate_steps(
             served = version + 1
         ends.append(trainer_free)
         if version == steps - counted - 1:
-            last, busy_before = trainer_free, replica.busy
+            last, warmup_busy = trainer_free, replica.busy
     period = (ends[-1] - last) / counted
     waiting = replica.sequences + sum(group.count for group in replica.waiting)
     untrained = sum(replica.complete.values()) - trained
@@ -265,7 +265,7 @@ def simulate_steps(
         if rules.staleness == 0
         else period,
         trainer_wait=sum(waits[-counted:]) / counted,
-        replica_busy=min(1.0, (replica.busy - busy_before) / max(EPSILON, period * counted)),
+        replica_busy=min(1.0, (replica.busy - warmup_busy) / max(EPSILON, period * counted)),
         staleness=sum(ages[-counted:]) / counted,
         admitted=admitted,
         trained=trained,

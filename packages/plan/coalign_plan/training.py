@@ -40,9 +40,9 @@ class TokenBatch:
         squares = sum(length * length for length in lengths)
         return cls(count * total / len(lengths), squares / total, max(lengths), head_share)
 
-    def part(self, parts: int) -> TokenBatch:
-        """Return one of ``parts`` equal parts."""
-        return replace(self, tokens=self.tokens / parts)
+    def part(self, count: int) -> TokenBatch:
+        """Return one of ``count`` equal mini-batches."""
+        return replace(self, tokens=self.tokens / count)
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class TrainingModel:
 
     def train(self, batch: TokenBatch, mini_batches: int = 1) -> PassTime:
         """Return the time of training on the batch in ``mini_batches`` optimizer steps."""
-        part = batch.part(mini_batches)
-        return (self._pass(part, trains=True) + self._optimizer()).times(mini_batches)
+        mini_batch = batch.part(mini_batches)
+        return (self._pass(mini_batch, trains=True) + self._optimizer()).times(mini_batches)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -98,9 +98,9 @@ class TrainingModel:
 
     def _pass(self, batch: TokenBatch, *, trains: bool) -> PassTime:
         layout, size = self.work.layout, self.work.size
-        own = batch.tokens / layout.data  # of the devices that hold one copy together
-        micro_batches = max(1, math.ceil(own / (self.work.micro_batch_tokens * layout.context) - 1e-9))
-        tokens = own / micro_batches / layout.context  # that a device and its tensor-parallel peers compute together
+        copy_tokens = batch.tokens / layout.data  # tokens of the devices that hold one copy together
+        micro_batches = max(1, math.ceil(copy_tokens / (self.work.micro_batch_tokens * layout.context) - 1e-9))
+        tokens = copy_tokens / micro_batches / layout.context  # computed together with tensor-parallel peers
         passes = _Passes.of(self.work, trains)
         matmul = self._matmul(tokens, batch, passes)
         attention = self._attention(tokens, batch, passes) / layout.tensor
@@ -115,7 +115,7 @@ class TrainingModel:
         step = busy + launches + collectives
         bubble = step * (layout.pipeline - 1) / layout.virtual_pipeline
         transfer = self._activation_transfer(tokens, busy) if trains else 0.0
-        waiting = step * max(0.0, batch.longest / own - 1) if own < batch.longest else 0.0
+        waiting = step * max(0.0, batch.longest / copy_tokens - 1) if copy_tokens < batch.longest else 0.0
         flops = size.forward_flops(batch.length, batch.head_share) * batch.tokens * (3 if trains else 1)
         return PassTime(
             matmul=matmul * stage_layers * micro_batches,
@@ -160,21 +160,21 @@ class TrainingModel:
     def _product(self, tokens: float, weights: float, inputs: float, outputs: float, precision: str) -> float:
         """Seconds of products of tokens and ``weights`` numbers in matrices of this shape, on one of the devices that
         share them: computing, or reading the weights where tokens are few."""
-        parts = self.work.layout.tensor
-        share = fill_tiles(tokens, inputs, outputs / parts, tile=self.constants.tile)
+        shards = self.work.layout.tensor
+        share = fill_tiles(tokens, inputs, outputs / shards, tile=self.constants.tile)
         computing = 2 * tokens * weights / (self._rate(precision) * share)
-        return math.hypot(computing, weights * self._width / self._bandwidth) / parts
+        return math.hypot(computing, weights * self._width / self._bandwidth) / shards
 
     def _expert_product(self, tokens: float, layer: LayerSize) -> float:
-        """Seconds of one layer's routed experts, of which each gets its part of the tokens."""
+        """Seconds of one layer's routed experts, among which the tokens are divided evenly."""
         layout, hidden = self.work.layout, self.work.size.hidden
-        is_whole = layout.expert > 1  # otherwise each expert is cut by tensor parallelism
-        local, parts = layer.experts / layout.expert, 1 if is_whole else layout.tensor
-        assigned = tokens * layer.active_experts / (layout.tensor if is_whole else 1)
+        is_expert_parallel = layout.expert > 1  # otherwise each expert is cut by tensor parallelism
+        local, shards = layer.experts / layout.expert, 1 if is_expert_parallel else layout.tensor
+        assigned = tokens * layer.active_experts / (layout.tensor if is_expert_parallel else 1)
         width = layer.expert / (3 * hidden)
-        share = fill_tiles(assigned / local, hidden, width / parts, tile=self.constants.tile)
+        share = fill_tiles(assigned / local, hidden, width / shards, tile=self.constants.tile)
         computing = 2 * assigned * layer.expert / (self._rate(self.work.precision) * share)
-        return math.hypot(computing, local * layer.expert * self._width / self._bandwidth) / parts
+        return math.hypot(computing, local * layer.expert * self._width / self._bandwidth) / shards
 
     def _attention(self, tokens: float, batch: TokenBatch, passes: _Passes) -> float:
         rate = self.cluster.gpu.flops("fp32" if self.work.precision == "fp32" else "bf16") * self.constants.attention

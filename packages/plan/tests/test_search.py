@@ -20,7 +20,7 @@ def search(run, cluster=NODE, refuse=lambda name, model: None, **options) -> Lay
 
 
 def test_what_is_found_fits_and_comes_best_first(tmp_path):
-    found = search(describe_grpo(write_config(tmp_path)), staleness=[0, 1]).found
+    found = search(describe_grpo(write_config(tmp_path)), staleness=[0, 1]).layouts
     seconds = [layout.prediction.seconds for layout in found]
     assert seconds == sorted(seconds) and len({layout.division for layout in found}) > 5
     for layout in found[:5]:
@@ -36,20 +36,20 @@ def test_layouts_that_a_backend_refuses_are_left_out_with_its_words(tmp_path):
 
     run = describe_grpo(write_config(tmp_path, num_hidden_layers=64))
     found = search(run, refuse=refuse)
-    assert found.found and all(layout.run.config.models["trainer"].tensor_parallel == 1 for layout in found.found)
+    assert found.layouts and all(layout.run.config.models["trainer"].tensor_parallel == 1 for layout in found.layouts)
 
 
 def test_models_that_no_device_holds_say_what_they_lack(tmp_path):
     run = describe_grpo(write_config(tmp_path, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126))
     found = search(run)
     needed, free, settings = found.rejected.smallest["policy"]
-    assert not found.found and needed > free and settings["num_gpu"] <= 8
+    assert not found.layouts and needed > free and settings["num_gpu"] <= 8
     assert found.rejected.counts["policy", "memory"] > 0
 
 
 def test_the_fewest_gpu_hours_may_be_those_of_fewer_devices(tmp_path):
     run = describe_grpo(write_config(tmp_path))
-    fast, cheap = (search(run, objective=objective).found[0] for objective in ("seconds", "gpu-hours"))
+    fast, cheap = (search(run, objective=objective).layouts[0] for objective in ("seconds", "gpu-hours"))
     assert cheap.gpu_hours <= fast.gpu_hours and cheap.prediction.seconds >= fast.prediction.seconds
     assert {division.total for division in list_divisions(run, NODE, "gpu-hours")} == {8, 4, 2, 1}
 

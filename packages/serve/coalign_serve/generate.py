@@ -30,9 +30,9 @@ from coalign_serve.resumable import (
 )
 from coalign_serve.score import report_unscored, summarise_scores, verdict_entries
 
-# Sequences of a unit of work, which are generated and kept together, for each one that is decoded at once. With fewer,
-# more of the time goes into waiting for the longest response; with more, a killed call loses more.
-AHEAD = 4
+# A unit of work, which is generated and kept together, has this many sequences for each one that is decoded at once.
+# With fewer, more of the time goes into waiting for the longest response; with more, a killed call loses more.
+SEQUENCES_PER_SLOT = 4
 
 
 def generate(
@@ -68,10 +68,10 @@ def generate(
         config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed, limits=limits
     )
     count = config.prompts or loader.rows
-    size = max(1, AHEAD * config.native.max_sequences // config.samples)
+    size = max(1, SEQUENCES_PER_SLOT * config.native.max_sequences // config.samples)
     has_judge = bool(config.reward or config.reward_model)
     bar = display.progress("generating", count * config.samples)
-    begun, fresh = time.perf_counter(), 0
+    started_at, fresh = time.perf_counter(), 0
     with (
         closing(open_judge(config, images)) if has_judge else nullcontext() as judge,
         _open_output(config, output, size, round, overwrite) as partial,
@@ -84,7 +84,7 @@ def generate(
             partial.add(_keep(_score(records, judge, config), config) if judge else records)
         counts = _count_results(partial, has_judge)
         partial.finish()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     if judge:
         report_unscored(judge, display)
     if not display.quiet:
@@ -159,7 +159,7 @@ def _score(records: list[JsonRecord], judge: ResponseJudge, config: GenerateConf
             tokens=r["tokens"],
             tools=reader.tools(r),
             truncated=r["status"] == Status.TRUNCATED.label,
-            place="{_source} row {_row}".format_map(r).__str__,
+            locate="{_source} row {_row}".format_map(r).__str__,
         )
         for r in records
     ]
@@ -167,13 +167,13 @@ def _score(records: list[JsonRecord], judge: ResponseJudge, config: GenerateConf
 
 
 def _keep(records: list[JsonRecord], config: GenerateConfig) -> list[JsonRecord]:
-    """Return all records, or the best of each prompt (of equals the first). Without a score none is best."""
+    """Return all records, or the best of each prompt (the first of equal ones). Without a score none is best."""
     if config.keep == "all":
         return records
     best: dict[int, JsonRecord] = {}
     for record in records:
-        before = best.get(record["group"])
-        if record["score"] is not None and (before is None or record["score"] > before["score"]):
+        best_so_far = best.get(record["group"])
+        if record["score"] is not None and (best_so_far is None or record["score"] > best_so_far["score"]):
             best[record["group"]] = record
     return list(best.values())
 

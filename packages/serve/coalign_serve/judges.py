@@ -30,7 +30,7 @@ class ResponseToScore:
 
     Neighbours of one ``group`` answer the same prompt. ``tokens`` counts those of the response (0: unknown). ``text``
     is the whole conversation if it was rendered already; a reward model then reads it without its template. One that
-    was ``truncated`` has no end of turn. ``place`` names its row in a file.
+    was ``truncated`` has no end of turn. ``locate`` names its row in a file.
     """
 
     prompt: list[Message]
@@ -42,23 +42,23 @@ class ResponseToScore:
     tools: list[dict[str, Any]] | None = None
     text: str | None = None
     truncated: bool = False
-    place: Callable[[], str] | None = None
+    locate: Callable[[], str] | None = None
 
     def describe(self, problem: object) -> str:
-        """Say what the problem of this response is, and where the response comes from."""
-        place = f" ({self.place()})" if self.place else ""
-        return f"group {self.group}, index {self.index}{problem}{place}"
+        """Say what is wrong with this response, and where it comes from."""
+        location = f" ({self.locate()})" if self.locate else ""
+        return f"group {self.group}, index {self.index}{problem}{location}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A score (higher is better), and with several reward functions the value of each.
+    """A score (higher is better), and with several reward functions the value of each in ``terms``.
 
-    A score of None: there is none, and ``why`` says the reason.
+    If the score is None, ``why`` says the reason.
     """
 
     score: float | None
-    parts: dict[str, float] = field(default_factory=dict)
+    terms: dict[str, float] = field(default_factory=dict)
     why: str = ""
 
 
@@ -66,7 +66,7 @@ class ResponseJudge(ABC):
     """Scores responses, and counts those without a score.
 
     ``failed`` counts them by reason and ``first`` describes the first one. ``compares`` names the functions that see
-    all responses to a prompt together. ``dtype``: that a model of it computes in.
+    all responses to a prompt together. ``dtype``: the data type that a reward model computes in.
     """
 
     dtype: str = ""
@@ -90,7 +90,7 @@ class ResponseJudge(ABC):
 
 
 def choose_device(name: str) -> str:
-    """Return the name of a device of torch's: of `auto` the accelerator of this machine, or else `cpu`.
+    """Return the name of a torch device; `auto` is the accelerator of this machine, or else `cpu`.
 
     Raises ValueError for another name than torch's, and for a device that this machine does not have.
     """
@@ -135,10 +135,10 @@ class RewardFunctionJudge(ResponseJudge):
         """Raises RewardError, with the function's own exception as cause, if nothing could be scored so far."""
         outcomes = self._caller.score(self._functions, [_make_sample(answer) for answer in answers])
         by_answer = zip(zip(*outcomes, strict=True), answers, strict=True)
-        verdicts = [self._combine(each, answer) for each, answer in by_answer]
+        verdicts = [self._combine(answer_outcomes, answer) for answer_outcomes, answer in by_answer]
         self._has_scored |= any(verdict.score is not None for verdict in verdicts)
         if answers and not self._has_scored:
-            failure = next(outcome for each in outcomes for outcome in each if isinstance(outcome, RewardFailure))
+            failure = next(outcome for row in outcomes for outcome in row if isinstance(outcome, RewardFailure))
             raise RewardError(f"no response could be scored; {self.first}") from failure.error
         return verdicts
 
@@ -146,21 +146,21 @@ class RewardFunctionJudge(ResponseJudge):
         self._caller.close()
 
     def _combine(self, outcomes: Sequence[RewardOutcome], answer: ResponseToScore) -> Verdict:
-        parts: dict[str, float] = {}
+        terms: dict[str, float] = {}
         why = ""
         for term, outcome in zip(self._terms, outcomes, strict=True):
             if not isinstance(outcome, RewardFailure):
-                parts[term.name] = outcome["reward"]
+                terms[term.name] = outcome["reward"]
             elif term.weight and not why:
                 why = str(outcome)
                 self._count_failure(
                     outcome.reason, f"reward function '{term.name}' on {answer.describe(f': {outcome}')}"
                 )
         if why:
-            return Verdict(None, parts, why)
-        values = torch.tensor([[parts.get(term.name, 0.0)] for term in self._terms], dtype=torch.float64)
+            return Verdict(None, terms, why)
+        values = torch.tensor([[terms.get(term.name, 0.0)] for term in self._terms], dtype=torch.float64)
         total = combine(values, torch.zeros(1, dtype=torch.int64), self._terms, {})
-        return Verdict(total.item(), parts if len(self._terms) > 1 else {})
+        return Verdict(total.item(), terms if len(self._terms) > 1 else {})
 
 
 class RewardModelJudge(ResponseJudge):
@@ -194,11 +194,11 @@ class RewardModelJudge(ResponseJudge):
         """A conversation with more tokens than the model takes gets no score, or loses its beginning, or is refused."""
         read = [self._read(answer) for answer in answers]
         verdicts, fits = [Verdict(None)] * len(answers), []
-        for i, (own, answer) in enumerate(zip(read, answers, strict=True)):
-            if len(own.tokens) <= self._reader.longest or self._on_long == "truncate_left":
+        for i, (conversation, answer) in enumerate(zip(read, answers, strict=True)):
+            if len(conversation.tokens) <= self._reader.longest or self._on_long == "truncate_left":
                 fits.append(i)
                 continue
-            why = f"has {len(own.tokens)} tokens; the reward model takes {self._reader.longest}"
+            why = f"has {len(conversation.tokens)} tokens; the reward model takes {self._reader.longest}"
             if self._on_long == "error":
                 raise ValueError(answer.describe(f" {why}"))
             self._count_failure("long", answer.describe(f" {why}"))

@@ -39,13 +39,13 @@ from coalign_serve.resumable import JsonRecord, fingerprint_settings
 from coalign_serve.score import score
 from coalign_serve.select import select
 
-# The name of each kind of stage's result in its folder. A train stage's folder is the run's; the result is its link to
-# the newest checkpoint's model, or the best one's.
+# The name of a stage's result in its folder, by the stage's task. A train stage's folder is the run's; the result is
+# its link to the newest checkpoint's model, or the best one's.
 OUTPUTS = {"generate": "responses.jsonl", "score": "scored.jsonl", "select": "selected.jsonl", "train": "model"}
 
 
-def complete_settings(settings: Section, before: Path | None, model: str | None) -> Section:
-    """Complete a stage's settings by the output of the stage ``before`` and the current ``model``.
+def complete_settings(settings: Section, previous: Path | None, model: str | None) -> Section:
+    """Complete a stage's settings by the output of the ``previous`` stage and the current ``model``.
 
     Raises Conflict for what is still missing, and for copies of checkpoints.
     """
@@ -56,10 +56,10 @@ def complete_settings(settings: Section, before: Path | None, model: str | None)
             raise Conflict(("model",), "missing: give the pipeline's `model`, or one here")
         return settings.model_copy(update={"model": settings.model or model})
     if isinstance(settings, ScoreConfig) and not settings.data.train:
-        source = SourceConfig(path=_path(before, ("data", "train")))
+        source = SourceConfig(path=_path(previous, ("data", "train")))
         return settings.model_copy(update={"data": settings.data.model_copy(update={"train": [source]})})
     if isinstance(settings, SelectConfig) and not settings.data:
-        return settings.model_copy(update={"data": [_path(before, ("data",))]})
+        return settings.model_copy(update={"data": [_path(previous, ("data",))]})
     if isinstance(settings, RunConfig) and settings.runtime.save_copies_to:
         raise Conflict(
             ("runtime", "save_copies_to"),
@@ -121,10 +121,10 @@ def trains_a_policy(config: RunConfig) -> bool:
     return config.models[main].head == "lm"
 
 
-def _path(before: Path | None, key: tuple[str, ...]) -> str:
-    if before is None:
+def _path(previous: Path | None, key: tuple[str, ...]) -> str:
+    if previous is None:
         raise Conflict(key, "missing: no stage comes before, so say which file")
-    return str(before)
+    return str(previous)
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,13 @@ class PlannedStage:
 
     round: int
     name: str
-    kind: str
+    task: str
     folder: Path
     settings: Section
 
     @property
     def output(self) -> Path:
-        return self.folder / OUTPUTS[self.kind]
+        return self.folder / OUTPUTS[self.task]
 
     def __str__(self) -> str:
         return f"round {self.round} {self.name}"
@@ -158,7 +158,7 @@ def plan_stages(file: PipelineFile) -> list[PlannedStage]:
                 settings = complete_settings(settings, stages[-1].output if index else None, model)
                 check_settings(settings)
             folder = Path(header.output) / f"round_{round}" / f"{index + 1:02d}_{given.called}"
-            stages.append(stage := PlannedStage(round, given.called, given.kind, folder, settings))
+            stages.append(stage := PlannedStage(round, given.called, given.task, folder, settings))
             outputs[stage.name] = {"output": str(stage.output)}
             made.add(str(stage.output))
             if isinstance(settings, RunConfig) and trains_a_policy(settings):
@@ -200,25 +200,25 @@ def check_pipeline(file: PipelineFile, display: Display) -> None:
 def _run_unless_done(stage: PlannedStage, display: Display) -> int:
     """Run a stage unless it is done, continuing an interrupted one; return its exit code."""
     record = stage.folder / "stage.json"
-    before, depends = _read(record), fingerprint_settings(stage.settings)
-    if before and before["depends"] != depends:
-        changed = [key for key in {**before["depends"], **depends} if before["depends"].get(key) != depends.get(key)]
+    recorded, depends = _read(record), fingerprint_settings(stage.settings)
+    if recorded and (old := recorded["depends"]) != depends:
+        changed = [key for key in {**old, **depends} if old.get(key) != depends.get(key)]
         moved = move_aside(stage.folder)
         display.note(f"{stage} is done anew: {', '.join(changed)} changed; what was there is now in {moved}")
-        before = {}
-    if before.get("done") and stage.output.exists():
-        display.show(f"{stage}: done before ({_format_counts(before['counts'])})")
+        recorded = {}
+    if recorded.get("done") and stage.output.exists():
+        display.show(f"{stage}: done before ({_format_counts(recorded['counts'])})")
         return 0
-    seconds = before.get("seconds", 0.0)
-    now = {"name": stage.name, "kind": stage.kind, "round": stage.round, "output": str(stage.output), "done": False}
+    seconds = recorded.get("seconds", 0.0)
+    now = {"name": stage.name, "kind": stage.task, "round": stage.round, "output": str(stage.output), "done": False}
     _write(record, now | {"seconds": seconds, "depends": depends})
-    display.show(f"{stage}: {'goes on' if before else 'begins'}")
-    begun = time.monotonic()
+    display.show(f"{stage}: {'goes on' if recorded else 'begins'}")
+    started_at = time.monotonic()
     counts, code = run_stage(stage, display)
     gc.collect()  # free the stage's models before the next one loads its own, maybe in another process
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
-    now |= {"done": not code, "counts": counts, "seconds": round(seconds + time.monotonic() - begun, 3)}
+    now |= {"done": not code, "counts": counts, "seconds": round(seconds + time.monotonic() - started_at, 3)}
     _write(record, now | {"depends": depends})
     if not code:
         display.show(f"{stage}: {_format_counts(counts)}; {now['seconds']:.1f} s")

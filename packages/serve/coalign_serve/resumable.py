@@ -78,7 +78,7 @@ class ResumableOutput(RecordStream):
         self.done = 0
         fingerprint = json.loads(json.dumps(fingerprint))
         require_free_output(self.path, inputs, overwrite=True)
-        require_free_output(output, inputs, overwrite=overwrite or self._has_begun(fingerprint))
+        require_free_output(output, inputs, overwrite=overwrite or self._is_started(fingerprint))
         self._file = lock_file(self.path, f"{output} is being written by another process")
         self._resume(fingerprint)
 
@@ -103,7 +103,7 @@ class ResumableOutput(RecordStream):
                 out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in unit)
         self.path.unlink()
 
-    def _has_begun(self, fingerprint: Mapping[str, Any]) -> bool:
+    def _is_started(self, fingerprint: Mapping[str, Any]) -> bool:
         if not self.path.is_file():
             return False
         with open(self.path, "rb") as file:
@@ -113,8 +113,8 @@ class ResumableOutput(RecordStream):
         """Count the complete lines and cut off the rest; start over if the fingerprint is another one."""
         self._file.seek(0)
         header = self._file.readline()
-        before = _read_line(header, dict) or {}
-        if before == fingerprint:
+        saved = _read_line(header, dict) or {}
+        if saved == fingerprint:
             end = len(header)
             for line in self._file:
                 if _read_line(line, list) is None:  # what a kill or a power failure has cut
@@ -122,8 +122,8 @@ class ResumableOutput(RecordStream):
                 self.done, end = self.done + 1, end + len(line)
             self._file.truncate(end)
             return
-        if before:
-            changed = sorted(key for key in {*before, *fingerprint} if before.get(key) != fingerprint.get(key))
+        if saved:
+            changed = sorted(key for key in {*saved, *fingerprint} if saved.get(key) != fingerprint.get(key))
             log.warning("%s: %s changed since it was begun, so it starts over", self.path, " and ".join(changed))
         elif header:
             log.warning("%s: its first line cannot be read, so it starts over", self.path)
@@ -144,13 +144,13 @@ def open_records(path: Path) -> TextIO:
     return open(path, "w", encoding="utf-8", errors="backslashreplace")
 
 
-def _read_line(line: bytes, kind: type[T]) -> T | None:
+def _read_line(line: bytes, record_type: type[T]) -> T | None:
     """Return the value of a complete line of JSON; None if it is not one, or of another kind."""
     try:
         value = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, kind) else None
+    return value if isinstance(value, record_type) else None
 
 
 def list_inputs(settings: Section) -> list[str]:
@@ -165,8 +165,8 @@ def list_inputs(settings: Section) -> list[str]:
 
 def require_writable(output: Path, settings: Section, overwrite: bool) -> None:
     """Raise what `ResumableOutput` raises for an output that it cannot write, before anything slow is done."""
-    has_begun = _name_partial(output).is_file()
-    require_free_output(output, list_inputs(settings), overwrite=overwrite or has_begun)
+    is_started = _name_partial(output).is_file()
+    require_free_output(output, list_inputs(settings), overwrite=overwrite or is_started)
 
 
 def fingerprint_settings(settings: Section) -> dict[str, Any]:
@@ -175,13 +175,13 @@ def fingerprint_settings(settings: Section) -> dict[str, Any]:
     A path stands for the contents of what lies there, a name of the hub for its commit, the name of a variable for a
     secret. A user's own function is followed by that of its source file.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in list_relevant_settings(settings):
         if value is not None and find_input(key, type(settings)) is not None:
             value = pin(value) if is_hub_name(value) else fingerprint_path(value)
-        found[format_key(key)] = hide_secrets(value)
-        found |= fingerprint_source(key, value)
-    return found
+        values[format_key(key)] = hide_secrets(value)
+        values |= fingerprint_source(key, value)
+    return values
 
 
 def fingerprint_path(path: str | Path) -> str:
@@ -193,10 +193,10 @@ def fingerprint_path(path: str | Path) -> str:
     if path.is_file():
         return _hash_cached(path)
     if not path.is_dir():
-        named = [(found, Path(found)) for found in sorted(glob(str(path), recursive=True))]
+        named = [(match, Path(match)) for match in sorted(glob(str(path), recursive=True))]
     else:
         files = [(file.relative_to(path), file) for file in sorted(path.rglob("*")) if file.is_file()]
-        named = [(str(name), file) for name, file in files if not any(part.startswith(".") for part in name.parts)]
+        named = [(str(name), file) for name, file in files if not any(level.startswith(".") for level in name.parts)]
     joined = hashlib.sha256()
     for name, file in named:
         joined.update(f"{name}\0{_hash_cached(file)}\0".encode())

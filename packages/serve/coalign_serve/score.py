@@ -21,7 +21,7 @@ from coalign_serve.config.pipeline import ScoreConfig
 from coalign_serve.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign_serve.resumable import JsonRecord, ResumableOutput, fingerprint_settings, list_inputs, require_writable
 
-CHUNK = 256  # rows that are scored, and kept, together
+CHUNK = 256  # rows that are scored and saved together
 
 
 def score(config: ScoreConfig, output: Path, display: Display, *, overwrite: bool = False) -> dict[str, float]:
@@ -85,12 +85,12 @@ class RowToScore:
             raise ValueError(f"{self.rows.where(self.number)}: {error}") from error
         index, tokens = (row[key] if isinstance(row.get(key), int) else 0 for key in ("index", "tokens"))
         tools, truncated = self.reader.tools(row), row.get("status") == Status.TRUNCATED.label
-        place = partial(self.rows.where, self.number)
+        locate = partial(self.rows.where, self.number)
         return RowWithResponses(
             row,
             {
                 name: ResponseToScore(
-                    prompt, response, row, self.group, index, tokens, tools, truncated=truncated, place=place
+                    prompt, response, row, self.group, index, tokens, tools, truncated=truncated, locate=locate
                 )
                 for name, (prompt, response) in texts.items()
             },
@@ -119,8 +119,8 @@ class RowToScore:
 
 def score_rows(judge: ResponseJudge, rows: Sequence[RowWithResponses]) -> list[JsonRecord]:
     """Return the rows with the judge's scores."""
-    answers = [(i, name, answer) for i, each in enumerate(rows) for name, answer in each.responses.items()]
-    records = [each.row | ({} if each.responses else {"score": None}) for each in rows]
+    answers = [(i, name, answer) for i, row in enumerate(rows) for name, answer in row.responses.items()]
+    records = [row.row | ({} if row.responses else {"score": None}) for row in rows]
     for (i, name, _), verdict in zip(answers, judge([answer for *_, answer in answers]), strict=True):
         records[i] |= verdict_entries(verdict, f"{name}_" if name else "")
     return records
@@ -128,8 +128,8 @@ def score_rows(judge: ResponseJudge, rows: Sequence[RowWithResponses]) -> list[J
 
 def verdict_entries(verdict: Verdict, prefix: str = "") -> JsonRecord:
     """Return the entries of a record that hold a verdict."""
-    parts = {f"{prefix}rewards": verdict.parts} if verdict.parts else {}
-    return {f"{prefix}score": verdict.score, **parts}
+    terms = {f"{prefix}rewards": verdict.terms} if verdict.terms else {}
+    return {f"{prefix}score": verdict.score, **terms}
 
 
 def summarise_scores(records: Iterable[JsonRecord]) -> dict[str, float]:
@@ -141,12 +141,12 @@ def summarise_scores(records: Iterable[JsonRecord]) -> dict[str, float]:
     for record in records:
         rows += 1
         pair = "chosen_score" in record
-        found = [record[key] for key in (("chosen_score", "rejected_score") if pair else ("score",))]
-        scores += [value for value in found if value is not None]
-        missing += sum(value is None for value in found)
-        if pair and None not in found:
+        values = [record[key] for key in (("chosen_score", "rejected_score") if pair else ("score",))]
+        scores += [value for value in values if value is not None]
+        missing += sum(value is None for value in values)
+        if pair and None not in values:
             pairs += 1
-            wins += (found[0] > found[1]) + 0.5 * (found[0] == found[1])
+            wins += (values[0] > values[1]) + 0.5 * (values[0] == values[1])
     counts: dict[str, float] = {"rows": rows, "scored": len(scores), "unscored": missing}
     if scores:
         spread = {"std": statistics.pstdev(scores), "min": min(scores), "max": max(scores)}
@@ -165,12 +165,12 @@ def _open_rows(config: ScoreConfig, source: SourceConfig) -> Iterator[RowToScore
     """Yield the rows of a source. Each is read once, so a broken row is reported before a model loads."""
     reader = RowReader(config.data, source, open_row_images(config.data, source))
     rows = open_rows(source.path, source.max_samples)
-    before, group = None, -1
+    previous, group = None, -1
     for number in range(len(rows)):
         row = RowToScore(config, reader, rows, number, 0)
         name = row.read().row.get("group")
-        group += name is None or name != before
-        before = name
+        group += name is None or name != previous
+        previous = name
         yield replace(row, group=group)
 
 

@@ -59,13 +59,13 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
             out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in chosen)
         counts["prompts"] = len(groups)
         if not counts["rows"]:
-            found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-            raise ValueError(f"nothing is left to learn from of {', '.join(config.data)}: {found}")
+            reasons = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            raise ValueError(f"nothing is left to learn from of {', '.join(config.data)}: {reasons}")
     return dict(counts)
 
 
 def keep_best(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
-    """Return the response with the highest score, of equals the first."""
+    """Return the response with the highest score, the first of equal ones."""
     highest = max(members, key=lambda member: member.score)
     _check_threshold(highest, config)
     return [_make_conversation(highest)]
@@ -159,7 +159,7 @@ def _group_responses(config: SelectConfig, counts: Counter[str]) -> dict[str, li
 
 
 def _distinct(members: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """Return the first response of each text."""
+    """Return the first response with each text."""
     first: dict[str, ScoredResponse] = {}
     for member in members:
         first.setdefault(member.row["response"], member)

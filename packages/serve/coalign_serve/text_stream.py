@@ -60,13 +60,13 @@ class TextStream:
         if self._is_over:
             return
         self._held += piece
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
-        if found:
+        positions = [at for at in map(self._held.find, self._stops) if at >= 0]
+        if positions:
             self._is_over = True
-            self._put(self._held[: min(found)])
+            self._put(self._held[: min(positions)])
             self._held = ""
             return
-        kept = max((_count_begun(self._held, stop) for stop in self._stops), default=0)
+        kept = max((_count_stop_prefix(self._held, stop) for stop in self._stops), default=0)
         self._put(self._held[: len(self._held) - kept])
         self._held = self._held[len(self._held) - kept :]
 
@@ -76,7 +76,7 @@ class TextStream:
             self._text += text
 
 
-def _count_begun(text: str, stop: str) -> int:
+def _count_stop_prefix(text: str, stop: str) -> int:
     """Count the characters at the end of ``text`` that ``stop`` begins with, less than all of it."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 

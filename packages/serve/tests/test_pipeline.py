@@ -289,7 +289,7 @@ def test_a_run_of_its_own_as_a_stage(home):
     path = write(home, "file", text=text + "  - train: sft.yaml\n")
     more = write(home, "more", text=text + "  - {{name: fine, train: {{include: sft.yaml, seed: 6}}}}\n")
     (first, second), (other, _) = (
-        [s for s in pipeline.plan_stages(load_pipeline(p)) if s.kind == "train"] for p in (path, more)
+        [s for s in pipeline.plan_stages(load_pipeline(p)) if s.task == "train"] for p in (path, more)
     )
     assert (first.settings.seed, other.settings.seed, other.name) == (5, 6, "fine")
     assert [s.settings.models["trainer"].optimizer.warmup for s in (first, second)] == [1, 2]

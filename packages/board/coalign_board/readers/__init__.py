@@ -57,13 +57,13 @@ def read_choice(params: Mapping[str, str], name: str, choices: Sequence[str]) ->
     return value
 
 
-def read_list(params: Mapping[str, str], name: str, most: int) -> list[str]:
+def read_list(params: Mapping[str, str], name: str, max_items: int) -> list[str]:
     """Return a parameter that is a list of texts in JSON, empty by default. Raises ValueError for any other."""
     text = params.get(name, "[]")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
         values = None
-    if not isinstance(values, list) or len(values) > most or not all(isinstance(value, str) for value in values):
-        raise ValueError(f'{name} is {text[:80]!r}; expected a list of at most {most} names: ["one", "another"]')
+    if not isinstance(values, list) or len(values) > max_items or not all(isinstance(value, str) for value in values):
+        raise ValueError(f'{name} is {text[:80]!r}; expected a list of at most {max_items} names: ["one", "another"]')
     return values

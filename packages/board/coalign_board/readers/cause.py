@@ -13,8 +13,8 @@ from typing import Any
 
 from coalign_board.catalog import find_within
 
-_MOST_RUNS = 16  # whose causes are kept
-_SECONDS = 60  # for logs of a gigabyte
+_MAX_RUNS = 16  # runs whose causes are kept
+_MAX_SECONDS = 60  # enough for logs of a gigabyte
 _LOGS = ("*.txt", "*.log", "*.out", "*.err", "stalls/*/*.txt")  # what `coalign diagnose` may read of a run's folder
 
 
@@ -38,7 +38,7 @@ class CauseReader:
             if folder not in self._kept or self._kept[folder][0] != state:
                 self._kept[folder] = state, _diagnose(folder)
             self._kept.move_to_end(folder)
-            while len(self._kept) > _MOST_RUNS:
+            while len(self._kept) > _MAX_RUNS:
                 self._kept.popitem(last=False)
             return self._kept[folder][1]
 
@@ -46,9 +46,11 @@ class CauseReader:
 def _diagnose(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "coalign_diagnose", str(folder.resolve()), "--json"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MAX_SECONDS, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"the diagnosis took more than {_SECONDS} s; run `coalign diagnose` on the folder") from None
+        raise ValueError(
+            f"the diagnosis took more than {_MAX_SECONDS} s; run `coalign diagnose` on the folder"
+        ) from None
     if not done.stdout:  # the exit code is 1, too, where the logs hold no cause that it knows
         raise ValueError(f"coalign diagnose: {done.stderr.strip()[-300:]}")
     verdict = json.loads(done.stdout)

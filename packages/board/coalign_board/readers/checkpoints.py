@@ -1,4 +1,4 @@
-"""Reads which checkpoints a run has and where, whether they are whole, and from which one a start would go on."""
+"""Reads which checkpoints a run has and where, whether they are complete, and from which one a start would go on."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def read_checkpoints(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """
     runtime = {key.removeprefix("runtime."): value for key, value in read_settings(folder).items()}
     disk = find_within(folder, folder / "checkpoints")
-    found = [_describe(disk / f"step_{step}", step, "disk") for step in list_steps(disk)]
+    checkpoints = [_describe(disk / f"step_{step}", step, "disk") for step in list_steps(disk)]
     for memory in _list_memory_folders(folder):
-        found += [_describe(memory / f"step_{step}", step, "memory") for step in list_steps(memory)]
-    found.sort(key=lambda each: (-each["step"], each["place"]))
+        checkpoints += [_describe(memory / f"step_{step}", step, "memory") for step in list_steps(memory)]
+    checkpoints.sort(key=lambda checkpoint: (-checkpoint["step"], checkpoint["place"]))
     best, resume, linked = _read_best(disk), runtime.get("resume", "auto"), (folder / "model").resolve().parent
-    chosen = _choose(found) if resume == "auto" else None
-    for each in found:
-        each["best"] = each["place"] == "disk" and best is not None and each["step"] == best["step"]
-        each["linked"] = linked == Path(each["path"])
-        each["resume"] = each is chosen
+    chosen = _choose(checkpoints) if resume == "auto" else None
+    for checkpoint in checkpoints:
+        checkpoint["best"] = checkpoint["place"] == "disk" and best is not None and checkpoint["step"] == best["step"]
+        checkpoint["linked"] = linked == Path(checkpoint["path"])
+        checkpoint["resume"] = checkpoint is chosen
     return {
-        "checkpoints": found,
+        "checkpoints": checkpoints,
         "writing": [path.name.removeprefix(".writing-") for path in disk.glob(".writing-step_*")],
         "best": best and best | {"metric": runtime.get("best"), "mode": runtime.get("best_mode", "max")},
         "resume": resume,
@@ -87,17 +87,17 @@ def _list_memory_folders(folder: Path) -> list[Path]:
     return [path for path in MEMORY.glob(f"coalign-{os.getuid()}-*") if (path / RUN).resolve() == run]
 
 
-def _describe(path: Path, step: int, place: str) -> dict[str, Any]:
+def _describe(path: Path, step: int, storage: str) -> dict[str, Any]:
     problem, sizes = _find_problem(path, hashes=False), Counter[str]()
     if problem is None:
         for name, (size, _) in read_manifest(path).items():
             sizes["/".join(Path(name).parts[: 2 if name.startswith("models/") else 1])] += size
     when = (path / MANIFEST).stat().st_mtime if problem is None else None
-    return {"step": step, "place": place, "path": str(path), "problem": problem, "sizes": sizes, "time": when}
+    return {"step": step, "place": storage, "path": str(path), "problem": problem, "sizes": sizes, "time": when}
 
 
 def _find_problem(path: Path, *, hashes: bool) -> str | None:
-    if is_spread(path):  # the others know of the files that are not here
+    if is_spread(path):  # other nodes have the files that are not here
         return None
     try:
         verify_checkpoint(path, hashes=hashes)
@@ -106,10 +106,10 @@ def _find_problem(path: Path, *, hashes: bool) -> str | None:
     return None
 
 
-def _choose(found: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the newest one that is whole, of equal steps that on disk, as coalign.engine.hooks.recovery does."""
-    whole = (each for each in found if each["problem"] is None)
-    return max(whole, key=lambda each: (each["step"], each["place"] == "disk"), default=None)
+def _choose(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the newest complete checkpoint, from disk before memory, as coalign.engine.hooks.recovery does."""
+    complete = (checkpoint for checkpoint in checkpoints if checkpoint["problem"] is None)
+    return max(complete, key=lambda checkpoint: (checkpoint["step"], checkpoint["place"] == "disk"), default=None)
 
 
 def _read_best(disk: Path) -> dict[str, Any] | None:
@@ -127,4 +127,4 @@ def _read_best(disk: Path) -> dict[str, Any] | None:
 
 
 def _list_copied(log: Path) -> list[int]:
-    return sorted({int(found[1]) for found in _COPIED.finditer(read_end(log, _LOG_BYTES))})
+    return sorted({int(match[1]) for match in _COPIED.finditer(read_end(log, _LOG_BYTES))})

@@ -12,16 +12,16 @@ from coalign.config.yaml_reader import flatten, parse
 from coalign.files import read_bounded, read_json_object
 from coalign_board.catalog import find_within
 
-_LARGEST = 1 << 18  # bytes of a config.yaml: one of this size takes seconds to parse
-# Of runs that are alike but for these, the curves are those of one experiment with several seeds.
-_OF_ONE_START = ("seed", "output", "runtime.resume", "runtime.allow_changed", "runtime.ray_address")
+_MAX_CONFIG_BYTES = 1 << 18  # a config.yaml of this size takes seconds to parse
+# Runs that differ in these settings alone are one experiment with several seeds.
+_SEED_SETTINGS = ("seed", "output", "runtime.resume", "runtime.allow_changed", "runtime.ray_address")
 
 
 def read_configuration(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """Return `text`, the run's config.yaml (`file`: that of an earlier start), and the names of these `files`.
 
-    `written` are the settings of the newest start that a person wrote, each with its value and where; null if the run
-    does not say.
+    `written` are the settings of the newest start that a person wrote, each with its value and its file and line; null
+    if the run does not say.
 
     Secrets are references to environment variables there, and stay such.
     """
@@ -34,11 +34,11 @@ def read_configuration(folder: Path, params: Mapping[str, str]) -> dict[str, Any
 
 def _read_written(folder: Path) -> list[list[str | None]] | None:
     try:  # it is made by coalign.config.export.list_written; the page shows config.yaml without it, too
-        written = read_json_object(find_within(folder, folder / "written.json"), _LARGEST)
+        written = read_json_object(find_within(folder, folder / "written.json"), _MAX_CONFIG_BYTES)
         settings = read_settings(folder)
     except (OSError, ValueError):
         return None
-    return [[key, _show(settings, key), str(place)] for key, place in written.items()]
+    return [[key, _show(settings, key), str(location)] for key, location in written.items()]
 
 
 def compare_configurations(folders: Sequence[Path]) -> dict[str, Any]:
@@ -50,12 +50,12 @@ def compare_configurations(folders: Sequence[Path]) -> dict[str, Any]:
     flat = [read_settings(folder) for folder in folders]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     different = [key for key in keys if len({json.dumps(s.get(key), default=str) for s in flat}) > 1]
-    telling = [key for key in different if key not in _OF_ONE_START]
-    kinds: dict[str, int] = {}
+    telling = [key for key in different if key not in _SEED_SETTINGS]
+    numbers: dict[str, int] = {}
     alike = []
     for settings in flat:
-        kind = json.dumps([settings.get(key) for key in telling], default=str)
-        alike.append(kinds.setdefault(kind, len(kinds)))
+        identity = json.dumps([settings.get(key) for key in telling], default=str)
+        alike.append(numbers.setdefault(identity, len(numbers)))
     rows = [[key, [_show(settings, key) for settings in flat]] for key in different if key != "output"]
     return {"settings": rows, "alike": alike}
 
@@ -79,7 +79,7 @@ def _show(settings: Mapping[str, Any], key: str) -> str | None:
 
 
 def _read_text(folder: Path, name: str) -> str:
-    return read_bounded(find_within(folder, folder / name), _LARGEST).decode(errors="replace")
+    return read_bounded(find_within(folder, folder / name), _MAX_CONFIG_BYTES).decode(errors="replace")
 
 
 def _number(name: str) -> tuple[int, str]:

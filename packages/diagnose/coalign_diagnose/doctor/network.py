@@ -39,11 +39,11 @@ def open_sink(host: str) -> int:
 
 def send_bytes(host: str, port: int) -> float:
     """Send bytes to a sink for SECONDS; return bytes a second. Raises OSError if it cannot be reached."""
-    piece, begun = bytes(PIECE), time.monotonic()
+    piece, started_at = bytes(PIECE), time.monotonic()
     with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
-        begun = time.monotonic()
-        while time.monotonic() - begun < SECONDS:
+        started_at = time.monotonic()
+        while time.monotonic() - started_at < SECONDS:
             connection.sendall(piece)
         connection.shutdown(socket.SHUT_WR)
         count = int(connection.recv(64) or b"0")
-    return count / (time.monotonic() - begun)
+    return count / (time.monotonic() - started_at)

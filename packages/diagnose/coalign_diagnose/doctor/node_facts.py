@@ -77,7 +77,7 @@ class NodeFacts:
 
     name: str
     address: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)  # of packages that are installed
+    versions: Mapping[str, str] = field(default_factory=dict)  # installed package -> version
     accelerators: AcceleratorFacts = field(default_factory=AcceleratorFacts)
     processors: ProcessorFacts = ProcessorFacts()
     memory: int = 0
@@ -87,18 +87,18 @@ class NodeFacts:
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     has_infiniband: bool = False
     ports: Mapping[int, str] = field(default_factory=dict)  # port -> problem
-    host_problem: str = ""  # of the host's name, by which gloo finds its interface
+    host_problem: str = ""  # gloo finds its interface by the host's name
     interfaces: Mapping[str, str] = field(default_factory=dict)  # environment variable -> problem
     inputs: Mapping[str, str] = field(default_factory=dict)  # key and name -> problem
     write_problem: str = ""
     compiler: str = ""
-    shortfalls: Mapping[str, str] = field(default_factory=dict)  # of the sandbox -> what it would need
+    shortfalls: Mapping[str, str] = field(default_factory=dict)  # limit that the sandbox lacks -> what it would need
     seconds: float = 0.0
 
 
 def measure_node(name: str, address: str, request: NodeRequest) -> NodeFacts:
     """Measure this node, which its cluster calls ``name`` and reaches at ``address``."""
-    begun = time.monotonic()
+    started_at = time.monotonic()
     memory = psutil.virtual_memory()
     total, used = min([memory.total, *list_memory_limits()]), memory.total - memory.available
     facts = NodeFacts(
@@ -116,24 +116,24 @@ def measure_node(name: str, address: str, request: NodeRequest) -> NodeFacts:
         {port: try_port("", port) for port, _ in ((0, ""), *request.ports)},
         find_host_problem(),
         find_interface_problems(os.environ),
-        {f"{key}: {text}": find_read_problem(text, kind) for key, text, kind in request.inputs},
+        {f"{key}: {text}": find_read_problem(text, input_type) for key, text, input_type in request.inputs},
         try_to_write(name, request) if request.folder else "",
         find_compiler() if request.has_compiler else "",
         (ask(CHECKS, "sandbox") or {}) if request.has_sandbox else {},
     )
-    return replace(facts, seconds=time.monotonic() - begun)
+    return replace(facts, seconds=time.monotonic() - started_at)
 
 
 def read_versions() -> dict[str, str]:
     """Return the versions of what nodes must have alike: Python, Coalign, packages, CUDA, NCCL."""
-    found = {"python": platform.python_version(), "coalign": coalign.__version__}
+    versions = {"python": platform.python_version(), "coalign": coalign.__version__}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
     cuda = {"CUDA runtime": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": find_nccl_version()}
-    return found | {name: text for name, text in cuda.items() if text}
+    return versions | {name: text for name, text in cuda.items() if text}
 
 
 def measure_disks(folder: str | None) -> dict[str, DiskFacts]:
@@ -146,15 +146,15 @@ def measure_disks(folder: str | None) -> dict[str, DiskFacts]:
 
 
 def _measure_disk(path: Path) -> DiskFacts:
-    there = next((each for each in (path.absolute(), *path.absolute().parents) if each.exists()), Path("/"))
+    there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), Path("/"))
     usage = shutil.disk_usage(there)
     return DiskFacts(str(path), usage.total, usage.free)
 
 
 def read_limits() -> dict[str, tuple[int, int]]:
     """Return what this process may have: open files (-n), processes (-u), locked memory in bytes (-l)."""
-    kinds = {"-n": resource.RLIMIT_NOFILE, "-u": resource.RLIMIT_NPROC, "-l": resource.RLIMIT_MEMLOCK}
-    return {name: resource.getrlimit(kind) for name, kind in kinds.items()}
+    resources = {"-n": resource.RLIMIT_NOFILE, "-u": resource.RLIMIT_NPROC, "-l": resource.RLIMIT_MEMLOCK}
+    return {name: resource.getrlimit(resource_id) for name, resource_id in resources.items()}
 
 
 def try_port(host: str, port: int) -> str:
@@ -182,18 +182,18 @@ def find_host_problem() -> str:
 
 def find_interface_problems(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what is wrong with the network interfaces that the environment names for messages of ranks."""
-    known, problems = psutil.net_if_addrs(), {}
+    interfaces, problems = psutil.net_if_addrs(), {}
     for variable in INTERFACES:
         # NCCL takes beginnings of names, `^` for all others, `=` for exact ones.
         text = environment.get(variable, "")
-        names = [each.removeprefix("=") for each in text.split(",") if each] if not text.startswith("^") else []
-        missing = [name for name in names if not any(each.startswith(name) for each in known)]
+        names = [name.removeprefix("=") for name in text.split(",") if name] if not text.startswith("^") else []
+        missing = [name for name in names if not any(interface.startswith(name) for interface in interfaces)]
         if missing:
-            problems[variable] = f"is {text}, and there are {', '.join(known)}"
+            problems[variable] = f"is {text}, and there are {', '.join(interfaces)}"
     return problems
 
 
-def find_read_problem(name: str, kind: Kind) -> str:
+def find_read_problem(name: str, input_type: Kind) -> str:
     """Return why this node cannot read a model or data; "" if it can. Of the hub only the names are looked up."""
     try:
         paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
@@ -204,10 +204,10 @@ def find_read_problem(name: str, kind: Kind) -> str:
         if is_url(name):
             with urllib.request.urlopen(urllib.request.Request(name, method="HEAD"), timeout=URL_SECONDS):
                 return ""
-        if kind == "model" and is_hub_name(name):
+        if input_type == "model" and is_hub_name(name):
             pin(name)
             return ""
-        if kind == "data" and is_dataset(name):
+        if input_type == "data" and is_dataset(name):
             pin(name.partition(":")[0], "dataset")
             return ""
     except urllib.error.HTTPError as error:
@@ -219,7 +219,7 @@ def find_read_problem(name: str, kind: Kind) -> str:
 
 def _read_a_byte(path: Path) -> None:
     """Read a little of a file, or of each file of a directory. OSError where that is not possible."""
-    files = [each for each in path.iterdir() if each.is_file()] if path.is_dir() and not is_gguf(str(path)) else [path]
+    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() and not is_gguf(str(path)) else [path]
     for file in files:
         with open(file, "rb") as opened:
             opened.read(1)
@@ -231,7 +231,7 @@ def try_to_write(name: str, request: NodeRequest) -> str:
     folder = Path(request.folder) / request.mark
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _as_file_name(name)).write_text(name)
+        (folder / "".join(c if c.isalnum() or c in "-_." else "_" for c in name)).write_text(name)
     except OSError as error:
         return f"{error.strerror or error}: {error.filename or folder}"
     return ""
@@ -241,10 +241,6 @@ def list_written(request: NodeRequest) -> list[str]:
     """Return the names of the nodes whose files this node sees."""
     folder = Path(request.folder or "") / request.mark
     return sorted(file.read_text() for file in folder.iterdir()) if folder.is_dir() else []
-
-
-def _as_file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
 
 
 def find_compiler(find: Callable[[str], str | None] = shutil.which) -> str:

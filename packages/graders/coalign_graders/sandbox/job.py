@@ -44,8 +44,8 @@ def apply_limits(settings: dict[str, Any], *, counted: bool, isolated: bool, bou
     fork = settings["processes"] > 1
     if counted:  # the supervisor's own processes count too
         limits[resource.RLIMIT_NPROC] = 2 + (settings["processes"] if fork else settings["threads"])
-    for kind, limit in limits.items():
-        resource.setrlimit(kind, (limit, limit))
+    for resource_id, limit in limits.items():
+        resource.setrlimit(resource_id, (limit, limit))
     os.chdir(settings["folder"])
     landlock.apply(readable=[*_DEVICES, *settings["readable"]], writable=[settings["folder"]], removable=bounded)
     rights.drop_capabilities()
@@ -68,10 +68,10 @@ def run_code(job: dict[str, Any], packages: list[str]) -> None:
     module = ModuleType("solution" if test else "__main__")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     execute, write, leave, names, answers = exec, os.write, os._exit, module.__dict__, []
-    own = dict(vars(builtins))
+    original_builtins = dict(vars(builtins))
     execute(compile(job["code"], "solution.py", "exec"), names)
     if test:
-        names |= {"__builtins__": own, ANSWER_NAME: lambda value: answers.append(repr(_plain(value)))}
+        names |= {"__builtins__": original_builtins, ANSWER_NAME: lambda value: answers.append(repr(_plain(value)))}
         execute(test, names)
         data = f"{job['token']}[{', '.join(answers)}]".encode()
         while data:
@@ -83,13 +83,13 @@ def _plain(value: Any) -> Any:
     """Containers and NumPy values as built-in ones, so that their repr is a literal."""
     if isinstance(value, dict):
         return {_plain(key): _plain(one) for key, one in value.items()}
-    for kind in (list, tuple):
-        if isinstance(value, kind):
-            return kind(map(_plain, value))
+    for type_ in (list, tuple):
+        if isinstance(value, type_):
+            return type_(map(_plain, value))
     if isinstance(value, (set, frozenset)):
         return set(map(_plain, value))
     scalars: tuple[Any, ...] = (bool, int, float, str, bytes)
-    for kind in scalars:
-        if isinstance(value, kind):
-            return kind(value)
+    for type_ in scalars:
+        if isinstance(value, type_):
+            return type_(value)
     return value.tolist() if hasattr(value, "tolist") else value

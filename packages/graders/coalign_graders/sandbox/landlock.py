@@ -35,8 +35,8 @@ def apply(*, readable: Iterable[str], writable: Iterable[str], removable: bool) 
     ruleset = libc.syscall(_CREATE, attributes, len(attributes), 0)
     if ruleset < 0:
         return False
-    in_own = _WRITABLE | _REMOVE if removable else _WRITABLE
-    for paths, rights in ((readable, _READABLE), (writable, in_own)):
+    writable_rights = _WRITABLE | _REMOVE if removable else _WRITABLE
+    for paths, rights in ((readable, _READABLE), (writable, writable_rights)):
         for path in filter(os.path.exists, paths):
             _add(libc, ruleset, path, rights & handled)
     libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -51,9 +51,9 @@ def find_version(libc: ctypes.CDLL) -> int:
 
 
 def _add(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:
-    place = os.open(path, os.O_PATH)
-    if not stat.S_ISDIR(os.fstat(place).st_mode):
+    descriptor = os.open(path, os.O_PATH)
+    if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
         rights &= _OF_A_FILE
-    if libc.syscall(_ADD, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, place), 0) != 0:
+    if libc.syscall(_ADD, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, descriptor), 0) != 0:
         raise OSError(ctypes.get_errno(), f"landlock: {os.strerror(ctypes.get_errno())}", path)
-    os.close(place)
+    os.close(descriptor)

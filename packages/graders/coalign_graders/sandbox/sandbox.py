@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Self
 
 _SUPERVISOR = str(Path(__file__).parent)
-_THREADS = 32  # of one job
+_JOB_THREADS = 32
 _PATIENCE = 30.0  # seconds beyond a job's own that the supervisor may take to answer
 _REPORT_BYTES = 1 << 20  # bytes of a report besides what the job wrote
 
@@ -42,11 +42,11 @@ class LimitNotEnforceable(RuntimeError):
 class SandboxLimits:
     """What one run of code may use."""
 
-    seconds: float = 5.0  # of wall-clock time
+    seconds: float = 5.0  # wall-clock time
     memory_mb: int = 512  # address space of each process
     processes: int = 1  # 1: it can start none, but 31 threads; n: processes and threads together
     output_kb: int = 256
-    file_mb: int = 16  # of all its files together (256 at most, in memory, in one folder without sub-folders)
+    file_mb: int = 16  # all files together; at most 256 of them, in memory, in one folder without sub-folders
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -96,11 +96,11 @@ class Sandbox:
             self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
             opened.push_async_callback(self._end)
             paths = {"folder": folder, "packages": self.packages, "readable": [*_runtime(), *self.packages]}
-            await self._send(asdict(self.limits) | paths | {"threads": _THREADS})
+            await self._send(asdict(self.limits) | paths | {"threads": _JOB_THREADS})
             self._opened = opened.pop_all()
         return self
 
-    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, type_: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._opened.aclose()
 
     async def run(self, code: str, *, stdin: str = "", test: str = "", token: str = "") -> SandboxResult:
@@ -148,9 +148,9 @@ def _environment(folder: str) -> dict[str, str]:
 @cache
 def _runtime() -> list[str]:
     paths = sysconfig.get_paths()
-    own = {sys.executable, os.path.realpath(sys.executable), paths["stdlib"], paths["platstdlib"]}
+    interpreter_paths = {sys.executable, os.path.realpath(sys.executable), paths["stdlib"], paths["platstdlib"]}
     libraries = sysconfig.get_config_var("LIBDIR") or paths["stdlib"]
-    return [*sorted(own), libraries, "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
+    return [*sorted(interpreter_paths), libraries, "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
 
 
 @cache

@@ -66,11 +66,11 @@ _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; argument
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _THREAD, _NAMESPACES = 0x00010000, 0x7E020000  # CLONE_THREAD; every CLONE_NEW*
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
-_SET_DEATH_SIGNAL = 1  # of prctl
-_SET_FLAGS, _DUPLICATE_CLOSED = 4, 1030  # of fcntl: F_SETFL, after F_DUPFD and flags of the descriptor; F_DUPFD_CLOEXEC
-# Of ioctl: is it a terminal (in two ways), its size, bytes to read, blocking or not, closed on exec or not.
-_CONTROLS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-_ACCESS_MODE, _UNNAMED = 0o3, 0o20000000  # of open: O_ACCMODE, the bit of O_TMPFILE that O_DIRECTORY lacks
+_PR_SET_PDEATHSIG = 1
+_F_SETFL, _F_DUPFD_CLOEXEC = 4, 1030  # requests up to F_SETFL copy a descriptor or read and set its flags
+# Is it a terminal (in two ways), its size, bytes to read, blocking or not, closed on exec or not.
+_ALLOWED_IOCTLS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+_ACCESS_MODE, _UNNAMED = 0o3, 0o20000000  # O_ACCMODE; the bit of O_TMPFILE that O_DIRECTORY lacks
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
@@ -110,13 +110,13 @@ def _program(column: int, arch: int, *, fork: bool, threads: bool, unnamed: bool
         # Copies, and flags of the file. Anything else sets who gets which signal (F_SETOWN, F_SETSIG), or locks.
         "fcntl": [
             *_argument(1),
-            *_if(_EQUAL, _DUPLICATE_CLOSED, _allow()),
-            *_if(_GREATER, _SET_FLAGS, _refuse(errno.EPERM)),
+            *_if(_EQUAL, _F_DUPFD_CLOEXEC, _allow()),
+            *_if(_GREATER, _F_SETFL, _refuse(errno.EPERM)),
             _allow(),
         ],
         "ioctl": [
             *_argument(1),
-            *(one for control in _CONTROLS for one in _if(_EQUAL, control, _allow())),
+            *(one for control in _ALLOWED_IOCTLS for one in _if(_EQUAL, control, _allow())),
             _refuse(errno.EPERM),
         ],
         "kill": [_allow()] if fork else _own_process(),
@@ -124,7 +124,7 @@ def _program(column: int, arch: int, *, fork: bool, threads: bool, unnamed: bool
         "open": _open(1, unnamed),
         "openat": _open(2, unnamed),
         "openat2": [_refuse(errno.ENOSYS)],  # its flags are in memory, out of sight
-        "prctl": [*_argument(0), *_if(_EQUAL, _SET_DEATH_SIGNAL, _refuse(errno.EPERM)), _allow()],
+        "prctl": [*_argument(0), *_if(_EQUAL, _PR_SET_PDEATHSIG, _refuse(errno.EPERM)), _allow()],
         "prlimit64": [*_argument(0), *_if(_EQUAL, 0, _allow()), _refuse(errno.EPERM)],
         # A pair of streams is connected for good; a pair of datagrams could send to any address. Event loops need one.
         "socketpair": [

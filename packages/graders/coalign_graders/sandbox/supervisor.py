@@ -98,7 +98,7 @@ def _connect(stdin: int, output: int, answer: int) -> None:
 
 def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any], *, bounded: bool) -> str | None:
     """Read what the job writes until it ends; the name of the limit that it broke, if any."""
-    most, deadline = settings["output_kb"] << 10, time.monotonic() + settings["seconds"]
+    max_output, deadline = settings["output_kb"] << 10, time.monotonic() + settings["seconds"]
     end, reading = os.pidfd_open(child), list(written)
     try:
         while True:
@@ -112,7 +112,7 @@ def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any], 
                 written[source] += data
                 if not data:
                     reading.remove(source)
-            if any(len(data) > most for data in written.values()):
+            if any(len(data) > max_output for data in written.values()):
                 return "output"
             if ready == [end]:  # ended, and everything read
                 return None
@@ -135,12 +135,12 @@ def _end(child: int, isolated: bool) -> str:
     return f"exit {status}" if status >= 0 else f"signal {-status}"
 
 
-def _is_over_limit(folder: str, most: int) -> bool:
+def _is_over_limit(folder: str, max_bytes: int) -> bool:
     files = total = 0
     for entry in os.scandir(folder):
         files += 1
         total += entry.stat(follow_symlinks=False).st_size
-    return files > _FILES or total > most
+    return files > _FILES or total > max_bytes
 
 
 def _clear(folder: str) -> None:

@@ -25,10 +25,10 @@ class ServiceBusy(ServiceError):
 
 
 def _endpoint(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+    parsed = urlsplit(url)
+    if parsed.scheme not in ("http", "https") or not parsed.hostname or parsed.port == 0:
         raise ValueError(f"is {hide_query(url)!r}; expected http://HOST:PORT/PATH")
-    if parts.password is not None or parts.username is not None:
+    if parsed.password is not None or parsed.username is not None:
         raise ValueError(
             "holds a user's name or password, which every copy of the configuration would show; put the "
             "secret into an environment variable and name that in `api_key_env`"
@@ -79,15 +79,15 @@ class JsonClient:
             raise ServiceError(f"{hide_query(url)}: the answer is no JSON: {excerpt}") from error
 
 
-async def _read_bounded(response: Any, where: str) -> bytes:
-    """The body as it was sent. Raises ServiceError for a long one, and a compressed one, which may become one."""
+async def _read_bounded(response: Any, service: str) -> bytes:
+    """Read the body as it was sent. Raises ServiceError for a body that is too long, or compressed."""
     if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-        raise ServiceError(f"{where}: the answer is compressed ({encoding}), which was not asked for")
+        raise ServiceError(f"{service}: the answer is compressed ({encoding}), which was not asked for")
     content = bytearray()
     async for piece in response.aiter_raw():
         content += piece
         if len(content) > _MAX_ANSWER:
-            raise ServiceError(f"{where}: the answer has more than {_MAX_ANSWER} bytes")
+            raise ServiceError(f"{service}: the answer has more than {_MAX_ANSWER} bytes")
     return bytes(content)
 
 

@@ -17,7 +17,7 @@ from pydantic import PositiveFloat, PositiveInt
 from coalign.rewards.calls import ComparisonFunction, NestedFunction
 from coalign.types import Sample
 
-_STEPS = 10_000  # of Newton's method: far more than any group needs
+_NEWTON_STEPS = 10_000  # far more than any group needs
 # The curvature changes by a factor of at most exp(|Δ(θ_i - θ_j)|), so a Newton step of up to this always goes uphill.
 _REACH = 0.3
 
@@ -51,7 +51,7 @@ def bradley_terry(games: Sequence[Comparison], count: int, prior: float = 1.0) -
         met[game.first, game.second] += 1
         met[game.second, game.first] += 1
     strengths = torch.zeros(count, dtype=torch.float64)
-    for _ in range(_STEPS):
+    for _ in range(_NEWTON_STEPS):
         beats, draws = torch.sigmoid(strengths[:, None] - strengths), torch.sigmoid(strengths)
         gradient = won - (met * beats).sum(1) - prior * draws
         coupled = met * beats * (1 - beats)
@@ -77,7 +77,7 @@ def swiss_round(games: Sequence[Comparison], count: int) -> list[tuple[int, int]
     pairs = []
     while waiting:
         first = waiting.pop(0)
-        second = next((other for other in waiting if frozenset((first, other)) not in met), waiting[0])
+        second = next((opponent for opponent in waiting if frozenset((first, opponent)) not in met), waiting[0])
         waiting.remove(second)
         pairs.append((first, second))
     return pairs

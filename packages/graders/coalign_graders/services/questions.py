@@ -73,10 +73,10 @@ class Pointwise:
         return [user_message(self.template.format(prompt=prompt_text(s), response=s.response, **fields)) for s in group]
 
     def verdict(self, answer: str) -> float | None:
-        found = find_last(self.pattern, answer)
-        if not found or not NUMBER.fullmatch(found):
+        grade = find_last(self.pattern, answer)
+        if not grade or not NUMBER.fullmatch(grade):
             return None
-        share = (float(found) - self.low) / (self.high - self.low)
+        share = (float(grade) - self.low) / (self.high - self.low)
         return share if 0.0 <= share <= 1.0 else None
 
     def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
@@ -124,8 +124,8 @@ class Pairwise:
 
     def verdict(self, answer: str) -> float | None:
         """1.0 if the response shown first is the better one, 0.0 if the second is, 0.5 for a tie."""
-        found = find_last(self.pattern, answer)
-        return self.worth.get(found.lower()) if found else None
+        label = find_last(self.pattern, answer)
+        return self.worth.get(label.lower()) if label else None
 
     def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
         won, met = [0.0] * responses, [0] * responses
@@ -133,7 +133,7 @@ class Pairwise:
         for (a, b), (forth, back) in zip(self.matches(responses), both, strict=True):
             if forth is None or back is None:
                 continue
-            share = (forth + 1 - back) / 2  # of a: what it wins as the first, and what is left to it as the second
+            share = (forth + 1 - back) / 2  # what `a` wins when shown first, and what is left to it when shown second
             for response, won_here in ((a, share), (b, 1 - share)):
                 if response is not None:
                     won[response] += won_here

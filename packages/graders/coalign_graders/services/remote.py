@@ -184,31 +184,29 @@ class Remote:
             log.warning(message, hide_query(url), breaker.streak, breaker.left, why)
 
 
-def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
+def read_answer(answer: Any, expected: int, service: str) -> list[Any]:
     """The entries of each sample in a service's answer, or a GiveUp where it has no reward.
 
     Raises ServiceError for anything but a list of ``expected`` rewards, and for several of which none is a number.
     """
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(rewards, list):
-        raise ServiceError(f'{where}: the answer has no list "rewards": {reprlib.repr(answer)}')
+        raise ServiceError(f'{service}: the answer has no list "rewards": {reprlib.repr(answer)}')
     if len(rewards) != expected:
-        raise ServiceError(f"{where}: {len(rewards)} rewards for {expected} samples")
+        raise ServiceError(f"{service}: {len(rewards)} rewards for {expected} samples")
     if expected > 1 and not any(reward is None or _is_number(reward) for reward in rewards):
-        raise ServiceError(f"{where}: none of {expected} rewards is a number: {quote(rewards)}")
+        raise ServiceError(f"{service}: none of {expected} rewards is a number: {quote(rewards)}")
     errors = answer["errors"] if isinstance(answer.get("errors"), dict) else {}
     logs = _numbers(answer.get("extra_logs"), expected)
     results: list[Any] = []
     for i, reward in enumerate(rewards):
         if reward is None:
-            results.append(GiveUp(f"{where}: no reward: {_shorten(errors.get(str(i), 'null'))}"))
+            reason = errors.get(str(i), "null")
+            text = reason[:500] if isinstance(reason, str) else reprlib.repr(reason)
+            results.append(GiveUp(f"{service}: no reward: {text}"))
         else:
             results.append({name: values[i] for name, values in logs.items()} | {"reward": reward})
     return results
-
-
-def _shorten(reason: Any) -> str:
-    return reason[:500] if isinstance(reason, str) else reprlib.repr(reason)
 
 
 def _numbers(logs: Any, expected: int) -> dict[str, list[float]]:

@@ -82,8 +82,8 @@ class RemoteJudge:
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
         if failed:  # whatever repeating does not mend is first; then the one that asks for the longest pause
             raise max(failed, key=lambda e: e.seconds if isinstance(e, ServiceError) else math.inf)
-        known = dict(zip(different, replies, strict=True))
-        answers = [cast("str | None", known[body]) for body in bodies]
+        reply_by_body = dict(zip(different, replies, strict=True))
+        answers = [cast("str | None", reply_by_body[body]) for body in bodies]
         for body in different:
             self._answers.pop(body, None)
         verdicts = [None if answer is None else self._questions.verdict(answer) for answer in answers]
@@ -95,7 +95,7 @@ class RemoteJudge:
         try:
             if self._show_images and (images := list_images(about.meta.get("messages") or ())):
                 questions = [send_images(show_images(messages, images)) for messages in questions]
-            return [json.dumps({"messages": each, **self._body}, allow_nan=False).encode() for each in questions]
+            return [json.dumps({"messages": chat, **self._body}, allow_nan=False).encode() for chat in questions]
         except OSError as error:
             raise GiveUp(f"remote_judge: an image of the prompt cannot be read: {error}") from error
         except (TypeError, ValueError) as error:
@@ -113,16 +113,16 @@ class RemoteJudge:
         return answer
 
 
-def read_choice(answer: Any, where: str) -> str | None:
+def read_choice(answer: Any, service: str) -> str | None:
     """The text of the first choice, or None if it was cut or withheld. ServiceError for anything else."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, dict) else None
     if not isinstance(first, dict) or not isinstance(message, dict):
-        raise ServiceError(f"{where}: the answer has no choice with a message: {quote(answer)}")
+        raise ServiceError(f"{service}: the answer has no choice with a message: {quote(answer)}")
     text = message.get("content")
     if isinstance(text, str) and text.strip():
         return text
     if first.get("finish_reason") in _FINAL or message.get("refusal"):
         return None
-    raise ServiceError(f"{where}: the answer's message has no text: {quote(message)}")
+    raise ServiceError(f"{service}: the answer's message has no text: {quote(message)}")

@@ -20,12 +20,12 @@ class AshaConfig(Section):
 
 
 class MedianConfig(Section):
-    """A trial ends if its best value so far is worse than the median of the others' running means (Vizier)."""
+    """A trial ends if its best value so far is worse than the median of the other trials' running means (Vizier)."""
 
     grace_steps: PositiveInt = 1
     """Steps that every trial makes."""
     min_trials: PositiveInt = 3
-    """Other trials that must have come as far."""
+    """The number of other trials that must have come as far."""
 
 
 class SweepConfig(Section):
@@ -43,7 +43,7 @@ class SweepConfig(Section):
     trials: PositiveInt | None = None
     """Number of draws of a random search."""
     seed: NonNegativeInt = 0
-    """Of the draws."""
+    """The seed of the draws of a random search."""
     metric: str
     """A metric of metrics.jsonl, such as `eval/mean`. The last value of a trial counts."""
     mode: Literal["max", "min"] = "max"

@@ -13,7 +13,7 @@ from coalign.config.errors import ConfigError, ConfigProblem, Conflict, format_v
 from coalign_jobs.sweep.config import SweepConfig
 
 Draw = Callable[[random.Random], Any]
-LONGEST_NAME = 60  # characters of a folder's name that tell settings
+LONGEST_NAME = 60  # characters in a folder's name that tell settings
 
 
 def list_settings(config: SweepConfig) -> list[dict[str, Any]]:
@@ -41,18 +41,18 @@ def list_settings(config: SweepConfig) -> list[dict[str, Any]]:
 
 def read_values(values: Any) -> Draw:
     """Return the function that draws from a list or a distribution. Raises Conflict for what is neither."""
-    kind, given = "choice", values
+    distribution, given = "choice", values
     if isinstance(values, dict):
         if len(values) != 1:
             raise Conflict((), f"is {format_value(values)}; expected one of {', '.join(DISTRIBUTIONS)}")
-        [(kind, given)] = values.items()
-    if kind not in DISTRIBUTIONS:
-        raise Conflict((), f"there is no distribution '{kind}'{suggest(str(kind), DISTRIBUTIONS)}")
+        [(distribution, given)] = values.items()
+    if distribution not in DISTRIBUTIONS:
+        raise Conflict((), f"there is no distribution '{distribution}'{suggest(str(distribution), DISTRIBUTIONS)}")
     if not isinstance(given, list):
         raise Conflict((), f"is {format_value(values)}; expected a list of values, or a distribution")
     if not given:
         raise Conflict((), "has no values")
-    return DISTRIBUTIONS[kind](given)
+    return DISTRIBUTIONS[distribution](given)
 
 
 def _choice(values: list[Any]) -> Draw:
@@ -76,8 +76,8 @@ def _randint(values: list[Any]) -> Draw:
     return lambda chance: chance.randint(low, high)
 
 
-def _read_bounds(values: list[Any], kind: Any) -> tuple[Any, Any]:
-    numbers = [value for value in values if isinstance(value, kind) and not isinstance(value, bool)]
+def _read_bounds(values: list[Any], number_type: Any) -> tuple[Any, Any]:
+    numbers = [value for value in values if isinstance(value, number_type) and not isinstance(value, bool)]
     if len(values) != 2 or len(numbers) != 2 or numbers[0] >= numbers[1]:
         raise Conflict((), f"is {format_value(values)}; expected two numbers, the lower one first")
     return numbers[0], numbers[1]
@@ -102,5 +102,5 @@ def name_trial(number: int, settings: Mapping[str, Any]) -> str:
 
 
 def format_setting(value: Any) -> str:
-    """Return a value as tables show it: of a float four digits."""
+    """Return a value as tables show it: a float has four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

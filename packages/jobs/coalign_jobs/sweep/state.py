@@ -29,7 +29,7 @@ class SweepTrial:
     settings: dict[str, Any]
     status: Status = "waiting"
     step: int = 0
-    value: float | None = None  # of the sweep's metric, the last one
+    value: float | None = None  # the last value of the sweep's metric
     error: str = ""
     seconds: float = 0.0
 
@@ -50,7 +50,7 @@ class SweepState:
     def create(cls, config: SweepConfig, base: str, settings: Sequence[Mapping[str, Any]]) -> SweepState:
         """A sweep that has not begun. ``base``: the text of the run's configuration."""
         definition = {**config.model_dump(mode="json", exclude=NEUTRAL), "base": base}
-        trials = [SweepTrial(number, dict(each)) for number, each in enumerate(settings)]
+        trials = [SweepTrial(number, dict(values)) for number, values in enumerate(settings)]
         return cls(Path(config.output), definition, trials)
 
     @property
@@ -72,10 +72,10 @@ class SweepState:
         Raises ValueError if the sweep in the folder is another one, with what has changed.
         """
         content = read_json_object(self.folder / FILE)
-        before = content["sweep"]
-        if changed := [key for key in {**before, **self.definition} if before.get(key) != self.definition.get(key)]:
+        saved = content["sweep"]
+        if changed := [key for key in {**saved, **self.definition} if saved.get(key) != self.definition.get(key)]:
             raise ValueError(
-                f"{self.folder} holds another sweep: {', '.join(_describe(key, before) for key in changed)} changed. "
+                f"{self.folder} holds another sweep: {', '.join(_describe(key, saved) for key in changed)} changed. "
                 "Restore the file, or give another `output`"
             )
         self.trials = [SweepTrial(**trial) for trial in content["trials"]]
@@ -93,7 +93,7 @@ class SweepState:
                     yield self.trials[record["trial"]], record["step"], record["value"]
 
 
-def _describe(key: str, before: Mapping[str, Any]) -> str:
+def _describe(key: str, saved: Mapping[str, Any]) -> str:
     if key == "base":
         return "the base configuration"
-    return f"`{key}` (it was {json.dumps(before.get(key), ensure_ascii=False)})"
+    return f"`{key}` (it was {json.dumps(saved.get(key), ensure_ascii=False)})"

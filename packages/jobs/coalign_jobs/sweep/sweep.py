@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from coalign_jobs.sweep.tune import EarlyStopping
 
 log = logging.getLogger(__name__)
-SECONDS = "time/"  # how names of metrics begin that nobody means
+TIMING_PREFIX = "time/"  # metrics that nobody means, and that messages leave out
 
 
 def run_sweep(config: SweepConfig, display: Display, *, resume: bool = False) -> int:
@@ -43,7 +43,7 @@ def run_sweep(config: SweepConfig, display: Display, *, resume: bool = False) ->
     holds another sweep, or one that ``resume`` does not ask for, and for a metric that trials do not report.
     """
     settings = list_settings(config)
-    configs = [load_trial(config.base, each, Path(config.output) / "trial") for each in settings]
+    configs = [load_trial(config.base, values, Path(config.output) / "trial") for values in settings]
     state = SweepState.create(config, dump(load_trial(config.base, {}, Path(config.output) / "trial")), settings)
     check_metric(config, configs)
     prepare(fetch_sources(configs[0], weights=False, rows=False), join=False)
@@ -63,12 +63,12 @@ def run_sweep(config: SweepConfig, display: Display, *, resume: bool = False) ->
 
 def check_metric(config: SweepConfig, configs: Sequence[RunConfig]) -> None:
     """Raise ValueError for a metric of evaluations, if a trial has none."""
-    if config.metric.startswith("eval/") and any(not each.data.eval for each in configs):
+    if config.metric.startswith("eval/") and any(not trial.data.eval for trial in configs):
         raise ValueError(f"metric: '{config.metric}' comes from evaluation, and the run has no data.eval")
 
 
 def build_scheduler(config: SweepConfig, run: RunConfig) -> EarlyStopping | None:
-    """Return what ends trials early; None if nothing does. ImportError without Ray."""
+    """Return the scheduler that ends trials early; None without one. ImportError without Ray."""
     if config.scheduler == "none":
         return None
     try:
@@ -91,28 +91,28 @@ def share_devices(config: SweepConfig, run: RunConfig) -> list[dict[str, str]]:
     alone: list[dict[str, str]] = [{} for _ in range(config.concurrent)]
     if config.concurrent == 1 or run.runtime.ray_address or not torch.accelerator.is_available():
         return alone
-    kind, count = str(torch.accelerator.current_accelerator()), torch.accelerator.device_count()
-    each = count // config.concurrent
-    if not each:
-        raise ValueError(f"concurrent: {config.concurrent} trials at once, and this machine has {count} {kind} devices")
-    accelerator = find_device_kind(kind)
+    name, count = str(torch.accelerator.current_accelerator()), torch.accelerator.device_count()
+    share = count // config.concurrent
+    if not share:
+        raise ValueError(f"concurrent: {config.concurrent} trials at once, and this machine has {count} {name} devices")
+    accelerator = find_device_kind(name)
     names = accelerator.list_names(count)
-    return [{accelerator.visible: ",".join(names[i * each : (i + 1) * each])} for i in range(config.concurrent)]
+    return [{accelerator.visible: ",".join(names[i * share : (i + 1) * share])} for i in range(config.concurrent)]
 
 
 class RunningTrial:
-    """A trial in a process of its own, in one of the places for trials that run at once."""
+    """A trial in a process of its own, in one of the slots for trials that run at once."""
 
-    def __init__(self, trial: SweepTrial, place: int, config: SweepConfig, visible: Mapping[str, str]) -> None:
+    def __init__(self, trial: SweepTrial, slot: int, config: SweepConfig, visible: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
-        self.trial, self.place, self.visible, self.begun = trial, place, visible, time.monotonic()
+        self.trial, self.slot, self.visible, self.started_at = trial, slot, visible, time.monotonic()
         self.folder = Path(config.output) / trial.name
         self.connection, theirs = context.Pipe()
         arguments = (theirs, config.base, trial.settings, self.folder, config.metric, visible)
         self.process = context.Process(target=run_trial, args=arguments, name=f"coalign-{trial.name}")
         self.process.start()
         theirs.close()
-        self.names: set[str] = set()  # of metrics that it has reported
+        self.names: set[str] = set()  # metrics that it has reported
         self.is_stopped = False  # by the scheduler
 
     def receive(self) -> StepReport | TrialEnd:
@@ -130,18 +130,18 @@ class RunningTrial:
 
 
 class SweepRunner:
-    """Starts trials as places become free, answers their reports, and keeps their state."""
+    """Starts trials as slots become free, answers their reports, and keeps their state."""
 
     def __init__(
         self,
         config: SweepConfig,
         state: SweepState,
         scheduler: EarlyStopping | None,
-        places: Sequence[Mapping[str, str]],
+        slots: Sequence[Mapping[str, str]],
         display: Display,
     ) -> None:
         self._config, self._state, self._scheduler, self._display = config, state, scheduler, display
-        self._places = dict(enumerate(places))  # those that are free
+        self._free_slots = dict(enumerate(slots))
         self._running: list[RunningTrial] = []
         self._is_ending = False
         self._reports = state.reports
@@ -154,7 +154,7 @@ class SweepRunner:
         waiting = [trial for trial in self._state.trials if trial.status == "waiting"]
         try:
             while waiting or self._running:
-                while waiting and self._places:
+                while waiting and self._free_slots:
                     self._begin(waiting.pop(0))
                 for running in self._wait():
                     self._answer(running)
@@ -168,8 +168,8 @@ class SweepRunner:
         return 1 if any(trial.status == "failed" for trial in self._state.trials) else 0
 
     def _begin(self, trial: SweepTrial) -> None:
-        place = min(self._places)
-        running = RunningTrial(trial, place, self._config, self._places.pop(place))
+        slot = min(self._free_slots)
+        running = RunningTrial(trial, slot, self._config, self._free_slots.pop(slot))
         self._running.append(running)
         trial.status = "running"
         self._state.save()
@@ -185,8 +185,8 @@ class SweepRunner:
         trial.step, running.names = message.step, running.names | message.names
         goes_on = True
         if message.value is None:
-            if not self._is_ending:
-                self._check_reported(running)
+            if not self._is_ending and not self._config.metric.startswith("eval/"):  # an evaluation may come later
+                self._refuse_metric(running.names)
         else:
             trial.value = message.value
             self._reports.append({"step": message.step, "trial": trial.number, "value": message.value})
@@ -194,23 +194,18 @@ class SweepRunner:
         running.is_stopped = not goes_on
         running.send(goes_on)
 
-    def _check_reported(self, running: RunningTrial) -> None:
-        """Raise ValueError if a metric of each step is missing; one of evaluations may come later."""
-        if not self._config.metric.startswith("eval/"):
-            self._refuse_metric(running.names)
-
     def _refuse_metric(self, names: set[str]) -> None:
-        known = sorted(name for name in names if not name.startswith(SECONDS))
-        near = suggest(self._config.metric, known)
-        raise ValueError(f"metric: no trial reports '{self._config.metric}'{near}; they report {', '.join(known)}")
+        reported = sorted(name for name in names if not name.startswith(TIMING_PREFIX))
+        near = suggest(self._config.metric, reported)
+        raise ValueError(f"metric: no trial reports '{self._config.metric}'{near}; they report {', '.join(reported)}")
 
     def _finish(self, running: RunningTrial, end: TrialEnd) -> None:
         trial = running.trial
         running.process.join()
         self._running.remove(running)
         running.connection.close()
-        self._places[running.place] = running.visible
-        trial.seconds += time.monotonic() - running.begun
+        self._free_slots[running.slot] = running.visible
+        trial.seconds += time.monotonic() - running.started_at
         trial.error = end.error
         if end.error or (end.code and end.code < 128):
             trial.status = "failed"
@@ -254,8 +249,8 @@ def _interrupted_by_sigterm() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -81,7 +81,7 @@ def run_trial(
     visible: Mapping[str, str],
 ) -> None:
     """Run a trial to its end, which is the last message. ``visible``: environment variables that show its devices."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the sweep passes it on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep gets Ctrl-C, and passes it on
     os.environ.update(visible)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / SCREEN, "a", encoding="utf-8") as screen:

@@ -18,7 +18,7 @@ class TuneTrial:
 
 
 class RunningTrials:
-    """What a scheduler reads of the controller of trials: those that wait for their turn, of which there are none."""
+    """What a scheduler reads of the controller of trials: those that wait, of which there are none."""
 
     def get_live_trials(self) -> list[TuneTrial]:
         return []
@@ -49,9 +49,9 @@ class EarlyStopping:
         )
 
     @classmethod
-    def by_median(cls, mode: Literal["max", "min"], grace: int, others: int) -> EarlyStopping:
-        """The median rule of Vizier, once ``others`` trials have come as far."""
-        return cls(MedianStoppingRule(STEP, VALUE, mode, grace_period=grace, min_samples_required=others))
+    def by_median(cls, mode: Literal["max", "min"], grace: int, trials: int) -> EarlyStopping:
+        """The median rule of Vizier, once so many other ``trials`` have come as far."""
+        return cls(MedianStoppingRule(STEP, VALUE, mode, grace_period=grace, min_samples_required=trials))
 
     def goes_on(self, trial: str, step: int, value: float) -> bool:
         """Report a value, and return whether the trial should go on."""

@@ -51,8 +51,8 @@ class ForeignKeys:
         name = key if key in self.renamed else next((name for name in self.renamed if fnmatchcase(key, name)), None)
         if name is None:
             return key
-        new, before = self.renamed[name], name.removesuffix("*").rpartition("*")[2]  # the last star
-        rest = key.partition(before)[2] if name.endswith("*") else key.rpartition(".")[2]
+        new, fixed_text = self.renamed[name], name.removesuffix("*").rpartition("*")[2]  # the last star
+        rest = key.partition(fixed_text)[2] if name.endswith("*") else key.rpartition(".")[2]
         return new.removesuffix("*") + rest if new.endswith("*") else new
 
     def find_reason(self, key: str) -> str | None:

@@ -67,14 +67,14 @@ def is_path_of_verl(key: Key, value: Any) -> bool:
 
 
 def translate_key(key: Key, value: Any) -> str | None:
-    """Say what a key of TRL or verl, or those below it, are called here, as the end of a sentence; None for others."""
+    """Say what a key of TRL or verl, or the keys below it, are called here, as the end of a sentence; else None."""
     path = ".".join(map(str, key))
-    if found := VERL.describe(path):
+    if ours := VERL.describe(path):
         paths = [name for name in _list_paths(path, value) if name != path]
         below = [f"{name} is {said}" for name in paths if (said := VERL.describe(name))]
-        return f"is verl's; here {', '.join(below[:_MOST]) or f'it is {found}'}"
-    if key and (found := TRL.describe(str(key[-1]))):
-        return f"is TRL's; here it is {found}"
+        return f"is verl's; here {', '.join(below[:_MOST]) or f'it is {ours}'}"
+    if key and (ours := TRL.describe(str(key[-1]))):
+        return f"is TRL's; here it is {ours}"
     return None
 
 

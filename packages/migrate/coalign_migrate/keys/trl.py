@@ -14,7 +14,7 @@ from coalign_migrate.keys.foreign_keys import (
     ForeignKeys,
 )
 
-TRAINING_SAME = {  # of transformers' TrainingArguments
+TRAINING_SAME = {  # transformers' TrainingArguments
     "output_dir": "output",
     "seed": "seed",
     "learning_rate": f"{TRAINER}.optimizer.lr",

@@ -26,7 +26,7 @@ SHARDED = "weights are sharded over all processes (models.trainer.dp_replicate f
 CONVERTED = "Hugging Face directories are read and written by each backend"
 _FUSIONS = ("*fusion", "*grouped_gemm", "*deepep", "*dispatcher*", "*overlap", "*dtype", "*layer_norm", "use_*")
 _FUSIONS += ("attention_backend", "deallocate_pipeline_outputs", "account_for_*", "sequence_packing_scheduler")
-_PARALLEL = {  # of engines beside Megatron's
+_PARALLEL = {  # what trainers other than Megatron's call their degrees
     "tensor_parallel_size": "tensor_model_parallel_size",
     "expert_parallel_size": "expert_model_parallel_size",
     "tp": "tensor_model_parallel_size",

@@ -20,7 +20,7 @@ _BINARY: dict[type, Callable[[int, int], int]] = {
     ast.BitXor: operator.xor,
     ast.Pow: lambda a, b: a ** min(b, 64),
 }
-_COMPARED: dict[type, Callable[[int, int], bool]] = {
+_COMPARISONS: dict[type, Callable[[int, int], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -33,9 +33,9 @@ _TERNARY = re.compile(r"(.+?)\?(.+):(.+)", re.DOTALL)
 
 def compute(text: str, look_up: Callable[[str], str | None]) -> int | None:
     """Return the value of an expression; None if it needs a name that has no number. ``look_up`` returns values."""
-    if (parts := _TERNARY.fullmatch(text)) and text.count("?") == 1:
-        chosen = compute(parts[1], look_up)
-        return None if chosen is None else compute(parts[2] if chosen else parts[3], look_up)
+    if (match := _TERNARY.fullmatch(text)) and text.count("?") == 1:
+        chosen = compute(match[1], look_up)
+        return None if chosen is None else compute(match[2] if chosen else match[3], look_up)
     python = text.replace("&&", " and ").replace("||", " or ").strip()
     try:
         tree = ast.parse(re.sub(r"!(?!=)", " not ", python), mode="eval")
@@ -58,8 +58,8 @@ def _evaluate(node: ast.expr, look_up: Callable[[str], str | None]) -> int:
             return int(not _evaluate(inner, look_up))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _BINARY[type(op)](_evaluate(left, look_up), _evaluate(right, look_up))
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARED:
-            return int(_COMPARED[type(op)](_evaluate(left, look_up), _evaluate(right, look_up)))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            return int(_COMPARISONS[type(op)](_evaluate(left, look_up), _evaluate(right, look_up)))
         case ast.BoolOp(op=op, values=values):
             results = [bool(_evaluate(value, look_up)) for value in values]
             return int(all(results) if isinstance(op, ast.And) else any(results))

@@ -18,7 +18,7 @@ _CUTS = re.compile(r"(##?|%%?|//?|\^\^?|,,?)(.*)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 _BRACES = re.compile(r"\{([^{}\s]*,[^{}\s]*)\}")
 
-Value = str | dict[str, str]  # of an array its items by index or key
+Value = str | dict[str, str]  # a text, or the items of an array by index or key
 
 
 @dataclass
@@ -30,7 +30,7 @@ class ShellVariables:
 
     environment: Mapping[str, str]
     values: dict[str, Value] = field(default_factory=dict)
-    arguments: list[str] | None = None  # of a function; a script's own are not known
+    arguments: list[str] | None = None  # known inside of functions; a script's own are not
     borrowed: dict[str, str] = field(default_factory=dict)
 
     def get(self, name: str) -> Value | None:
@@ -44,7 +44,7 @@ class ShellVariables:
         return value
 
     def get_text(self, name: str) -> str | None:
-        """Return a variable's text; of an array the first item."""
+        """Return a variable's text, or the first item of an array."""
         value = self.get(name)
         return value.get("0", "") if isinstance(value, dict) else value
 
@@ -85,9 +85,9 @@ class WordExpander:
             return token.text
         return self.expand_text('"' + token.text.replace('"', '\\"').replace("\\\n", "") + '"')
 
-    def expand_array(self, items: list[ShellToken], before: Value | None) -> dict[str, str]:
-        """Return the items of an array's value, behind those that it had ``before``."""
-        array = before if isinstance(before, dict) else {"0": before} if before else {}
+    def expand_array(self, items: list[ShellToken], previous: Value | None) -> dict[str, str]:
+        """Return the items of an array's value, behind those of its ``previous`` value."""
+        array = previous if isinstance(previous, dict) else {"0": previous} if previous else {}
         array = dict(array)
         for token in items:
             if keyed := re.match(r"\[([^\]]+)\]=", token.text):
@@ -274,9 +274,9 @@ class WordExpander:
             anchors = {"#": r"\A", "%": r"\Z"}
             start, end = ("\\A", "") if pattern[:1] == "#" else ("", "\\Z") if pattern[:1] == "%" else ("", "")
             pattern = pattern[1:] if pattern[:1] in anchors else pattern
-            found = start + _translate(self.expand_text(pattern)) + end
+            expression = start + _translate(self.expand_text(pattern)) + end
             replacement = self.expand_text(new)
-            return re.sub(found, lambda _: replacement, value, count=0 if operator == "//" else 1)
+            return re.sub(expression, lambda _: replacement, value, count=0 if operator == "//" else 1)
         pattern = re.compile(_translate(self.expand_text(argument)) + r"\Z", re.DOTALL)
         lengths = range(len(value) + 1) if len(operator) == 1 else range(len(value), -1, -1)
         for length in lengths:

@@ -94,11 +94,11 @@ class Lexer:
         """Return the tokens up to the end, or up to the operator ``closing``, which is passed over."""
         tokens: list[ShellToken] = []
         while self._skip_blanks():
-            before = tokens[-1].text if tokens else ""
+            previous = tokens[-1].text if tokens else ""
             if self.text[self.position] == "\n":
                 self._add(tokens, "operator", 1)
                 self._read_documents()
-            elif self.text.startswith("((", self.position) and before in _COMMAND_STARTS and not closing:
+            elif self.text.startswith("((", self.position) and previous in _COMMAND_STARTS and not closing:
                 end = find_closing(self.text, self.position)
                 self._add(tokens, "arithmetic", end - self.position)
             elif self.text.startswith(("<(", ">("), self.position):  # stands for a file

@@ -79,7 +79,7 @@ class ShellScript:
         self._notes: list[str] = parent._notes if parent else []
         self._functions: dict[str, Statement] = dict(parent._functions) if parent else {}
         self._depth = parent._depth + 1 if parent else 0
-        self._output: list[str | None] | None = [] if parent else None  # of a substitution; None while nobody reads it
+        self._output: list[str | None] | None = [] if parent else None  # None while nobody reads what is written
         self._expander = WordExpander(self.variables, self._substitute)
         if not parent:
             self.variables.values["BASH_SOURCE"] = {"0": path}
@@ -113,10 +113,10 @@ class ShellScript:
             case Pipeline(commands=commands):
                 return self._follow_pipeline(commands, statement.is_negated)
             case CommandGroup(body=body, is_subshell=is_subshell):
-                before = dict(self.variables.values)
+                outer_values = dict(self.variables.values)
                 status = self._run(body)
                 if is_subshell:
-                    self.variables.values = before
+                    self.variables.values = outer_values
                 return status
             case IfStatement():
                 return self._follow_if(statement)
@@ -154,10 +154,10 @@ class ShellScript:
 
     def _test(self, condition: list[Statement]) -> bool | None:
         """Follow a condition; where it is not known, it writes nothing."""
-        before = list(self._output) if self._output is not None else None
+        output = list(self._output) if self._output is not None else None
         status = self._run(condition)
         if status is None:
-            self._output = before
+            self._output = output
         return status
 
     def _follow_if(self, statement: IfStatement) -> bool | None:
@@ -251,18 +251,18 @@ class ShellScript:
         if not match:
             return
         name, key, adds = match.groups()
-        before: Value | None = self.variables.get(name) if adds or key else None
+        current: Value | None = self.variables.get(name) if adds or key else None
         if token.type == "array":
-            value: Value = self._expander.expand_array(token.items, before)
+            value: Value = self._expander.expand_array(token.items, current)
         else:
             text = self._expander.expand_text(token.text[match.end() :])
             if key:
-                array = dict(before) if isinstance(before, dict) else {}
+                array = dict(current) if isinstance(current, dict) else {}
                 value = array | {self._expander.expand_text(key): text}
-            elif isinstance(before, dict):
-                value = before | {"0": before.get("0", "") + text}
+            elif isinstance(current, dict):
+                value = current | {"0": current.get("0", "") + text}
             else:
-                value = (before or "") + text
+                value = (current or "") + text
         self.variables.values[name] = value
 
     def _start(self, command: ShellCommand, source: SimpleCommand) -> bool | None:
@@ -285,7 +285,7 @@ class ShellScript:
             return self._read(arguments, command, source, text)
         if name in _WRITERS:
             return self._write(_WRITERS[name](arguments, self.variables), source, text, arguments)
-        if self._output is not None and not _is_silent(source):
+        if self._output is not None and not any(op in (">", "&>") for op, _ in source.redirections):
             self._output.append(None)
         self.commands.append(command)
         return None
@@ -305,7 +305,7 @@ class ShellScript:
     def _call(self, name: str, arguments: list[str]) -> bool | None:
         if self._depth >= _MAX_DEPTH:
             raise _Exit
-        before, self.variables.arguments = self.variables.arguments, arguments
+        outer_arguments, self.variables.arguments = self.variables.arguments, arguments
         self._depth += 1
         try:
             return self._follow(self._functions[name])
@@ -313,7 +313,7 @@ class ShellScript:
             return True
         finally:
             self._depth -= 1
-            self.variables.arguments = before
+            self.variables.arguments = outer_arguments
 
     def _include(self, arguments: list[str], line: int) -> bool | None:
         """Follow another file, as `source` does, if it is there."""
@@ -388,10 +388,6 @@ def _asks(statement: Statement) -> bool:
     return not isinstance(first, SimpleCommand) or not first.words or first.words[0].text in _QUESTIONS
 
 
-def _is_silent(command: SimpleCommand) -> bool:
-    return any(op in (">", "&>") for op, _ in command.redirections)
-
-
 def _echo(arguments: list[str], _: ShellVariables) -> str:
     while arguments and re.fullmatch(r"-[neE]+", arguments[0]):
         arguments = arguments[1:]
@@ -400,10 +396,6 @@ def _echo(arguments: list[str], _: ShellVariables) -> str:
 
 def _print_text(arguments: list[str], _: ShellVariables) -> str | None:
     return arguments[1] if len(arguments) == 2 and arguments[0] in ("%s", "%s\\n") else None
-
-
-def _print_folder(_: list[str], variables: ShellVariables) -> str | None:
-    return variables.get_text("PWD")
 
 
 def _print_name(arguments: list[str], _: ShellVariables) -> str | None:
@@ -436,6 +428,6 @@ _WRITERS = {
     "dirname": _print_parent,
     "basename": _print_name,
     "realpath": _print_path,
-    "pwd": _print_folder,
+    "pwd": lambda arguments, variables: variables.get_text("PWD"),
     "expr": lambda arguments, variables: _print_number(arguments),
 }

@@ -36,16 +36,16 @@ class SimulatedPlacement:
 def place_models(models: Mapping[str, ModelConfig], config: RunConfig, cluster: ClusterSpec) -> SimulatedPlacement:
     """Place models on simulated nodes. ConfigError if the nodes do not have the devices."""
     slots = plan_slots(models, config.runtime.colocation)
-    each = cluster.gpus_per_node
-    nodes = [Node(f"node {number}", each, each) for number in range(cluster.nodes)]
+    gpus_per_node = cluster.gpus_per_node
+    nodes = [Node(f"node {number}", gpus_per_node, gpus_per_node) for number in range(cluster.nodes)]
     try:
-        where = assign_nodes(list_slots(slots), nodes)
+        assigned = assign_nodes(list_slots(slots), nodes)
     except ValueError as problem:
         first = next(name for name, model in models.items() if model.devices)
         message = f"on {cluster} {problem}"
         raise ConfigError([ConfigProblem(("models", first, "num_gpu"), message)]) from problem
-    domains = [[[str(device) for device in range(each)]] for _ in nodes]
-    return SimulatedPlacement(cluster, slots, place_processes(list_slots(slots), where, domains))
+    domains = [[[str(device) for device in range(gpus_per_node)]] for _ in nodes]
+    return SimulatedPlacement(cluster, slots, place_processes(list_slots(slots), assigned, domains))
 
 
 def describe_groups(
@@ -69,7 +69,7 @@ def describe_groups(
 
 
 def _list_groups(partition: ModelPartition, processes: Sequence[ProcessPlacement]) -> Iterator[str]:
-    """Yield a text for each kind of process group: its size, how many there are, and over how many nodes one is."""
+    """Yield a text for each type of process group: its size, how many there are, and the nodes that one spans."""
     nodes = [process.node for process in processes for _ in process.devices]
     ranks, stage = len(nodes), len(nodes) // partition.pipeline
     row = partition.tensor * partition.context

@@ -78,26 +78,27 @@ def estimate_models(
 ) -> dict[str, list[MemoryEstimate]]:
     """Estimate the memory of each model that has weights, on a device of each of its pipeline stages.
 
-    ``find`` returns the shapes of a model's tensors, as exactly as is asked for. ``lengths``: of the rows; without
-    them a micro-batch counts as full, and a prompt as long as it may be.
+    ``find`` returns the shapes of a model's tensors. Without the ``lengths`` of the rows a micro-batch counts as full,
+    and a prompt as long as it may be.
     """
-    found = {}
+    estimates = {}
     for model in plan.models.values():
-        if (own := model.config).load is not None:
-            size = read_directory(find_directory(own.load))
-            shapes = find(own, size)
-            memory = cluster.memory_bytes if cluster and own.devices else None
+        if (settings := model.config).load is not None:
+            size = read_directory(find_directory(settings.load))
+            shapes = find(settings, size)
+            memory = cluster.memory_bytes if cluster and settings.devices else None
             config = plan.config
             if lengths is not None:
-                own = own.model_copy(update={"max_tokens_per_micro": _count_micro(plan, model, lengths, shapes)})
+                micro = _count_micro(plan, model, lengths, shapes)
+                settings = settings.model_copy(update={"max_tokens_per_micro": micro})
                 prompt = {"max_prompt_tokens": min(lengths.sequence, config.data.max_prompt_tokens)}
                 config = config.model_copy(update={"data": config.data.model_copy(update=prompt)})
-            found[model.name] = estimate_memory(own, find_role(model.role), config, size, shapes, memory)
-    return found
+            estimates[model.name] = estimate_memory(settings, find_role(model.role), config, size, shapes, memory)
+    return estimates
 
 
 def _count_micro(plan: Plan, model: PlannedModel, lengths: RowLengths, shapes: Shapes | None) -> int | None:
-    """Count the most tokens that a micro-batch of a model can have; None: nothing bounds it."""
+    """Count the tokens that a micro-batch of a model can have at most; None: nothing bounds it."""
     config, (longest, step) = model.config, _count_step(plan, lengths, model.config.share_prefix)
     per = "token" if model.objective is None else model.objective.per
     if per == "batch":  # which no limit cuts
@@ -105,12 +106,12 @@ def _count_micro(plan: Plan, model: PlannedModel, lengths: RowLengths, shapes: S
     if per == "group":
         longest = lengths.row if plan.recipe.source != "prompts" else longest * plan.compared
     shards = find_partition(config, find_role(model.role)).data
-    if step is not None and (parts := shards * (config.updates_per_batch if model.role is Trainable else 1)) > 1:
-        step = min(step, step // parts + longest)  # parts differ by less than what cannot be cut
+    if step is not None and (shares := shards * (config.updates_per_batch if model.role is Trainable else 1)) > 1:
+        step = min(step, step // shares + longest)  # shares differ by less than what cannot be cut
     device = find_accelerator(plan.config.runtime.accelerator).device if config.devices else "cpu"
     widest = max((shape[0] for name, shape in (shapes or {}).items() if LAYER.search(name)), default=1)
     limit = model.module.limit_micro(config, device, longest=longest, widest=widest)
-    return min((most for most in (step, limit) if most is not None), default=None)
+    return min((bound for bound in (step, limit) if bound is not None), default=None)
 
 
 def _count_step(plan: Plan, lengths: RowLengths, shares: bool) -> tuple[int, int | None]:
@@ -128,8 +129,8 @@ def _count_step(plan: Plan, lengths: RowLengths, shares: bool) -> tuple[int, int
         return limit, None
     response = max((policy.config.sampling.max_new_tokens for policy in policies), default=0)
     longest = min(lengths.sequence + response, limit)
-    others = min(response, longest) if shares else longest
-    step = runtime.prompts_per_step * (longest + (runtime.samples_per_prompt - 1) * others)
+    further = min(response, longest) if shares else longest
+    step = runtime.prompts_per_step * (longest + (runtime.samples_per_prompt - 1) * further)
     return longest, None if config.replay else step  # earlier batches are trained on, too
 
 
@@ -139,14 +140,15 @@ def list_demands(plan: Plan, estimates: Estimates, loads: Sequence[DeviceLoad]) 
     if config.runtime.ray_address:
         return []
     demands = []
-    kind = find_accelerator(config.runtime.accelerator).device
-    if (used := [load for load in loads if load.models and plan.started[load.turn].devices]) and count_devices(kind):
-        demands.append(MemoryDemand(f"memory of a device ({kind})", used[0].peak, measure_memory(kind)))
+    device_type = find_accelerator(config.runtime.accelerator).device
+    used = [load for load in loads if load.models and plan.started[load.turn].devices]
+    if used and count_devices(device_type):
+        demands.append(MemoryDemand(f"memory of a device ({device_type})", used[0].peak, measure_memory(device_type)))
     return [*demands, MemoryDemand("host memory", _count_host(plan, estimates), measure_memory("cpu"))]
 
 
 def _count_host(plan: Plan, estimates: Estimates) -> int:
-    """Count the bytes of host memory: models of the CPU, what others leave there, and processes.
+    """Count the bytes of host memory: models on the CPU, what other models offload, and processes.
 
     In one process models compute in turn; each process of Ray keeps the memory that it has had.
     """
@@ -186,8 +188,8 @@ def build_memory_table(estimates: Estimates) -> Table:
     for column in ("model", "size", "weights", "gradients", "optimizer", "activations", "buffers", "KV", "total"):
         table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for name, e in fullest.items():
-        parts = (e.weights, e.gradients, e.optimizer, e.activations, e.buffers, e.cache, e.total)
-        table.add_row(name, format_count(e.parameters), *(f"{part / size:,.1f}" for part in parts))
+        components = (e.weights, e.gradients, e.optimizer, e.activations, e.buffers, e.cache, e.total)
+        table.add_row(name, format_count(e.parameters), *(f"{component / size:,.1f}" for component in components))
     return table
 
 
@@ -236,20 +238,20 @@ def find_overload(loads: Sequence[DeviceLoad], cluster: ClusterSpec) -> str | No
     load, usable = loads[0], USABLE * cluster.memory_bytes
     if load.peak <= usable:
         return None
-    own = load.models[load.turn]
-    parts = {
-        "weights": own.weights,
-        "gradients": own.gradients,
-        "optimizer": own.optimizer,
-        "activations": own.activations,
-        "buffers": own.buffers,
-        "KV cache": own.cache,
+    estimate = load.models[load.turn]
+    components = {
+        "weights": estimate.weights,
+        "gradients": estimate.gradients,
+        "optimizer": estimate.optimizer,
+        "activations": estimate.activations,
+        "buffers": estimate.buffers,
+        "KV cache": estimate.cache,
     }
-    largest = sorted(parts, key=lambda part: -parts[part])[:2]
+    largest = sorted(components, key=lambda name: -components[name])[:2]
     return (
         f"models.{load.turn} does not fit: {format_bytes(load.peak)} on a device, and of the "
         f"{cluster.gpu.memory_gib:g} GiB of an {cluster.gpu.name} {format_bytes(usable)} can be used; largest are "
-        + " and ".join(f"its {part} ({format_bytes(parts[part])})" for part in largest)
+        + " and ".join(f"its {name} ({format_bytes(components[name])})" for name in largest)
     )
 
 

@@ -22,7 +22,7 @@ from coalign_plan.layouts.candidates import find_nearest
 from coalign_plan.layouts.search import apply_run_settings, find_changes, search_layouts
 from coalign_plan.memory import USABLE, read_shapes_of
 
-# What a backend's look at an architecture depends on, beside the number of processes.
+# A backend's check of an architecture depends on these settings, beside the number of processes.
 CUTS = (*PARALLEL, "compile", "fp8", "head", "load", "module")
 
 
@@ -77,7 +77,7 @@ def offer_layout(run: PlannedRun, cluster: ClusterSpec) -> str:
     backends, changes = BackendRefusal(run.config), dict[str, Any]()
     needed = sum({slot.name: slot.devices for slot in pack_models(run).values()}.values())
     if needed > cluster.gpus:
-        found = search_layouts(
+        layouts = search_layouts(
             run,
             cluster,
             Constants(),
@@ -85,8 +85,8 @@ def offer_layout(run: PlannedRun, cluster: ClusterSpec) -> str:
             supported=backends.list_cuts,
             refuse=backends.find_refusal,
             staleness=[run.config.runtime.max_staleness if run.generates else 0],
-        ).found
-        return _offer(find_changes(run.config, found[0].settings)) if found else ""
+        ).layouts
+        return _offer(find_changes(run.config, layouts[0].settings)) if layouts else ""
     for _ in run.started:  # each of them may not fit
         try:
             loads = list_run_loads(run, pack_models(run), cluster)
@@ -97,10 +97,10 @@ def offer_layout(run: PlannedRun, cluster: ClusterSpec) -> str:
             break
         model, name = run.models[load.turn], load.turn
         free = USABLE * cluster.memory_bytes - (load.peak - load.models[name].total)
-        found = find_nearest(run, model, cluster, free, backends.list_cuts(name), backends.find_refusal)
-        if found is None:
+        settings = find_nearest(run, model, cluster, free, backends.list_cuts(name), backends.find_refusal)
+        if settings is None:
             return ""
-        changes |= {f"models.{name}.{key}": value for key, value in found.items()}
+        changes |= {f"models.{name}.{key}": value for key, value in settings.items()}
         run = run.with_config(apply_run_settings(run.config, changes))
     return _offer(changes)
 
@@ -114,7 +114,7 @@ def _offer(changes: Mapping[str, Any]) -> str:
 
 
 def _shorten(problem: Exception) -> str:
-    """Return the first line of a problem; of a Conflict with its key."""
+    """Return the first line of a problem, after the key of a Conflict."""
     key = getattr(problem, "key", ())
     text = getattr(problem, "message", None) or str(problem)
     return ": ".join([*([".".join(map(str, key))] if key else []), text.splitlines()[0]])

@@ -29,8 +29,8 @@ from coalign_plan.memory import (
 )
 from coalign_plan.model_size import ModelSize
 
-PROMPT_SHARE, RESPONSE_SHARE = 0.5, 0.3  # of their limits that prompts and responses have on average, if nobody says
-PAIRED = ("preferences",)  # kinds of rows that are two sequences each
+PROMPT_SHARE, RESPONSE_SHARE = 0.5, 0.3  # mean length over the limit, where nobody gives lengths
+PAIRED = ("preferences",)  # types of rows that are two sequences
 UNKNOWN_LENGTH = 2048  # tokens of a row of data whose limit nobody set
 
 
@@ -49,12 +49,12 @@ class RunModel:
 class PlannedRun:
     """What the planner knows of a run: its settings, its models that have weights, and how long its samples are.
 
-    ``kind``: of its data (coalign.data.kinds). ``assumes``: what was assumed because nobody said it.
+    ``row_type``: the type of its rows (coalign.data.kinds). ``assumes``: what was assumed because nobody said it.
     """
 
     config: RunConfig
     models: Mapping[str, RunModel]
-    kind: str
+    row_type: str
     lengths: LengthDistribution
     prompt_tokens: float
     assumes: tuple[str, ...] = ()
@@ -70,43 +70,39 @@ class PlannedRun:
 
     def with_config(self, config: RunConfig) -> PlannedRun:
         """Return the run with other settings of the same models."""
-        models = {
-            name: replace(model, config=config.models[name].model_copy(update=_fixed(model)))
-            for name, model in self.models.items()
-        }
-        return PlannedRun(config, models, self.kind, self.lengths, self.prompt_tokens, self.assumes)
-
-
-def _fixed(model: RunModel) -> dict[str, bool]:
-    return {"frozen": True} if model.role == "scorer" else {}
+        models = {}
+        for name, model in self.models.items():
+            frozen = {"frozen": True} if model.role == "scorer" else {}
+            models[name] = replace(model, config=config.models[name].model_copy(update=frozen))
+        return PlannedRun(config, models, self.row_type, self.lengths, self.prompt_tokens, self.assumes)
 
 
 def read_run(
     config: RunConfig,
     roles: Mapping[str, ModelRole],
-    kind: str,
+    row_type: str,
     bases: Mapping[str, str],
     lengths: LengthDistribution | None = None,
 ) -> PlannedRun:
-    """Describe a run for the planner. ``roles``: of its models; ``bases``: which of them share another's weights.
+    """Describe a run for the planner. ``roles`` of its models; ``bases``: models that share the weights of another.
 
     ConfigError for a model whose config.json does not say how large it is.
     """
     models = {}
     for name, role in roles.items():
-        own = config.models.get(name)
-        if own is None or own.load is None:
+        model = config.models.get(name)
+        if model is None or model.load is None:
             continue
         try:
-            size = read_directory(find_directory(own.load))
+            size = read_directory(find_directory(model.load))
         except (OSError, ValueError) as problem:
-            message = f"{own.load}: {problem}; the planner needs the config.json of every model"
+            message = f"{model.load}: {problem}; the planner needs the config.json of every model"
             raise ConfigError([ConfigProblem(("models", name, "load"), message)]) from problem
         models[name] = RunModel(
-            name, role, own.model_copy(update={"frozen": role == "scorer" or own.frozen}), size, bases.get(name)
+            name, role, model.model_copy(update={"frozen": role == "scorer" or model.frozen}), size, bases.get(name)
         )
     assumes = []
-    if kind == "prompts":
+    if row_type == "prompts":
         limit = max((m.config.sampling.max_new_tokens for m in models.values() if m.role == "rollout"), default=1)
         prompt = PROMPT_SHARE * config.data.max_prompt_tokens
         assumes.append(f"prompts of {prompt:,.0f} tokens (half of data.max_prompt_tokens)")
@@ -121,7 +117,7 @@ def read_run(
             limit = config.data.max_tokens or UNKNOWN_LENGTH
             lengths = LengthDistribution(max(1.0, PROMPT_SHARE * limit), float(limit))
             assumes.append(f"rows of {lengths.mean:,.0f} tokens on average, {limit:,} at most")
-    return PlannedRun(config, models, kind, lengths, prompt, tuple(assumes))
+    return PlannedRun(config, models, row_type, lengths, prompt, tuple(assumes))
 
 
 def is_one_group(model: ModelConfig, role: ModelRole) -> bool:
@@ -145,13 +141,13 @@ def pack_models(run: PlannedRun) -> dict[str, Slot]:
 
 def estimate_run(run: PlannedRun, cluster: ClusterSpec | None) -> dict[str, list[MemoryEstimate]]:
     """Estimate the memory of each started model on a device of each of its pipeline stages."""
-    found = {}
+    estimates = {}
     for name in run.started:
         model = run.models[name]
         memory = cluster.memory_bytes if cluster and model.config.devices else None
         shapes = read_shapes_of(model.config, model.size)
-        found[name] = estimate_memory(model.config, model.role, run.config, model.size, shapes, memory)
-    return found
+        estimates[name] = estimate_memory(model.config, model.role, run.config, model.size, shapes, memory)
+    return estimates
 
 
 def list_run_loads(run: PlannedRun, slots: Mapping[str, Slot], cluster: ClusterSpec) -> list[DeviceLoad]:
@@ -171,14 +167,14 @@ def build_job(
         slot = slots[model.base_of or model.name]
         base = run.models[model.base_of or model.name].config
         shared = len(slot.positions) > 1 and model.base_of is None and runtime.device_memory is None
-        parts = list_movable_parts(base, slot.footprints[model.base_of or model.name].devices, shared)
+        movable = list_movable_parts(base, slot.footprints[model.base_of or model.name].devices, shared)
         group = slot.name if slot.devices else "CPU"  # where all models compute in turn
-        work = build_work(run, model, group, is_moved=shared and "weights" in parts, cluster=cluster)
+        work = build_work(run, model, group, is_moved=shared and "weights" in movable, cluster=cluster)
         works.append(work)
         works += _list_passes_before(run, model, work, staleness)
     trainer = next((model.config for model in run.models.values() if model.role == "trainer"), None)
     rows, samples = runtime.prompts_per_step, runtime.samples_per_prompt if run.generates else 1
-    samples = 2 if run.kind in PAIRED else samples
+    samples = 2 if run.row_type in PAIRED else samples
     if runtime.tokens_per_step:
         rows = max(1, round(runtime.tokens_per_step / (run.lengths.mean + run.prompt_tokens) / samples))
     return JobShape(
@@ -198,12 +194,12 @@ def build_job(
 
 def build_work(run: PlannedRun, model: RunModel, group: str, *, is_moved: bool, cluster: ClusterSpec) -> ModelWork:
     """Describe what one model does in a step, on the devices of ``group``. ``is_moved``: it leaves them after."""
-    own, base = model.config, run.models[model.base_of].config if model.base_of else model.config
+    config, base = model.config, run.models[model.base_of].config if model.base_of else model.config
     partition = find_partition(base, "trainer" if model.base_of else model.role)
-    narrow = own.fp8 or "fp8" in str(own.vllm.get("quantization", ""))
-    computed = own.compute_dtype or own.dtype
-    tokens = own.max_tokens_per_micro or int(run.lengths.maximum + run.prompt_tokens)
-    recompute: Recompute = own.activation_checkpointing or "none"
+    narrow = config.fp8 or "fp8" in str(config.vllm.get("quantization", ""))
+    computed = config.compute_dtype or config.dtype
+    tokens = config.max_tokens_per_micro or int(run.lengths.maximum + run.prompt_tokens)
+    recompute: Recompute = config.activation_checkpointing or "none"
     return ModelWork(
         name=model.name,
         role=model.role,
@@ -211,20 +207,20 @@ def build_work(run: PlannedRun, model: RunModel, group: str, *, is_moved: bool, 
         layout=find_parallelism(partition),
         group=group,
         precision="fp8" if narrow else "bf16" if computed == "bfloat16" else "fp32",
-        weight_bytes=find_engine_width(own) if model.role == "rollout" else (2.0 if computed == "bfloat16" else 4.0),
-        kv_bytes=find_cache_width(own),
+        weight_bytes=find_engine_width(config) if model.role == "rollout" else (2.0 if computed == "bfloat16" else 4.0),
+        kv_bytes=find_cache_width(config),
         micro_batch_tokens=max(1, tokens // partition.context),
         recompute=recompute,
-        offload_optimizer=own.cpu_offload or (own.module == "deepspeed" and own.deepspeed.offload_optimizer),
-        offload_weights=own.cpu_offload or (own.module == "deepspeed" and own.deepspeed.offload_parameters),
-        lora_rank=own.lora.rank if own.lora and model.role == "trainer" else None,
+        offload_optimizer=config.cpu_offload or (config.module == "deepspeed" and config.deepspeed.offload_optimizer),
+        offload_weights=config.cpu_offload or (config.module == "deepspeed" and config.deepspeed.offload_parameters),
+        lora_rank=config.lora.rank if config.lora and model.role == "trainer" else None,
         is_moved=is_moved,
-        is_eager=model.role == "rollout" and own.devices > 0 and is_eager_engine(own),
-        max_sequences=count_engine_sequences(own, cluster.memory_bytes),
-        memory_share=own.vllm.get("gpu_memory_utilization", VLLM_SHARE),
-        passes=own.epochs_per_batch if model.role == "trainer" else 1,
-        head_outputs=None if own.head == "lm" else 1,
-        recomputes_head=model.role == "trainer" and own.head == "lm",  # blocks of logits (algorithms/logprobs.py)
+        is_eager=model.role == "rollout" and config.devices > 0 and is_eager_engine(config),
+        max_sequences=count_engine_sequences(config, cluster.memory_bytes),
+        memory_share=config.vllm.get("gpu_memory_utilization", VLLM_SHARE),
+        passes=config.epochs_per_batch if model.role == "trainer" else 1,
+        head_outputs=None if config.head == "lm" else 1,
+        recomputes_head=model.role == "trainer" and config.head == "lm",  # blocks of logits (algorithms/logprobs.py)
     )
 
 
@@ -236,9 +232,9 @@ def is_eager_engine(model: ModelConfig) -> bool:
 def find_parallelism(partition: ModelPartition) -> Parallelism:
     """Return a partition in the terms of the prediction."""
     sharding: Sharding = "none"
-    for part in ("optimizer", "gradients", "weights"):
-        if part in partition.stores:
-            sharding = part
+    for component in ("optimizer", "gradients", "weights"):
+        if component in partition.stores:
+            sharding = component
     data = partition.data
     return Parallelism(
         tensor=partition.tensor,
@@ -253,13 +249,13 @@ def find_parallelism(partition: ModelPartition) -> Parallelism:
 
 
 def _list_passes_before(run: PlannedRun, model: RunModel, work: ModelWork, staleness: int) -> list[ModelWork]:
-    """Return the forward passes of a model that learns over samples before it does: values, and old log-probs."""
+    """Return the forward passes that a trainer makes before it trains: values, and old log-probs."""
     if model.role != "trainer" or not run.generates:
         return []
-    own = model.config
-    if own.head == "value":
+    config = model.config
+    if config.head == "value":
         name = f"{model.name}, values"
-    elif own.head == "lm" and (staleness or own.updates_per_batch * own.epochs_per_batch > 1):
+    elif config.head == "lm" and (staleness or config.updates_per_batch * config.epochs_per_batch > 1):
         name = f"{model.name}, old log-probs"
     else:
         return []

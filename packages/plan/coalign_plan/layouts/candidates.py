@@ -34,7 +34,7 @@ LONG_ROW = 8192  # tokens of a row that context parallelism is tried for
 class ModelLayout:
     """A layout of one model: what differs from its settings, its estimates by stage, and its work in a step.
 
-    ``seconds``: of a step in which it is alone.
+    ``seconds``: a step in which this model alone computes.
     """
 
     settings: Settings
@@ -51,7 +51,7 @@ class ModelLayout:
 class RejectedLayouts:
     """Why layouts were left out: how many, by model and reason.
 
-    ``smallest``: of those without memory the one that lacks least, as (bytes it needs, bytes it has, settings).
+    ``smallest``: by model the layout that lacks the least memory, as (bytes it needs, bytes it has, settings).
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -74,8 +74,8 @@ def apply_settings(model: ModelConfig, settings: Settings) -> ModelConfig:
         if not inner:
             update[section] = value
             continue
-        own = update.get(section, getattr(model, section))
-        update[section] = own | {inner: value} if isinstance(own, dict) else own.model_copy(update={inner: value})
+        old = update.get(section, getattr(model, section))
+        update[section] = old | {inner: value} if isinstance(old, dict) else old.model_copy(update={inner: value})
     return model.model_copy(update=update)
 
 
@@ -83,14 +83,14 @@ def list_settings(
     run: PlannedRun, model: RunModel, gpus: int, cluster: ClusterSpec, supported: Sequence[str]
 ) -> Iterator[Settings]:
     """Yield the settings to try for a model on ``gpus`` devices. ``supported``: the cuts that its backend knows."""
-    own, layers = model.config, model.size.layer_count
-    is_trained = model.role == "trainer" and not own.frozen
+    config, layers = model.config, model.size.layer_count
+    is_trained = model.role == "trainer" and not config.frozen
     grouped = model.role != "rollout"  # processes of one device each; a replica of an engine has to be on one node
 
-    def options(key: str, most: int) -> list[int]:
+    def options(key: str, largest: int) -> list[int]:
         if key not in supported:
             return [1]
-        return [2**power for power in range(20) if 2**power <= most and gpus % 2**power == 0]
+        return [2**power for power in range(20) if 2**power <= largest and gpus % 2**power == 0]
 
     experts = max((layer.experts for layer in model.size.layers), default=0)
     row = int(run.prompt_tokens + run.lengths.maximum)
@@ -109,10 +109,10 @@ def list_settings(
                         "context_parallel": context,
                         "expert_parallel": expert,
                     }
-                    cut |= _divide_layers(own, layers, pipeline)
-                    if own.module == "megatron" and experts:
+                    cut |= _divide_layers(config, layers, pipeline)
+                    if config.module == "megatron" and experts:
                         cut["megatron.expert_tensor_parallel"] = 1 if expert > 1 else tensor
-                    for copies in _list_copies(own, gpus, tensor * context, expert, cluster) if is_trained else [1]:
+                    for copies in _list_copies(config, gpus, tensor * context, expert, cluster) if is_trained else [1]:
                         yield from _vary(run, model, cut | {"dp_replicate": copies}, row, is_trained)
 
 
@@ -120,9 +120,9 @@ def _divide_layers(model: ModelConfig, layers: int, pipeline: int) -> dict[str, 
     """Return Megatron's keys for layers that do not divide by the stages: the last stage, with the head, has fewer."""
     if model.module != "megatron":
         return {}
-    each = -(-layers // pipeline)
-    last = layers - each * (pipeline - 1)
-    return {"megatron.first_stage_layers": None, "megatron.last_stage_layers": last if 0 < last < each else None}
+    per_stage = -(-layers // pipeline)
+    last = layers - per_stage * (pipeline - 1)
+    return {"megatron.first_stage_layers": None, "megatron.last_stage_layers": last if 0 < last < per_stage else None}
 
 
 def _list_copies(model: ModelConfig, gpus: int, row: int, expert: int, cluster: ClusterSpec) -> list[int]:
@@ -137,14 +137,14 @@ def _vary(
     run: PlannedRun, model: RunModel, cut: dict[str, Any], row: int, is_trained: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield a cut with the recomputation, the token limits and the ZeRO stages that go with it, fastest first."""
-    own = model.config
+    config = model.config
     if model.role == "rollout":
-        shares: Sequence[Any] = ENGINE_SHARES if own.module == "vllm" else (None,)
+        shares: Sequence[Any] = ENGINE_SHARES if config.module == "vllm" else (None,)
         yield from ({**cut, "vllm.gpu_memory_utilization": share} if share else cut for share in shares)
         return
     least = -(-row // STEPS_OF_TOKENS) * STEPS_OF_TOKENS
     limits = [limit for limit in (2 * least, least) if limit <= max(LARGEST_MICRO_BATCH, least)]
-    stages = (1, 2, 3) if own.module == "deepspeed" else (None,)
+    stages = (1, 2, 3) if config.module == "deepspeed" else (None,)
     for stage in stages:
         zero = {} if stage is None else {"deepspeed.stage": stage}
         for recomputation in (None, "selective", "full") if is_trained else (None,):
@@ -218,13 +218,13 @@ def find_nearest(
     run: PlannedRun, model: RunModel, cluster: ClusterSpec, budget: float, supported: Sequence[str], refuse: Refusal
 ) -> Settings | None:
     """Return the fewest settings to change so that a model fits into ``budget`` bytes of each of its devices."""
-    own = model.config
+    config = model.config
 
     def list_changes(settings: Settings) -> dict[str, Any]:
-        return {key: value for key, value in settings.items() if read_setting(own, key) != value}
+        return {key: value for key, value in settings.items() if read_setting(config, key) != value}
 
     fitting: list[tuple[int, float, dict[str, Any]]] = []
-    for settings in list_settings(run, model, own.devices, cluster, supported):
+    for settings in list_settings(run, model, config.devices, cluster, supported):
         for kept in (
             (*VARIED, *ZERO),
             (*VARIED[1:], *ZERO),
@@ -232,14 +232,14 @@ def find_nearest(
         ):  # first with as much as possible of what is configured
             changes = {key: value for key, value in list_changes(settings).items() if key not in kept}
             estimates = estimate_memory(
-                apply_settings(own, changes), model.role, run.config, model.size, None, cluster.memory_bytes
+                apply_settings(config, changes), model.role, run.config, model.size, None, cluster.memory_bytes
             )
             has_cache = model.role != "rollout" or min(estimate.cache for estimate in estimates) > 0
             if has_cache and (needed := max(estimate.total for estimate in estimates)) <= budget:
                 fitting.append((len(changes), -needed, changes))
                 break
-    for _, _, changes in sorted(fitting, key=lambda each: each[:2]):
-        if refuse(model.name, apply_settings(own, changes)) is None:
+    for _, _, changes in sorted(fitting, key=lambda candidate: candidate[:2]):
+        if refuse(model.name, apply_settings(config, changes)) is None:
             return changes
     return None
 
@@ -247,6 +247,6 @@ def find_nearest(
 def read_setting(section: Section, key: str) -> Any:
     """Return the value of a dotted key of a section; None for a missing one of a mapping."""
     value: Any = section
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name)
     return value

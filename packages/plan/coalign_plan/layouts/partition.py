@@ -12,7 +12,7 @@ from typing import Literal
 from coalign.config.schema import PARALLEL, ModelConfig
 from coalign_plan.model_size import LayerSize, ModelSize
 
-ModelRole = Literal["rollout", "trainer", "scorer"]  # it generates; it learns; it only computes columns
+ModelRole = Literal["rollout", "trainer", "scorer"]  # generates; learns; only computes columns
 TRAINERS = ("fsdp", "deepspeed", "megatron")
 
 
@@ -20,7 +20,7 @@ TRAINERS = ("fsdp", "deepspeed", "megatron")
 class ModelPartition:
     """The division of one model over ``ranks`` devices, or processes on the CPU.
 
-    ``stores``: the parts of the state (weights, gradients, optimizer) that data-parallel ranks shard between them.
+    ``stores``: the components of the state (weights, gradients, optimizer) that data-parallel ranks shard.
     ``replicas``: copies of such a sharded state. ``gathers``: sharded weights are gathered layer by layer to compute.
     """
 
@@ -42,9 +42,9 @@ class ModelPartition:
         """Return the data-parallel size: the shards of a batch."""
         return max(1, self.ranks // (self.tensor * self.pipeline * self.context))
 
-    def shards(self, part: str, *, experts: bool = False) -> int:
-        """Return how many ranks share one copy of a part of the state of a stage and tensor rank."""
-        if part not in self.stores:
+    def shards(self, component: str, *, experts: bool = False) -> int:
+        """Return over how many ranks a component of the state of one stage and tensor rank is sharded."""
+        if component not in self.stores:
             return 1
         cut = self.expert * self.expert_tensor if experts else self.tensor
         return max(1, self.ranks // (self.pipeline * cut * self.replicas))
@@ -56,16 +56,16 @@ class ModelPartition:
             for stage, count in ((0, self.first_layers), (self.pipeline - 1, self.last_layers))
             if count is not None
         }
-        rest, others = layers - sum(fixed.values()), self.pipeline - len(fixed)
-        each, more = divmod(rest, max(others, 1))  # only engines have stages that differ by one
-        return [fixed.get(stage, each + (stage < more)) for stage in range(self.pipeline)]
+        rest, free_stages = layers - sum(fixed.values()), self.pipeline - len(fixed)
+        per_stage, more = divmod(rest, max(free_stages, 1))  # only engines have stages that differ by one
+        return [fixed.get(stage, per_stage + (stage < more)) for stage in range(self.pipeline)]
 
 
 @dataclass(frozen=True)
 class StageSize:
-    """One stage of a pipeline: its layers, and the parameters of which a tensor rank and an expert rank have a part.
+    """One stage of a pipeline: its layers, and its parameters that tensor ranks and expert ranks divide.
 
-    ``outer``: parameters of embedding and head, which are part of ``dense``.
+    ``outer``: parameters of embedding and head, which ``dense`` includes.
     """
 
     layers: tuple[LayerSize, ...]
@@ -76,7 +76,7 @@ class StageSize:
 
 
 def find_partition(model: ModelConfig, role: ModelRole) -> ModelPartition:
-    """Return how the backend of a model divides it. A module of somebody else counts as `fsdp`, or as an engine."""
+    """Return how the backend of a model divides it. A class of somebody else counts as `fsdp`, or as a sampler."""
     trained, cut = role == "trainer" and not model.frozen, model.tensor_parallel * model.pipeline_parallel
     module = model.module.lower()
     if module not in TRAINERS and (role != "trainer" or ":" not in module):
@@ -91,14 +91,14 @@ def find_partition(model: ModelConfig, role: ModelRole) -> ModelPartition:
         expert=model.expert_parallel,
     )
     if module == "megatron":
-        own = model.megatron
+        settings = model.megatron
         return replace(
             degrees,
-            expert_tensor=own.expert_tensor_parallel or model.tensor_parallel,
-            virtual=own.virtual_pipeline,
-            stores=("optimizer",) if own.distributed_optimizer else (),
-            first_layers=own.first_stage_layers,
-            last_layers=own.last_stage_layers,
+            expert_tensor=settings.expert_tensor_parallel or model.tensor_parallel,
+            virtual=settings.virtual_pipeline,
+            stores=("optimizer",) if settings.distributed_optimizer else (),
+            first_layers=settings.first_stage_layers,
+            last_layers=settings.last_stage_layers,
         )
     if module == "deepspeed":
         stage = model.deepspeed.stage
@@ -125,19 +125,19 @@ def divide_model(size: ModelSize, partition: ModelPartition, *, scalar_head: boo
     tied = size.is_tied and not scalar_head
     stages, start = [], 0
     for stage, count in enumerate(partition.divide_layers(len(layers))):
-        own, start = tuple(layers[start : start + count]), start + count
+        stage_layers, start = tuple(layers[start : start + count]), start + count
         has_head = stage == partition.pipeline - 1
         outer = size.embedding if stage == 0 else 0
         if has_head and not (tied and stage == 0):  # a tied head of another stage is a copy
             outer += head
-        experts = sum(layer.experts * layer.expert for layer in own)
-        dense = sum(layer.parameters for layer in own) - experts + outer
-        stages.append(StageSize(own, dense, experts, outer, has_head))
+        experts = sum(layer.experts * layer.expert for layer in stage_layers)
+        dense = sum(layer.parameters for layer in stage_layers) - experts + outer
+        stages.append(StageSize(stage_layers, dense, experts, outer, has_head))
     return stages
 
 
-def count_local(stage: StageSize, partition: ModelPartition, part: str) -> float:
-    """Return the parameters of a stage whose ``part`` (weights, gradients, optimizer) one device stores."""
-    dense = stage.dense / partition.tensor / partition.shards(part)
+def count_local(stage: StageSize, partition: ModelPartition, component: str) -> float:
+    """Return for how many parameters of a stage one device stores a component: weights, gradients or optimizer."""
+    dense = stage.dense / partition.tensor / partition.shards(component)
     experts = stage.experts / (partition.expert * partition.expert_tensor)
-    return dense + experts / partition.shards(part, experts=True)
+    return dense + experts / partition.shards(component, experts=True)

@@ -29,10 +29,10 @@ from coalign_plan.memory import PROCESS_BYTES, USABLE
 from coalign_plan.prediction import StepPrediction, predict_step
 
 Objective = Literal["seconds", "gpu-hours"]
-Groups = tuple[tuple[str, ...], ...]  # of models that share devices in turn
-KEPT = 2  # layouts of a model that generates or learns which combinations are made of; of a scorer one
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # of the devices, for a policy of its own
-BUDGET_SECONDS = 45.0  # of a search, which then shows what it has found
+Groups = tuple[tuple[str, ...], ...]  # the models of a group share devices in turn
+KEPT = 2  # layouts of a policy or trainer that are combined with those of other models; one of a scorer
+POLICY_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # devices for a policy that shares them with nobody
+BUDGET_SECONDS = 45.0  # then the search ends and shows what it has found
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class PlannedLayout:
 
 @dataclass
 class LayoutSearch:
-    """What a search has found: layouts, best first; why others were left out; how many were looked at."""
+    """The result of a search: layouts, best first; why others were rejected; how many were predicted."""
 
-    found: list[PlannedLayout] = field(default_factory=list)
+    layouts: list[PlannedLayout] = field(default_factory=list)
     rejected: RejectedLayouts = field(default_factory=RejectedLayouts)
     predicted: int = 0
     is_complete: bool = True
@@ -100,10 +100,10 @@ def search_layouts(
     ``supported`` names the cuts (coalign.config.schema.PARALLEL) that the backend of a model knows; ``refuse`` says
     why a backend does not take a model's settings.
     """
-    search, begun = LayoutSearch(), time.monotonic()
+    search, started_at = LayoutSearch(), time.monotonic()
     layouts: dict[tuple[str, int, int], list[ModelLayout]] = {}
     for division in list_divisions(run, cluster, objective):
-        if time.monotonic() - begun > BUDGET_SECONDS:
+        if time.monotonic() - started_at > BUDGET_SECONDS:
             search.is_complete = False
             break
         choices: dict[str, list[ModelLayout]] = {}
@@ -127,12 +127,12 @@ def search_layouts(
                     )
                 choices[name] = layouts[key]
         for chosen in product(*choices.values()):
-            own = dict(zip(choices, chosen, strict=True))
+            by_model = dict(zip(choices, chosen, strict=True))
             for versions in staleness:
-                if planned := _predict(run, division, own, cluster, constants, versions):
-                    search.found.append(planned)
+                if planned := _predict(run, division, by_model, cluster, constants, versions):
+                    search.layouts.append(planned)
                     search.predicted += 1
-    search.found.sort(key=lambda layout: layout.measure(objective))
+    search.layouts.sort(key=lambda layout: layout.measure(objective))
     return search
 
 
@@ -140,30 +140,31 @@ def list_divisions(run: PlannedRun, cluster: ClusterSpec, objective: Objective) 
     """Yield the divisions of the devices to try: all models in turn, the policy beside the others, learners apart."""
     names = [name for name, model in run.started.items() if model.num_gpu != 0]
     policies = [name for name in names if run.models[name].role == "rollout"]
-    others = [name for name in names if name not in policies]
+    remaining = [name for name in names if name not in policies]
     sizes = [cluster.gpus]
     if objective == "gpu-hours":
         while sizes[-1] % 2 == 0 and sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
     for gpus in sizes:
         yield DeviceDivision((tuple(names),), (gpus,))
-        if not policies or not others or gpus < 2:
+        if not policies or not remaining or gpus < 2:
             continue
-        learners = [name for name in others if run.models[name].role == "trainer"]
-        for own in _list_shares(gpus, cluster.gpus_per_node):
-            yield DeviceDivision((tuple(policies), tuple(others)), (own, gpus - own))
-            rest = gpus - own
+        learners = [name for name in remaining if run.models[name].role == "trainer"]
+        for policy_gpus in _list_shares(gpus, cluster.gpus_per_node):
+            yield DeviceDivision((tuple(policies), tuple(remaining)), (policy_gpus, gpus - policy_gpus))
+            rest = gpus - policy_gpus
             if len(learners) > 1 and rest % 2 == 0:  # PPO: the value model and the reward model beside the policy's
-                second = [name for name in others if name in learners[1:] or name == "reward"]
-                first = [name for name in others if name not in second]
-                yield DeviceDivision((tuple(policies), tuple(first), tuple(second)), (own, rest // 2, rest // 2))
+                second = [name for name in remaining if name in learners[1:] or name == "reward"]
+                first = [name for name in remaining if name not in second]
+                groups = tuple(policies), tuple(first), tuple(second)
+                yield DeviceDivision(groups, (policy_gpus, rest // 2, rest // 2))
 
 
 def _list_shares(gpus: int, node: int) -> list[int]:
     """Return numbers of devices for a policy of its own: whole nodes, or within a node powers of two."""
     step = node if gpus > node else 1
-    found = {round(gpus * share / step) * step for share in SHARES}
-    return sorted(count for count in found if 0 < count < gpus)
+    counts = {round(gpus * share / step) * step for share in POLICY_SHARES}
+    return sorted(count for count in counts if 0 < count < gpus)
 
 
 def _predict(
@@ -174,7 +175,7 @@ def _predict(
     constants: Constants,
     staleness: int,
 ) -> PlannedLayout | None:
-    """Predict a step of a layout; None where its models cannot be as stale as that, or do not fit each other."""
+    """Predict a step of a layout; None where it does not allow that staleness, or its models do not fit together."""
     policy = next((name for name in layouts if run.models[name].role == "rollout"), None)
     beside = policy is not None and all(policy not in group or len(group) == 1 for group in division.groups)
     if staleness and (not beside or (policy and layouts[policy].config.pipeline_parallel > 1)):
@@ -207,7 +208,7 @@ def apply_run_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunCon
         else:
             name, _, inner = rest.partition(".")
             models.setdefault(name, {})[inner] = value
-    changed = {name: apply_settings(config.models[name], own) for name, own in models.items()}
+    changed = {name: apply_settings(config.models[name], values) for name, values in models.items()}
     update = {"runtime": config.runtime.model_copy(update=runtime), "models": {**config.models, **changed}}
     return config.model_copy(update=update)
 
@@ -218,9 +219,9 @@ def find_changes(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, An
     for key, value in settings.items():
         section, _, rest = key.partition(".")
         name, _, inner = rest.partition(".")
-        own = config.runtime if section == "runtime" else config.models[name]
-        before = read_setting(own, rest if section == "runtime" else inner)
-        if before != value and not (rest == "colocation" and _sort_groups(before) == _sort_groups(value)):
+        section_config = config.runtime if section == "runtime" else config.models[name]
+        current = read_setting(section_config, rest if section == "runtime" else inner)
+        if current != value and not (rest == "colocation" and _sort_groups(current) == _sort_groups(value)):
             changed.add(key)
     keys = {key.split(".", 2)[2] for key in changed if key.startswith("models.")}
     for key in settings:  # a key that a model takes from another one would follow that one

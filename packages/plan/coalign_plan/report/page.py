@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 WIDTH, BAR = 100, 30
 GIB = 2**30
-REASONS = 8  # of layouts that were left out
-THE_RUN = "the run"  # that refuses a layout, in place of a model
+MAX_REASONS = 8  # why layouts were rejected
+THE_RUN = "the run"  # refuses a layout, in place of a model
 NAMES = {0: "synchronous", 1: "one step ahead"}
 
 
@@ -73,20 +73,20 @@ class PlanPage:
     ) -> str:
         """Write the best layouts with the lines to set, and why others were left out."""
         unit = "seconds a step" if objective == "seconds" else "GPU-hours a step"
-        own = [one for one in proposed if not one.is_staler]
+        within_limit = [one for one in proposed if not one.is_staler]
         lines = [_ruled(f"best layouts by {unit}, of {search.predicted:,} predicted")]
         if not search.is_complete:
             lines.append("the search ended early; smaller divisions of the devices were not tried")
-        if not own:
+        if not within_limit:
             lines += ["none was found that fits", ""]
-        for number, one in enumerate(own, 1):
+        for number, one in enumerate(within_limit, 1):
             lines += self._candidate(str(number), one, configured)
         staler = [one for one in proposed if one.is_staler]
         if staler:
             lines += ["", "with older samples (another algorithm: weights may be that many versions ahead)"]
             for one in staler:
                 lines += self._candidate("+", one, configured)
-        lines += ["", _ruled("why the others lose"), *self._losers(search, own)]
+        lines += ["", _ruled("why the others lose"), *self._losers(search, within_limit)]
         return "\n".join([*lines, ""])
 
     def list_facts(self, configured: ConfiguredLayout, proposed: Sequence[ProposedLayout]) -> dict[str, Any]:
@@ -183,9 +183,9 @@ class PlanPage:
             f"  cost          {hours:,.2f} GPU-hours a step, ${hours * self.dollars:,.2f} at ${self.dollars:g} an hour"
         )
         if steps:
-            whole = hours * steps
+            total_hours = hours * steps
             days = prediction.seconds * steps / 86400
-            cost += f"; {steps:,} steps: {days:,.1f} days, ${whole * self.dollars:,.0f}"
+            cost += f"; {steps:,} steps: {days:,.1f} days, ${total_hours * self.dollars:,.0f}"
         return [*lines, cost]
 
     def _count_devices(self, prediction: StepPrediction) -> int:
@@ -195,7 +195,7 @@ class PlanPage:
         return max(1, sum(groups.values()))
 
     def _memory(self, loads: Sequence[DeviceLoad]) -> list[str]:
-        """Return a table of GiB: of each kind of device, its models and their parts."""
+        """Return a table in GiB: for each device with other models, what they hold."""
         columns = ("weights", "gradients", "optimizer", "activations", "buffers", "KV cache")
         usable = USABLE * self.cluster.memory_bytes
         head = (
@@ -207,16 +207,16 @@ class PlanPage:
             if tuple(sorted(load.models)) in shown:
                 continue  # another stage of the same models, which takes less
             shown.add(tuple(sorted(load.models)))
-            for name, own in load.models.items():
-                parts = (own.weights, own.gradients, own.optimizer, own.activations, own.buffers, own.cache)
-                cells = "".join(f"{part / GIB:>{len(c) + 2}.1f}" for c, part in zip(columns, parts, strict=True))
+            for name, e in load.models.items():
+                sizes = (e.weights, e.gradients, e.optimizer, e.activations, e.buffers, e.cache)
+                cells = "".join(f"{size / GIB:>{len(c) + 2}.1f}" for c, size in zip(columns, sizes, strict=True))
                 stage = f" (stage {load.stages[name]})" if load.stages[name] else ""
-                lines.append(f"  {name + stage:<26}{cells}{own.total / GIB:>10.1f}")
+                lines.append(f"  {name + stage:<26}{cells}{e.total / GIB:>10.1f}")
             fits = "fits" if load.peak <= usable else "DOES NOT FIT"
-            others = f", {load.count:,} such devices" if load.count > 1 else ""
+            alike = f", {load.count:,} such devices" if load.count > 1 else ""
             lines.append(
                 f"  → at most {load.peak / GIB:.1f} of {self.cluster.gpu.memory_gib:g} GiB, when {load.turn} computes"
-                f"{others}: {fits}"
+                f"{alike}: {fits}"
             )
         return lines
 
@@ -251,7 +251,7 @@ class PlanPage:
         lines += _fold(" · ".join(figures), "    ", "    ")
         return ["", *lines, *(f"      {line}" for line in format_settings(one.lines))]
 
-    def _losers(self, search: LayoutSearch, own: Sequence[ProposedLayout]) -> list[str]:
+    def _losers(self, search: LayoutSearch, proposed: Sequence[ProposedLayout]) -> list[str]:
         lines = []
         memory = self.cluster.gpu.memory_gib
         for (model, reason), count in search.rejected.counts.most_common():
@@ -261,10 +261,10 @@ class PlanPage:
                     f"{model}: {count:,} layouts do not fit; the nearest, {_describe_cut(settings)}, needs "
                     f"{needed / GIB:,.0f} GiB of the {free / GIB:,.0f} that it has of {memory:g}"
                 )
-        chosen = {one.layout.division for one in own}
-        best = own[0].layout.prediction.seconds if own else 0.0
+        chosen = {one.layout.division for one in proposed}
+        best = proposed[0].layout.prediction.seconds if proposed else 0.0
         seen: set[int] = set()
-        for layout in search.found:
+        for layout in search.layouts:
             groups = len(layout.division.groups)
             if layout.division in chosen or layout.staleness or groups in seen:
                 continue
@@ -273,12 +273,12 @@ class PlanPage:
                 f"{layout.division.describe()}: {layout.prediction.seconds:,.1f} s{self._bottleneck(layout, best)}"
             )
         if self.cluster.nodes > 1:
-            each = self.cluster.gpus_per_node
+            gpus = self.cluster.gpus_per_node
             lines.append(
-                f"tensor_parallel above {each}, and engines on more than {each} GPUs: would cross nodes, so refused"
+                f"tensor_parallel above {gpus}, and engines on more than {gpus} GPUs: would cross nodes, so refused"
             )
-        others = [(model, reason) for (model, reason) in search.rejected.counts if reason != "memory"]
-        for model, reason in sorted(others, key=lambda each: each[0] != THE_RUN)[:REASONS]:
+        refusals = [(model, reason) for (model, reason) in search.rejected.counts if reason != "memory"]
+        for model, reason in sorted(refusals, key=lambda refusal: refusal[0] != THE_RUN)[:MAX_REASONS]:
             lines.append(reason if reason.startswith("models.") or model == THE_RUN else f"{model}: {reason}")
         return [folded for line in lines for folded in _fold(line, "- ", "  ")] or ["- there are no others"]
 
@@ -314,8 +314,8 @@ def format_settings(settings: Mapping[str, Any]) -> list[str]:
     for key, value in settings.items():
         inner = nested
         *path, last = key.split(".")
-        for part in path:
-            inner = inner.setdefault(part, {})
+        for name in path:
+            inner = inner.setdefault(name, {})
         inner[last] = value
     lines = []
     for section, values in nested.items():

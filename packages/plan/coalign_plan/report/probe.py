@@ -36,7 +36,7 @@ SHAPE = {
     "hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 1024,
     "vocab_size": 16384, "tie_word_embeddings": True, "max_position_embeddings": 2048,
 }  # fmt: skip
-LAYERS = 4  # of the small model
+LAYERS = 4  # in the small model
 # The training batch: groups that share a prompt, answers of uneven lengths, more than a processor's caches hold.
 PROMPT, GROUPS = 64, 8
 ANSWERS = (32, 48, 64, 80, 112, 128, 144, 160)  # tokens of a group's samples
@@ -81,10 +81,10 @@ class MachineProbe:
     def measure(self, say: Callable[[str], None]) -> MeasuredMachine:
         import torch
 
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
 
         def note(name: str, value: float) -> float:
-            found[name] = value
+            figures[name] = value
             say(f"{name:46}{value:12.4g}")
             return value
 
@@ -118,7 +118,7 @@ class MachineProbe:
                 for layers, sequences in ((LAYERS, 8), (LAYERS, 64), (LAYERS // 2, 64))
             }
             constants = calibrate_decoding(gpu, constants, Path(folder), points)
-        return MeasuredMachine(gpu, constants, found)
+        return MeasuredMachine(gpu, constants, figures)
 
     # ---- rates -----------------------------------------------------------------------------------------------------
 
@@ -128,15 +128,15 @@ class MachineProbe:
 
         wait = torch.accelerator.synchronize if self.device.type != "cpu" else lambda: None
         work()
-        found = []
+        seconds = []
         for _ in range(self.repeats):
             wait()
-            begun = self.clock()
+            started_at = self.clock()
             for _ in range(times):
                 work()
             wait()
-            found.append((self.clock() - begun) / times)
-        return statistics.median(found)
+            seconds.append((self.clock() - started_at) / times)
+        return statistics.median(seconds)
 
     def _product_rate(self, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> float:
         import torch
@@ -347,11 +347,11 @@ def _reduce(rank: int, device: str, folder: str) -> None:
     seconds = []
     for _ in range(5):
         dist.barrier()
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         dist.all_reduce(data)
         if device != "cpu":
             torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started_at)
     if rank == 0:
         Path(folder, "rate").write_text(str(data.nbytes / statistics.median(seconds)), encoding="utf-8")
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ from coalign_plan.report.step_trace import draw_trace
 from coalign_plan.report.yaml_edit import edit_yaml
 
 ASYNCHRONOUS = 4  # weight versions of an asynchronous run, where the configuration asks for none or one
-MOST_DOUBLINGS = 5  # of the nodes, where nothing fits
+MAX_DOUBLINGS = 5  # how often the nodes are doubled where nothing fits
 LoadWith = Callable[[Mapping[str, Any]], RunConfig]  # the configuration with more settings, validated
 
 
@@ -61,13 +61,13 @@ def plan_run(source: Path, load: LoadWith, request: PlanRequest, display: Displa
         if request.top and not any(model.devices for model in run.started.values()):
             display.show("no model has devices, so there are no layouts to search")
         elif request.top:
-            found = search_run(run, request)
-            proposed = choose_layouts(found, run, load, request)
-            display.show(page.show_search(found, proposed, configured, request.objective))
+            search = search_run(run, request)
+            proposed = choose_layouts(search, run, load, request)
+            display.show(page.show_search(search, proposed, configured, request.objective))
             if not proposed:
                 larger = find_larger_cluster(config, load, request)
                 if larger is None:
-                    display.show(f"none fits with up to {2**MOST_DOUBLINGS} times the nodes either")
+                    display.show(f"none fits with up to {2**MAX_DOUBLINGS} times the nodes either")
                 else:
                     display.show(f"with more such nodes, a layout fits: --cluster {larger}")
             if request.write is not None:
@@ -136,8 +136,8 @@ def predict_configured(run: PlannedRun, request: PlanRequest) -> ConfiguredLayou
 
 def list_staleness(run: PlannedRun) -> list[int]:
     """List the values of `runtime.max_staleness` to predict: none, one step ahead, and the configured or several."""
-    own = run.config.runtime.max_staleness
-    return sorted({0, 1, own if own > 1 else ASYNCHRONOUS}) if run.generates else [0]
+    configured = run.config.runtime.max_staleness
+    return sorted({0, 1, configured if configured > 1 else ASYNCHRONOUS}) if run.generates else [0]
 
 
 def search_run(run: PlannedRun, request: PlanRequest) -> LayoutSearch:
@@ -161,7 +161,7 @@ def find_larger_cluster(config: RunConfig, load: LoadWith, request: PlanRequest)
 
     None as well for a cluster that would be larger than any that can be planned.
     """
-    for doublings in range(1, MOST_DOUBLINGS + 1):
+    for doublings in range(1, MAX_DOUBLINGS + 1):
         cluster = replace(request.cluster, nodes=request.cluster.nodes * 2**doublings)
         if cluster.gpus > LARGEST:
             return None
@@ -183,7 +183,7 @@ def choose_layouts(search: LayoutSearch, run: PlannedRun, load: LoadWith, reques
     proposed: list[ProposedLayout] = []
     seen: set[Any] = set()
     modes: set[int] = set()
-    for layout in search.found:
+    for layout in search.layouts:
         more = layout.staleness > allowed
         if layout.division in seen and not more:
             continue

@@ -1,7 +1,7 @@
 """Changes single values in the text of a YAML file. Everything else, comments too, stays as it is written.
 
-PyYAML keeps no comments, but the positions of its nodes: a value is replaced where it stands, a new key is added to
-the mapping that it belongs to.
+PyYAML keeps the positions of its nodes, though not the comments: a value is replaced where it stands, and a new key is
+added to its mapping.
 """
 
 from __future__ import annotations

@@ -138,12 +138,12 @@ class StageConfig(Section):
     """A run's YAML (its `output` becomes the folder of the stage), or the path of one; `include` adds files beneath."""
 
     @property
-    def kind(self) -> str:
+    def task(self) -> str:
         return next(name for name in STAGES if getattr(self, name) is not None)
 
     @property
     def called(self) -> str:
-        return self.name or self.kind
+        return self.name or self.task
 
     def check(self) -> None:
         given = [name for name in STAGES if getattr(self, name) is not None]

@@ -31,7 +31,7 @@ class PipelineFile:
         ``names``: what references can refer to (model, round, stages). ``planned``: files that need not exist yet.
         ``defaults``: those of the recipes, see `coalign.config.load`. ConfigError as in `load`.
         """
-        stage_type = self.header.stages[index].kind
+        stage_type = self.header.stages[index].task
         key: Key = ("stages", index, stage_type)
         data, locations = self.layer.data["stages"][index][stage_type], self.layer.locations.below(key)
         outside = LoadContext(self.source.parent, names, planned)
@@ -43,7 +43,7 @@ class PipelineFile:
     @contextmanager
     def located(self, index: int) -> Iterator[None]:
         """Add the location in the file to errors from inside: a ConfigError, or a Conflict of the settings."""
-        key: Key = ("stages", index, self.header.stages[index].kind)
+        key: Key = ("stages", index, self.header.stages[index].task)
         try:
             yield
         except ConfigError as error:

@@ -34,7 +34,7 @@ class GrowingAnswer:
         self._pieces: list[str] = []
         self._stream = TextStream(partial(decode_answer, self.tokenizer), self._pieces.append, self.stops)
         self.sent = 0  # tokens whose log-probs were sent
-        self.offset = 0  # characters of these
+        self.offset = 0  # characters of the tokens that were sent
 
     def add(self, chosen: ChosenToken) -> str:
         """Add a token; return the text that can be sent now."""
@@ -71,8 +71,8 @@ class GrowingAnswer:
 class AnswerWriter(ABC):
     """Writes the records of one request's answers. ``prompt_tokens`` are those of all its prompts."""
 
-    kind: str  # of a whole answer
-    piece_kind: str  # of a piece
+    object_type: str  # `object` of a complete answer
+    piece_type: str  # `object` of a streamed piece
     prefix: str
 
     def __init__(self, model: str, prompt_tokens: int, has_logprobs: bool) -> None:
@@ -116,15 +116,15 @@ class AnswerWriter(ABC):
         for index, answer in enumerate(answers):
             logprobs = self.write_logprobs(answer, 0) if self._has_logprobs else None
             choices.append({"index": index, "logprobs": logprobs, **self.write_choice(answer)})
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self._count(answers)}
+        return {**self._head, "object": self.object_type, "choices": choices, "usage": self._count(answers)}
 
     def write_usage(self, answers: Sequence[GrowingAnswer]) -> dict[str, Any]:
         """Return the last piece of all, if the client asked for it: how many tokens there were."""
-        return {**self._head, "object": self.piece_kind, "choices": [], "usage": self._count(answers)}
+        return {**self._head, "object": self.piece_type, "choices": [], "usage": self._count(answers)}
 
     def _piece(self, index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "logprobs": None, **content, "finish_reason": reason}
-        return {**self._head, "object": self.piece_kind, "choices": [choice]}
+        return {**self._head, "object": self.piece_type, "choices": [choice]}
 
     def _finish(self, answer: GrowingAnswer) -> str:
         return "stop" if answer.status == Status.OK else "length"
@@ -140,7 +140,7 @@ class AnswerWriter(ABC):
 class TextWriter(AnswerWriter):
     """Writes the answers of /v1/completions."""
 
-    kind = piece_kind = "text_completion"
+    object_type = piece_type = "text_completion"
     prefix = "cmpl"
 
     def write_choice(self, answer: GrowingAnswer) -> dict[str, Any]:
@@ -166,8 +166,8 @@ class ChatWriter(AnswerWriter):
     An answer that may hold tool calls is sent in one piece, since only its end tells what it is.
     """
 
-    kind = "chat.completion"
-    piece_kind = "chat.completion.chunk"
+    object_type = "chat.completion"
+    piece_type = "chat.completion.chunk"
     prefix = "chatcmpl"
 
     def __init__(self, model: str, prompt_tokens: int, has_logprobs: bool, parser: Parser | None) -> None:

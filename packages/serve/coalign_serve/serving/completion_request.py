@@ -20,8 +20,8 @@ from coalign.types import ImageSpan
 from coalign_serve.serving.engine_loop import GenerationJob
 from coalign_serve.serving.request_images import RequestImages
 
-MAX_ANSWERS = 128  # of a prompt
-STREAM_BITS = 62  # of the number that chooses random numbers
+MAX_ANSWERS = 128  # to one prompt
+STREAM_BITS = 62  # width of the number that chooses random numbers
 Unsupported = Literal[None, False, 0, 0.0, "", "none"]
 
 Body = TypeVar("Body", bound="SamplingRequest")
@@ -41,7 +41,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """What both kinds of requests hold. Keys that would change an answer, and that no engine knows, are refused.
+    """The keys that both requests share. Keys that would change an answer, and that no engine knows, are refused.
 
     ``top_k``, ``min_p`` and ``repetition_penalty`` are not OpenAI's; vLLM has them, too.
     """
@@ -60,14 +60,14 @@ class SamplingRequest(BaseModel):
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Of no effect on an answer.
+    # These have no effect on an answer.
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    # Accepted with the value that changes nothing.
+    # These are accepted with the value that changes nothing.
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -79,7 +79,7 @@ class SamplingRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end an answer, of which they are no part."""
+        """Strings that end an answer, and are left out of it."""
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in texts if text)
 
@@ -155,7 +155,7 @@ class ChatCompletionRequest(SamplingRequest):
                 messages = images.reader.read_messages(messages)
                 template = copy(template)
                 template.placeholders = Placeholders(placeholders.processor, images)
-            elif any(read_part(part) is not None for part in _list_parts(messages)):
+            elif any(read_part(item) is not None for item in _list_parts(messages)):
                 raise BadRow("messages: this server reads text alone; one that is started with --images reads images")
             messages = parse_messages(messages, "messages", images=images is not None)
             tokens = template.prompt(messages, parse_tools(self.tools, "tools") if self.offers_tools else None)
@@ -166,7 +166,7 @@ class ChatCompletionRequest(SamplingRequest):
 
 def _list_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     contents = [message.get("content") for message in messages]
-    return [part for parts in contents if isinstance(parts, list) for part in parts if isinstance(part, Mapping)]
+    return [item for content in contents if isinstance(content, list) for item in content if isinstance(item, Mapping)]
 
 
 class CompletionRequest(SamplingRequest):
@@ -200,19 +200,19 @@ class CompletionRequest(SamplingRequest):
             raise HttpRefusal(400, str(error)) from None
 
 
-def read_request(body: bytes, kind: type[Body]) -> Body:
+def read_request(body: bytes, body_type: type[Body]) -> Body:
     """Read a request. Raises HttpRefusal that names each wrong key, and for an unknown one the nearest."""
     try:
-        return kind.model_validate_json(body)
+        return body_type.model_validate_json(body)
     except ValidationError as error:
-        problems = dict.fromkeys(_describe(e, kind) for e in error.errors(include_url=False))
+        problems = dict.fromkeys(_describe(e, body_type) for e in error.errors(include_url=False))
         raise HttpRefusal(400, "; ".join(list(problems)[:4])) from None
 
 
-def _describe(problem: Any, kind: type[BaseModel]) -> str:
+def _describe(problem: Any, body_type: type[BaseModel]) -> str:
     key = problem["loc"]
     if problem["type"] == "extra_forbidden":
-        return f"{key[-1]}: unknown key{suggest(str(key[-1]), kind.model_fields)}"
+        return f"{key[-1]}: unknown key{suggest(str(key[-1]), body_type.model_fields)}"
     limits = {"le": 0, "max_length": 0}
     if any(problem.get("ctx", {}).get(name) == value for name, value in limits.items()) and len(key) == 1:
         return f"{key[0]}: is not supported by this server; leave it out"

@@ -112,7 +112,7 @@ class CompletionEndpoint:
         self._key = ApiKey(key)
         self._reading = asyncio.Lock()  # one at a time tokenises: the tokenizer's state is shared
         self._decoding = asyncio.Semaphore(_DECODING)
-        self._begun = int(time.time())
+        self._started_at = int(time.time())
         self._computing = 0  # answers
         self._done = 0
 
@@ -145,7 +145,7 @@ class CompletionEndpoint:
     async def list_models(self, request: Request) -> dict[str, Any]:
         """Answer GET /v1/models."""
         self._key.check(request)
-        model = {"id": self._name, "object": "model", "created": self._begun, "owned_by": "coalign"}
+        model = {"id": self._name, "object": "model", "created": self._started_at, "owned_by": "coalign"}
         return {"object": "list", "data": [model]}
 
     async def report_health(self, _: Request) -> dict[str, Any]:
@@ -154,9 +154,9 @@ class CompletionEndpoint:
             raise HttpRefusal(503, self._source.failure)
         return {"status": "ok", "computing": self._computing, "done": self._done}
 
-    async def _read(self, request: Request, kind: type[Any]) -> Any:
+    async def _read(self, request: Request, body_type: type[Any]) -> Any:
         self._key.check(request)
-        body = read_request(await read_body(request, self._config.max_bytes), kind)
+        body = read_request(await read_body(request, self._config.max_bytes), body_type)
         if body.model != self._name:
             raise HttpRefusal(404, f"there is no model '{body.model}'; this server has '{self._name}'")
         return body
@@ -235,7 +235,7 @@ class CompletionEndpoint:
                 number, event = await news.get()
                 if isinstance(event, JobFailure):
                     raise HttpRefusal(400 if event.is_refused else 500, event.problem)
-                index = number * jobs[number].samples + event.place
+                index = number * jobs[number].samples + event.index
                 if isinstance(event, ChosenToken):
                     yield index, answers[index].add(event)
                 else:

@@ -1,7 +1,7 @@
 """Steps an engine for requests that arrive at any time: continuous batching over open sessions.
 
-A session samples in one way, so there is one for each way that is asked for; they take turns. A few stay open when they
-have nothing to do, because opening one takes time.
+A session has one sampling configuration, so each configuration has a session; they take turns. A few idle ones stay
+open, because opening one takes time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from coalign.types import ImageSpan, Response, Status
 
 log = logging.getLogger(__name__)
 
-OPEN_SESSIONS = 4  # ways of sampling that are computed side by side; each keeps a KV cache
+OPEN_SESSIONS = 4  # sampling configurations that are computed side by side; each keeps a KV cache
 ENDED = "the server has ended"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """Answers to a prompt (token ids), which are sampled alike but for their random numbers.
+    """Answers to a prompt (token ids) under one sampling configuration.
 
-    ``sampling`` is without stop strings and limit, which are of the job. ``stream`` chooses the random numbers.
+    ``sampling`` is without stop strings and limit, which the job has itself. ``stream`` chooses the random numbers.
     ``images``: where they stand in the prompt.
     """
 
@@ -46,18 +46,18 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True)
 class ChosenToken:
-    """The next token of the answer ``place`` of a job."""
+    """The next token of the answer ``index`` of a job."""
 
-    place: int
+    index: int
     token: int
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The answer ``place`` has ended; PARTIAL if its job was cut."""
+    """The answer ``index`` has ended; PARTIAL if its job was cut."""
 
-    place: int
+    index: int
     status: Status
 
 
@@ -78,7 +78,7 @@ class CompletionEngine(ABC):
 
     @abstractmethod
     def submit(self, job: GenerationJob, on_event: OnEvent) -> Callable[[], None]:
-        """Begin a job; ``on_event`` hears of it on a thread of the source. Returns what cuts the job short."""
+        """Begin a job; a thread of this engine calls ``on_event``. Returns a function that cuts the job short."""
 
     @property
     @abstractmethod
@@ -114,11 +114,11 @@ class _SamplingSession:
             job.prompt, number, job.samples, limit=job.limit, stop=job.stop, images=job.images, stream=job.stream
         )  # its group tells whose tokens come; its stream, and not the group, chooses them
 
-        def finish(place: int, response: Response) -> None:
+        def finish(index: int, response: Response) -> None:
             running.missing -= 1
             if not running.missing:
                 del self.jobs[number]
-            running.on_event(AnswerEnd(place, response.status))
+            running.on_event(AnswerEnd(index, response.status))
 
         running.submitted = self.session.submit(request, finish)
         self.jobs[number] = running
@@ -145,7 +145,7 @@ class EngineLoop(CompletionEngine):
         self._number = 0
         self._is_closing = False
         self._sessions: dict[str, _SamplingSession] = {}  # by their sampling, as JSON; the one used last comes last
-        self._waiting: deque[tuple[int, _RunningJob]] = deque()  # for another session to end
+        self._waiting: deque[tuple[int, _RunningJob]] = deque()  # wait until another session is idle
         self._thread = start_thread(self._run, "coalign-engine-loop")
 
     def submit(self, job: GenerationJob, on_event: OnEvent) -> Callable[[], None]:
@@ -179,20 +179,20 @@ class EngineLoop(CompletionEngine):
         try:
             while self._take_news():
                 self._begin_waiting()
-                for sampling in [name for name, each in self._sessions.items() if each.jobs]:
+                for sampling in [name for name, session in self._sessions.items() if session.jobs]:
                     self._step(sampling)
         finally:
-            for each in self._sessions.values():
-                each.fail(ENDED)
-                each.stack.close()
+            for session in self._sessions.values():
+                session.fail(ENDED)
+                session.stack.close()
             for _, running in [*self._waiting, *self._arrived]:
                 running.on_event(JobFailure(ENDED, is_refused=False))
             self._module.close()
 
     def _take_news(self) -> bool:
-        """Take what has arrived and what was cut; wait for it if there is nothing to compute. False: it is the end."""
+        """Take jobs that have arrived or were cut; wait for some if there is nothing to compute. False: closing."""
         with self._news:
-            busy = bool(self._waiting) or any(each.jobs for each in self._sessions.values())
+            busy = bool(self._waiting) or any(session.jobs for session in self._sessions.values())
             self._news.wait_for(lambda: busy or self._arrived or self._cut or self._is_closing)
             self._waiting += self._arrived
             self._arrived.clear()
@@ -208,8 +208,8 @@ class EngineLoop(CompletionEngine):
         waiting, self._waiting = self._waiting, deque()
         for number, running in waiting:
             if running.is_cut:
-                for place in range(running.job.samples):
-                    running.on_event(AnswerEnd(place, Status.PARTIAL))
+                for index in range(running.job.samples):
+                    running.on_event(AnswerEnd(index, Status.PARTIAL))
             elif (chosen := self._open(running.job.sampling)) is None:
                 self._waiting.append((number, running))
             else:
@@ -219,11 +219,11 @@ class EngineLoop(CompletionEngine):
                     running.on_event(JobFailure(str(error).replace(f" of group {number}", ""), is_refused=True))
 
     def _open(self, sampling: SamplingConfig) -> _SamplingSession | None:
-        """Return the session of a sampling, opened if needed; None while too many others are busy."""
+        """Return the session of a sampling configuration, opened if needed; None while too many others are busy."""
         name = sampling.model_dump_json()
         chosen = self._sessions.pop(name, None)
         if chosen is None:
-            idle = [other for other, each in self._sessions.items() if not each.jobs]
+            idle = [idle_name for idle_name, session in self._sessions.items() if not session.jobs]
             if len(self._sessions) >= OPEN_SESSIONS:
                 if not idle:
                     return None
@@ -233,16 +233,16 @@ class EngineLoop(CompletionEngine):
         return chosen
 
     def _step(self, name: str) -> None:
-        """Compute a token of each answer of a session. What goes wrong ends its jobs, and no others."""
-        each = self._sessions[name]
+        """Compute a token of each answer of a session. A failure ends the jobs of this session alone."""
+        session = self._sessions[name]
         try:
             with self._module.engine.stepping():
-                each.session.step()
-            problem = "" if each.session.unfinished or not each.jobs else "the engine lost responses"
+                session.session.step()
+            problem = "" if session.session.unfinished or not session.jobs else "the engine lost responses"
         except Exception as error:
             log.exception("a step of the engine failed")
             problem = f"{type(error).__name__}: {error}"
         if problem:
             del self._sessions[name]
-            each.fail(problem)
-            each.stack.close()
+            session.fail(problem)
+            session.stack.close()

@@ -71,7 +71,7 @@ class _Engine:
 
     def run(self, connection: Connection) -> None:
         """Compute jobs for whoever holds the other end of the connection, until that is closed."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server ends its engines
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, which ends its engines
         os.environ.update(self.visible)
         if self.threads:
             torch.set_num_threads(self.threads)
@@ -116,7 +116,7 @@ class EngineProcess(CompletionEngine):
         theirs.close()
         self._number = number
         self._lock = threading.Lock()  # guards sending, and the jobs
-        self._jobs: dict[int, tuple[OnEvent, int]] = {}  # who hears of each, and how many of its answers are missing
+        self._jobs: dict[int, tuple[OnEvent, int]] = {}  # job -> its listener, and how many of its answers are missing
         self._numbers = count()
         self._failure: str | None = None
 
@@ -126,7 +126,7 @@ class EngineProcess(CompletionEngine):
 
     @property
     def load(self) -> int:
-        """Answers that it computes, or that wait for it."""
+        """Answers that this engine computes, or that wait for it."""
         return sum(missing for _, missing in list(self._jobs.values()))
 
     def wait(self) -> None:
@@ -201,34 +201,34 @@ class EngineProcess(CompletionEngine):
 
 
 class EngineReplicas(CompletionEngine):
-    """Gives each job to the replica with the least to do, of those that live."""
+    """Gives each job to the living replica with the least to do."""
 
     def __init__(self, replicas: Sequence[EngineProcess]) -> None:
         self._replicas = replicas
 
     @property
     def failure(self) -> str | None:
-        failures = [each.failure for each in self._replicas]
+        failures = [replica.failure for replica in self._replicas]
         return None if None in failures else failures[0]
 
     def submit(self, job: GenerationJob, on_event: OnEvent) -> Callable[[], None]:
-        living = [each for each in self._replicas if each.failure is None] or self._replicas
-        return min(living, key=lambda each: each.load).submit(job, on_event)
+        living = [replica for replica in self._replicas if replica.failure is None] or self._replicas
+        return min(living, key=lambda replica: replica.load).submit(job, on_event)
 
     def close(self) -> None:
-        for each in self._replicas:
-            each.close()
+        for replica in self._replicas:
+            replica.close()
 
 
 def start_replicas(model: ModelConfig, config: CompletionServerConfig) -> EngineReplicas:
     """Start the engines of a server. Raises what loading a model raises, ValueError without enough devices."""
     replicas = [EngineProcess(engine, i) for i, engine in enumerate(_plan_engines(model, config))]
     try:
-        for each in replicas:
-            each.wait()
+        for replica in replicas:
+            replica.wait()
     except BaseException:
-        for each in replicas:
-            each.close()
+        for replica in replicas:
+            replica.close()
         raise
     return EngineReplicas(replicas)
 
@@ -239,12 +239,12 @@ def _plan_engines(model: ModelConfig, config: CompletionServerConfig) -> list[_E
     if device == "cpu":
         threads = max(1, count_processors() // number)
         return [_Engine(model, device, config.seed, config.images, {}, threads)] * number
-    kind, _, index = device.partition(":")
+    device_type, _, index = device.partition(":")
     available = torch.accelerator.device_count()
     if index or available < number:
-        found = f"`device: {device}` names one" if index else f"this machine has {available}"
-        raise ValueError(f"replicas: {number} engines need a device each, and {found}")
-    accelerator = find_device_kind(kind)
+        available_text = f"`device: {device}` names one" if index else f"this machine has {available}"
+        raise ValueError(f"replicas: {number} engines need a device each, and {available_text}")
+    accelerator = find_device_kind(device_type)
     names = accelerator.list_names(available)
     visible = [{accelerator.visible: name} for name in names[:number]]
-    return [_Engine(model, kind, config.seed, config.images, own, None) for own in visible]
+    return [_Engine(model, device_type, config.seed, config.images, environment, None) for environment in visible]

@@ -18,16 +18,16 @@ class RequestImages(ImageFiles):
     """
 
     def __init__(self, settings: ImagesConfig) -> None:
-        self._own = TemporaryDirectory(prefix="coalign-request-")
+        self._uploads = TemporaryDirectory(prefix="coalign-request-")
         self._allowed = None if settings.root is None else Path(settings.root).resolve()
-        super().__init__(self._allowed or Path(), settings.max_file_pixels, Path(self._own.name))
+        super().__init__(self._allowed or Path(), settings.max_file_pixels, Path(self._uploads.name))
 
     @property
     def reader(self) -> RowImages:
         return RowImages(self)
 
     def close(self) -> None:
-        self._own.cleanup()
+        self._uploads.cleanup()
 
     def _find_path(self, name: str) -> str:
         if self._allowed is None:

@@ -29,12 +29,12 @@ from coalign_serve.serving.request_images import RequestImages
 
 log = logging.getLogger(__name__)
 
-# Batches at once. A model computes one after the other; a slow function should not hold up other requests.
+# Batches that are scored at once. A model computes one after the other; a slow function does not hold up others.
 _MODEL_BATCHES, _FUNCTION_BATCHES = 1, 8
 # Python reads JSON in one go, and nothing else runs meanwhile: with these a fraction of a second, not the 5 s that
 # 64 MiB of brackets take.
 _MAX_BRACKETS, _MAX_COMMAS, _READERS = 500_000, 4_000_000, 2
-_MAX_TOKENS = 2**24  # of a response
+_MAX_RESPONSE_TOKENS = 2**24
 
 T = TypeVar("T")
 ShortList = Annotated[list[T], Field(fail_fast=True)]  # a problem for each of a million entries would fill the memory
@@ -54,7 +54,7 @@ class RewardRequest(BaseModel):
     responses: ShortList[str] | None = None
     messages: ShortList[ShortList[dict[str, Any]]] | None = None
     rows: ShortList[dict[str, Any]] | None = None
-    tokens: ShortList[Annotated[int, Field(ge=0, le=_MAX_TOKENS)]] | None = None
+    tokens: ShortList[Annotated[int, Field(ge=0, le=_MAX_RESPONSE_TOKENS)]] | None = None
     tools: ShortList[list[dict[str, Any]] | None] | None = None
     truncated: ShortList[bool] | None = None
 
@@ -97,7 +97,7 @@ def write_response(verdicts: Sequence[Verdict | Exception]) -> dict[str, Any]:
     values of each of several functions.
     """
     rewards: list[float | None] = []
-    parts: list[dict[str, float]] = []
+    terms: list[dict[str, float]] = []
     errors: dict[int, str] = {}
     for i, verdict in enumerate(verdicts):
         if isinstance(verdict, Exception):
@@ -108,12 +108,12 @@ def write_response(verdicts: Sequence[Verdict | Exception]) -> dict[str, Any]:
             errors[i] = f"the score is {verdict.score}"
         else:
             rewards.append(verdict.score)
-            parts.append(verdict.parts)
+            terms.append(verdict.terms)
             continue
         rewards.append(None)
-        parts.append({})
-    names = parts[0] if parts else {}
-    logs = {name: [part.get(name, math.nan) for part in parts] for name in names}
+        terms.append({})
+    names = terms[0] if terms else {}
+    logs = {name: [values.get(name, math.nan) for values in terms] for name in names}
     logs = {name: values for name, values in logs.items() if all(map(math.isfinite, values))}
     return {"rewards": rewards, "scores": rewards, "extra_logs": logs} | ({"errors": errors} if errors else {})
 
