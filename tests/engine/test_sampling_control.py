@@ -153,11 +153,7 @@ def test_replay_adds_samples_of_the_steps_before(tmp_path):
     assert 1 <= max(line["samples/staleness_max"] for line in lines[1:]) <= 2
 
 
-SECTIONS = {
-    "filter": {"fn": "varied"},
-    "replay": {"fn": "mix", "steps": 2, "share": 1.0},
-    "curriculum": {"high": 0.9},
-}
+SECTIONS = {"filter": {"fn": "varied"}, "replay": {"fn": "mix", "steps": 2, "share": 1.0}, "curriculum": {"high": 0.9}}
 
 
 @pytest.mark.parametrize(
@@ -199,12 +195,7 @@ def test_a_run_with_a_curriculum_passes_over_what_is_solved(tmp_path):
 
 @pytest.mark.parametrize(
     ("section", "given"),
-    [
-        ("filter", {"fn": "varied"}),
-        ("replay", {"fn": "mix"}),
-        ("curriculum", {}),
-        ("rollout", {"round_tokens": 8}),
-    ],
+    [("filter", {"fn": "varied"}), ("replay", {"fn": "mix"}), ("curriculum", {}), ("rollout", {"round_tokens": 8})],
 )
 def test_learning_from_data_knows_no_samples(tmp_path, section, given):
     with pytest.raises(ValueError, match=rf"{section}: `sft` learns from data"):

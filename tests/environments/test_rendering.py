@@ -91,9 +91,7 @@ def test_another_special_token_ends_a_turn_too():
 
 
 @pytest.mark.parametrize(
-    ("template", "role", "content"),
-    [(LLAMA3, "tool", "5"), (LLAMA3_1, "ipython", '"5"')],
-    ids=["llama3", "llama3.1"],
+    ("template", "role", "content"), [(LLAMA3, "tool", "5"), (LLAMA3_1, "ipython", '"5"')], ids=["llama3", "llama3.1"]
 )
 def test_llama(template, role, content):
     assert added(rendering(template), [65], USER) == "<|eot_id|>" + LLAMA.format("user", "Sure?")

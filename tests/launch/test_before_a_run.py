@@ -145,10 +145,7 @@ def test_auto_takes_the_accelerator_that_is_there(monkeypatch):
 @NO_CUDA
 @pytest.mark.parametrize(
     ("device", "reason"),
-    [
-        ("cuda", "is not here: this machine has 0 cuda devices; use cpu"),
-        ("gpu", "is no device; expected auto, cpu"),
-    ],
+    [("cuda", "is not here: this machine has 0 cuda devices; use cpu"), ("gpu", "is no device; expected auto, cpu")],
 )
 def test_a_device_that_is_not_there_is_refused_in_one_line(home, tmp_path, device, reason):
     with pytest.raises(ValueError, match=reason):

@@ -114,26 +114,14 @@ DATA = [
     ("kto", '{"prompt": "1+1=", "answer": "2"}', r"rows\.jsonl:1: no key 'label'"),
     ("grpo", '{"prompt": 5}', r"rows\.jsonl:1: 'prompt' is int"),
     ("grpo", '{"prompt": "1+1="}', r"reward\[0\]: `math` compares with a row's 'answer', which no row"),
-    (
-        "grpo",
-        '{"prompt": "%s", "answer": "2"}' % ("1" * 2000),
-        r"no usable rows .*; data\.max_prompt_tokens is",
-    ),
+    ("grpo", '{"prompt": "%s", "answer": "2"}' % ("1" * 2000), r"no usable rows .*; data\.max_prompt_tokens is"),
 ]
 SETTINGS = [
     ("grpo", {"data.prompt_format": "the same"}, r"data\.prompt_format: makes the same prompt of all 24 rows"),
-    (
-        "grpo",
-        {"data.chat_template": '{{ "x" }}'},
-        r"data\.chat_template leaves out the content of message 0",
-    ),
+    ("grpo", {"data.chat_template": '{{ "x" }}'}, r"data\.chat_template leaves out the content of message 0"),
     ("grpo", {"data.prompt_format": "{questoin}"}, r"no key 'questoin', which data\.prompt_format names"),
     ("sft", {"data.chat_template": "{{ oops"}, r"the chat template is no valid Jinja"),
-    (
-        "sft",
-        {"models.trainer.max_tokens_per_micro": 3},
-        r"a sequence of .* has \d+ tokens, and 3 are what",
-    ),
+    ("sft", {"models.trainer.max_tokens_per_micro": 3}, r"a sequence of .* has \d+ tokens, and 3 are what"),
     ("sft", {"output": "/proc/run"}, r"output: nothing can be written in '/proc'"),
     ("sft", {"data.cache": "/proc/cache"}, r"data\.cache: nothing can be written in '/proc'"),
     ("grpo", {"data.stream": True, "runtime.steps": None}, r"data\.stream: is true, and nobody knows how many rows"),

@@ -42,14 +42,8 @@ def test_rows_without_an_answer_have_an_empty_response_alone(tmp_path):
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
-        (
-            "forgets_zero",
-            r"reward\[0\]: `forgets_zero` returned None for an empty response: is a `return 0.0`",
-        ),
-        (
-            "misspells",
-            r"fails on the first row's answer: KeyError: 'anwser' \(tests/rewards/failing.py:10\)",
-        ),
+        ("forgets_zero", r"reward\[0\]: `forgets_zero` returned None for an empty response: is a `return 0.0`"),
+        ("misspells", r"fails on the first row's answer: KeyError: 'anwser' \(tests/rewards/failing.py:10\)"),
     ],
 )
 def test_it_refuses_a_function_that_is_wrong(tmp_path, fn, message):

@@ -26,10 +26,7 @@ def configured(directory, *overrides):
             ["sync=cuda_ipc", "runtime.cluster=ray"],
             r"`cuda_ipc` needs models\.trainer and models\.policy on one GPU; they have 0 and 0, in no common group",
         ),
-        (
-            ["sync=cuda_ipc", "runtime.cluster=ray", *ONE_EACH],
-            "they have 1 and 1, in no common group",
-        ),
+        (["sync=cuda_ipc", "runtime.cluster=ray", *ONE_EACH], "they have 1 and 1, in no common group"),
         (
             ["sync=cuda_ipc", "runtime.cluster=ray", *ONE_EACH, "models.trainer.num_gpu=2", TOGETHER],
             "they have 2 and 1, in one group",

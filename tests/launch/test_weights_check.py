@@ -50,10 +50,7 @@ def edit(folder, **changes):
 SIZES = {
     "hidden_size": (64, r"models\.trainer\.load: .*the weights do not fit: model\.embed_tokens\.weight is \[320, 32\]"),
     "vocab_size": (384, r"the weights do not fit: model\.embed_tokens\.weight is \[320, 32\] there and \[384, 32\]"),
-    "num_hidden_layers": (
-        3,
-        r"lacks \['model\.layers\.1\.input_layernorm\.weight'.* and 16 more for a model",
-    ),
+    "num_hidden_layers": (3, r"lacks \['model\.layers\.1\.input_layernorm\.weight'.* and 16 more for a model"),
     "tie_word_embeddings": (False, r"lacks \['lm_head\.weight'\] for a model with head 'lm'"),
 }
 

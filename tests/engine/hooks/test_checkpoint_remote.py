@@ -15,11 +15,7 @@ from coalign import load_config
 from coalign.config.errors import ConfigError
 from coalign.engine.hooks import checkpoint_remote
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
-from coalign.engine.hooks.checkpoint_remote import (
-    RemoteCheckpoints,
-    RemoteError,
-    find_newest_anywhere,
-)
+from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, RemoteError, find_newest_anywhere
 from coalign.launch.plan import prepare
 from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, verify_checkpoint
 from tests.runs import metrics, run, settings, stopping_after, weights_hash

@@ -49,13 +49,7 @@ def test_a_call_counts_with_its_part_of_the_step():
 def test_a_trace_has_a_row_for_each_process_and_says_what_waited():
     trace = build_trace(EVENTS, 10.0, 20.0)["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["ph"] == "M"}
-    assert names == {
-        (1, 0): "policy",
-        (1, 1): "replica 0",
-        (1, 2): "replica 1",
-        (2, 0): "judge",
-        (2, 1): "judge",
-    }
+    assert names == {(1, 0): "policy", (1, 1): "replica 0", (1, 2): "replica 1", (2, 0): "judge", (2, 1): "judge"}
     drawn = [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in trace if e["ph"] == "X"]
     assert drawn == [
         ("generate", 1, 1, 0, 2_000_000),
