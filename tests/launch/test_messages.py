@@ -58,8 +58,6 @@ def refuse(home, algorithm, changes, *overrides):
 
 NAMES = [
     ("reward", {"fn": "./rewards/mine.py:score"}, r"reward\[0\]: .*is no name of a module; .* such as `mine:score`"),
-    ("models.trainer.num_gpu", 1, r"models\.trainer\.num_gpu: is 1, and torch finds no GPU on this machine"),
-    ("runtime.accelerator", "cuda", r"runtime\.accelerator: is cuda; Ray's name of it is GPU"),
     ("reward", {"fn": "mth"}, r"run\.yaml:\d+: reward\[0\]: 'mth' .*did you mean 'math'"),
     ("loss", {"fn": "policy_gradint"}, r"run\.yaml:\d+: loss\.fn: .*did you mean 'policy_gradient'"),
     ("advantage", {"fn": "grup"}, r"run\.yaml:\d+: advantage\.fn: .*did you mean 'group'"),

@@ -108,9 +108,8 @@ def test_a_tokenizer_is_named_before_the_data(configured, tmp_path):
     assert "tokenizer.json" in refusal(config)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_a_run_names_the_file_too(configured, tmp_path, algorithm):
-    config = configured(algorithm)
+def test_a_run_names_the_file_too(configured, tmp_path):
+    config = configured("sft")
     content(lambda data: data[:-1])(tmp_path / "model")
     with pytest.raises(ValueError, match=r"model\.safetensors has 79,871 bytes, and 79,872 are"):
         run(config)
