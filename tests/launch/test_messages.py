@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import re
 import shutil
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from coalign import load_config, train
@@ -28,7 +26,7 @@ from coalign_migrate.llama_factory import LLAMA_FACTORY
 from coalign_migrate.slime import SLIME
 from coalign_migrate.swift import SWIFT
 from coalign_migrate.verl_sft import VERL_SFT
-from tests.runs import settings
+from tests.runs import settings, show_check
 
 LINES = 5  # of a message
 TABLES = (VERL, VERL_SFT, OPENRLHF, OPENRLHF_OFFLINE, SLIME, TRL, LLAMA_FACTORY, SWIFT, AXOLOTL, CHATLEARN)
@@ -153,15 +151,12 @@ def test_check_says_what_it_reads(home):
     (home / "many.jsonl").write_text("\n".join([*lines, "broken"]))
     config = settings(home, "grpo", prompts_per_step=32)
     config["models"]["trainer"]["updates_per_batch"] = 40
-    shown = Display(out=Console(file=io.StringIO(), width=300))
-    check(load_config(config | {"data": config["data"] | {"train": str(home / "many.jsonl")}}), shown)
-    said = shown.out.file.getvalue()
+    said = show_check(config, f"data.train={home / 'many.jsonl'}")
     assert f"many.jsonl: of the first {ROWS} rows, {ROWS} used\n  prompts of " in said
     assert "the first row: '0+1='" in said and "grpo.jsonl: 24 rows, 24 used" in said
     assert "warning: models.trainer.updates_per_batch is 40, and a step has 32 rows" in said
     assert "a step repeats some" not in said
-    check(load_config(config), shown)
-    assert "warning: runtime.prompts_per_step is 32, and data.train has 24 rows" in shown.out.file.getvalue()
+    assert "warning: runtime.prompts_per_step is 32, and data.train has 24 rows" in show_check(config)
 
 
 @pytest.mark.parametrize(("key", "value", "message"), LOADS, ids=lambda value: str(value)[:30])

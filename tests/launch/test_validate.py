@@ -21,6 +21,7 @@ GAME = ("rollout={fn: self_play}", "reward={fn: episode}")
 WARM = "runtime.eval_sampling.temperature=1.0"
 SEARCH = "tests.launch.test_validate:search"
 LORA = "models.trainer.lora={rank: 4}"
+ONE_EACH = ["models.trainer.num_gpu=1", "models.policy.num_gpu=1"]
 RAY, TOGETHER = "runtime.cluster=ray", "runtime.colocation=[[policy, trainer]]"
 STREAM = "data.stream=true"
 DATA = r"learns from data, not from samples"
@@ -141,6 +142,20 @@ REFUSED = {
             r"magnitudes of .*lora\.dora have to be merged",
         ),
         (["sync.adapters=apart", LORA], r"models\.policy\.module, `native`, knows merged weights only; use `merged`"),
+        ("sync=broadcast", r"sync\.transport: `broadcast` is for models in processes of their own"),
+        (
+            ["sync=broadcast", RAY, TOGETHER],
+            r"`broadcast` needs models\.trainer and models\.policy at once, and in one group of runtime\.colocation",
+        ),
+        (
+            ["sync=cuda_ipc", RAY],
+            r"`cuda_ipc` needs models\.trainer and models\.policy on one GPU; they have 0 and 0, in no common group",
+        ),
+        (["sync=cuda_ipc", RAY, *ONE_EACH], "they have 1 and 1, in no common group"),
+        (
+            ["sync=cuda_ipc", RAY, *ONE_EACH, "models.trainer.num_gpu=2", TOGETHER],
+            "they have 2 and 1, in one group",
+        ),
         ("sync=pigeon", r"(?s)sync.transport.*shared_memory"),
         (
             ["sync={every: 3}", "runtime.max_staleness=1"],
@@ -281,3 +296,16 @@ def test_a_policy_is_not_trained_on_a_penalised_distribution(home, algorithm):
     with pytest.raises(ValueError, match=r"models\.policy\.sampling\.repetition_penalty is 1\.1: .* models\.trainer"):
         prepare(config)
     prepare(configured(home, algorithm, "runtime.eval_sampling.repetition_penalty=1.1"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sync=broadcast", RAY],
+        ["sync=disk", TOGETHER],
+        ["sync=shared_memory"],
+        ["sync=cuda_ipc", RAY, *ONE_EACH, TOGETHER],
+    ],
+)
+def test_a_transport_that_can_serve_the_placement(home, overrides):
+    prepare(configured(home, "grpo", *overrides))
