@@ -12,7 +12,7 @@ from coalign.environments.episode import Turn
 from coalign.environments.parsers import ToolRequest
 from tests.engine.test_processes import finish, wait_for_step
 from tests.environments.helpers import TOOLS_CHATML
-from tests.runs import ROOT, command, metrics, run, run_in_two_parts, settings, weights_hash
+from tests.runs import ROOT, command, metrics, run, run_in_two_parts, samples, settings, weights_hash
 from tests.tiny import tiny_model_dir
 
 
@@ -33,8 +33,8 @@ def test_grpo_learns_from_episodes(tmp_path):
         assert line["episode/turns"] == 2.0 and line["episode/tool_calls"] == 2.0
         assert line["samples/count"] == 16 and line["reward/episode/mean"] > 0
         assert line["loss/mismatch"] < 1e-4  # the trainer computes what the sampler saw, tool tokens included
-    for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines():
-        assert [m["role"] for m in json.loads(line)["messages"]] == ["user", "assistant", "tool", "assistant"]
+    for sample in samples(config):
+        assert [m["role"] for m in sample["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert weights_hash(run_in_two_parts(config, 1), 2) == weights_hash(config, 2)
 
 
