@@ -67,7 +67,7 @@ def test_a_second_ctrl_c_stops_a_run_at_once(monkeypatch):
         signals.engine = Mock()
         for _ in range(2):  # 0.1 s after the first one
             signal.raise_signal(signal.SIGINT)
-        assert signals.engine.stop == "SIGINT"
+        signals.engine.progress.request_stop.assert_called_once_with("SIGINT")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
