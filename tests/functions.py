@@ -23,14 +23,6 @@ def odd_groups_differ(sample: Any) -> float:
     return float(sample.index) if sample.group % 2 else 1.0
 
 
-def raises(sample: Any) -> float:
-    raise ZeroDivisionError("the reward of the test divides by zero")
-
-
-def fails_for_some(sample: Any) -> float:
-    return float("nan") if sample.index == 1 else 0.5 * sample.index
-
-
 def refuses_some(sample: Any, *, broken: str) -> float:
     """Refuses samples of weight version 2 while the file ``broken`` is there."""
     if int(sample.versions[-1][0]) == 2 and Path(broken).exists():

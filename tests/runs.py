@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from tests.tiny import tiny_model_dir
 
@@ -194,6 +196,23 @@ def metrics(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl: a run may be writing the next one."""
     path = Path(config["output"]) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+def samples(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of samples.jsonl."""
+    return [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
+
+
+def show_check(config: Any, *overrides: str) -> str:
+    """What `coalign check` says of a configuration, loaded or not, on a wide screen."""
+    from coalign import load_config
+    from coalign.launch.check import check
+    from coalign.report.display import Display
+
+    screen = io.StringIO()
+    loaded = load_config(config, overrides) if isinstance(config, dict) else config
+    check(loaded, Display(out=Console(file=screen, width=500)))
+    return screen.getvalue()
 
 
 def weights_hash(config: dict[str, Any], step: int) -> str:

@@ -175,10 +175,7 @@ def test_a_wrong_override(complaint, override, expected):
         ("seed: 1\nruntime: {}\nseed: 2\n", "run.yaml:3: seed: given twice, first in line 1"),
         ("models:\n  a: &a {b: *a}\n", "run.yaml:2: models.a.b: an alias that contains itself"),
         ("", "run.yaml: is empty; `coalign init grpo` prints a run to begin with"),
-        (
-            "seed: 1",
-            "algorithm: missing; name a recipe, such as `algorithm: grpo` (`coalign recipes` lists them)",
-        ),
+        ("seed: 1", "algorithm: missing; name a recipe, such as `algorithm: grpo` (`coalign recipes` lists them)"),
         ("algorithm: gpro\n", "run.yaml:1: algorithm: 'gpro' is no recipe; did you mean 'grpo'?"),
     ],
 )

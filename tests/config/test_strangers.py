@@ -151,14 +151,6 @@ def test_the_value_of_a_secret_is_in_no_output_of_a_command(write, monkeypatch):
     assert "hunter2" not in written and written.count("${env:MY_API_KEY}") == 2
 
 
-def test_the_value_of_a_secret_is_not_in_the_log_of_a_run(run, here, monkeypatch):
-    monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2")
-    run("{algorithm: grpo, output: '${env:MY_API_KEY}'}")
-    handler = RecordHandler(RecordFile(here / "log.txt"), hide_secrets)
-    handler.handle(logging.makeLogRecord({"msg": "https://x/%s failed", "args": ("hunter2-hunter2",)}))
-    assert "https://x/${env:MY_API_KEY} failed" in (here / "log.txt").read_text()
-
-
 @pytest.mark.parametrize("reference", ["${env:MY_API_KEY}", "${oc.env:MY_API_KEY}"])
 def test_the_value_of_a_secret_is_in_no_file_log_or_screen(run, here, monkeypatch, reference):
     monkeypatch.setenv("MY_API_KEY", "hunter2/hunter2")

@@ -48,28 +48,19 @@ def test_on_ray_only_what_changes_travels_after_the_first_time(tmp_path):
     assert {m["sync/bytes"] for m in runs.metrics(config) if "sync/bytes" in m} == {changing}
 
 
-def test_a_checkpoint_holds_the_adapter_alone_too(tmp_path):
+def test_a_checkpoint_holds_the_adapter_alone_too_and_a_stopped_run_ends_with_the_same_weights(tmp_path):
     import peft
 
-    config = adapted(tmp_path, "sft")
-    assert runs.run(config) == 0
-    directory = Path(config["output"]) / "checkpoints" / "step_4"
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, directory / "adapter").merge_and_unload()
-    for name, tensor in theirs.named_parameters():
-        torch.testing.assert_close(tensor.detach(), merged(config, 4)[name], rtol=1e-6, atol=1e-7)
-    assert "adapter/adapter_model.safetensors" in (directory / "manifest.json").read_text()
-
-
-def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
     whole = adapted(tmp_path, "sft", save_every=2, eval_at_start=False)
     whole["models"]["trainer"] |= {"lora": LORA | {"dropout": 0.2}, "ema": {"decay": 0.5}}
     assert runs.run(whole) == 0
-    resumed = whole | {"output": str(tmp_path / "resumed")}
-    with runs.stopping_after(2):
-        runs.run(resumed)
-    assert [line["step"] for line in runs.metrics(resumed)] == [1, 2]
-    assert runs.run(resumed) == 0
+    directory = Path(whole["output"]) / "checkpoints" / "step_4"
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, directory / "adapter").merge_and_unload()
+    for name, tensor in theirs.named_parameters():
+        torch.testing.assert_close(tensor.detach(), merged(whole, 4)[name], rtol=1e-6, atol=1e-7)
+    assert "adapter/adapter_model.safetensors" in (directory / "manifest.json").read_text()
+    resumed = runs.run_in_two_parts(whole)
     assert runs.weights_hash(resumed, 4) == runs.weights_hash(whole, 4) != runs.weights_hash(whole, 2)
 
 

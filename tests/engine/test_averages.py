@@ -5,17 +5,15 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.runs import run, settings
+from tests.runs import run, run_in_two_parts, settings
 
 
 def test_it_is_exported_beside_the_weights_and_survives_a_restart(tmp_path):
-    whole = settings(tmp_path, "sft", steps=4, save_every=2, eval_at_start=False)
+    whole = settings(tmp_path, "sft", steps=2, eval_at_start=False)
     whole["models"]["trainer"] |= {"ema": {"decay": 0.5}, "optimizer": {"lr": 3e-3, "schedule": "constant"}}
     run(whole)
-    halves = whole | {"output": str(tmp_path / "halves")}
-    run(halves, "runtime.steps=2")
-    run(halves)
-    one, other = (Path(config["output"]) / "checkpoints" / "step_4" for config in (whole, halves))
+    halves = run_in_two_parts(whole, 1)
+    one, other = (Path(config["output"]) / "checkpoints" / "step_2" for config in (whole, halves))
     files = [folder / "hf_ema" / "model.safetensors" for folder in (one, other)]
     assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files}) == 1
     start, own, average = (load_file(d / "model.safetensors") for d in (tmp_path / "model", one / "hf", one / "hf_ema"))

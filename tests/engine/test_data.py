@@ -35,12 +35,12 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path, data, algorithm):
 
 
 def test_a_cached_run_ends_with_the_same_weights_and_tokenises_once(tmp_path, monkeypatch):
-    plain = configured(tmp_path, {}, output="plain")
+    plain = configured(tmp_path, {}, output="plain", steps=2)
     run(plain)
     for name in ("first", "second"):
-        cached = configured(tmp_path, {"cache": str(tmp_path / "cache"), "eval": []}, output=name)
+        cached = configured(tmp_path, {"cache": str(tmp_path / "cache"), "eval": []}, output=name, steps=2)
         run(cached)
-        assert weights_hash(cached, 4) == weights_hash(plain, 4)
+        assert weights_hash(cached, 2) == weights_hash(plain, 2)
         monkeypatch.setattr(RowEncoder, "use", lambda *_: pytest.fail("went through the rows again"))
 
 
@@ -53,7 +53,7 @@ def test_the_length_of_a_run_in_tokens(tmp_path):
     assert 100 * (len(lines) - 1) < tokens < 100 * len(lines) + 30
 
 
-def test_a_stream_ends_with_its_tokens_and_must_have_an_end(tmp_path, caplog):
+def test_a_stream_ends_with_its_tokens(tmp_path, caplog):
     config = configured(tmp_path, STREAM, steps=None, tokens=100)
     config["models"]["trainer"]["optimizer"]["unit"] = "tokens"
     with caplog.at_level("INFO"):
@@ -63,7 +63,3 @@ def test_a_stream_ends_with_its_tokens_and_must_have_an_end(tmp_path, caplog):
     rows = 4 * len(trained)
     assert f"a stream, {rows} rows so far: {rows} used" in caplog.text
     assert metrics(config)[-1]["data/epoch"] == math.floor((rows - 1) / 24)
-    config = configured(tmp_path, STREAM, steps=None, output="endless")
-    config["models"]["trainer"]["optimizer"]["schedule"] = "constant"
-    with pytest.raises(ValueError, match=r"data\.stream: is true, .*: set runtime\.steps or runtime\.tokens"):
-        run(config)

@@ -23,13 +23,14 @@ def configure(directory, fn, *, samples=4, **reward):
     ("fn", "message"),
     [
         ("forgets_zero", "reward 'forgets_zero' returned None for 12 of 16 samples: is a `return 0.0` missing?"),
-        ("misspells", r"reward 'misspells' fails on every sample: KeyError: 'anwser' \(tests/rewards/failing.py:10\)"),
         ("misspells_if_wrong", "reward 'misspells_if_wrong' fails on 12 of 16 samples: KeyError: 'anwser'"),
     ],
 )
-def test_a_bug_ends_the_run(tmp_path, fn, message):
+def test_a_bug_ends_the_run(tmp_path, capfd, fn, message):
     with pytest.raises((RewardError, WorkerError), match=message):
         run(configure(tmp_path, fn))
+    assert fn in (tmp_path / "run" / "log.txt").read_text()
+    assert "the run ended with an error" not in "".join(capfd.readouterr())  # whoever catches it says it
 
 
 def test_a_bug_may_be_admitted(tmp_path):

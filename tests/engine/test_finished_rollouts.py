@@ -130,10 +130,7 @@ def test_steps_since_the_checkpoint_are_not_generated_again(interrupted, monkeyp
     [
         pytest.param(lambda file: flip(file, -9), "generated again: the checksum of some is wrong", id="flipped"),
         pytest.param(
-            lambda file: file.write_bytes(file.read_bytes()[:-9]),
-            "is damaged after",
-            id="cut",
-            marks=pytest.mark.slow,
+            lambda file: file.write_bytes(file.read_bytes()[:-9]), "is damaged after", id="cut", marks=pytest.mark.slow
         ),
         pytest.param(
             lambda file: flip(file, 9),

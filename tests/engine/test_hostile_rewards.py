@@ -37,7 +37,7 @@ def test_a_function_that_hangs_or_dies_costs_its_samples_alone(tmp_path, cluster
         pytest.importorskip("ray")
     lines = train(tmp_path, {"fn": HERE + fn, "timeout": 1.0, "retries": 0}, cluster=cluster)
     assert [line[f"reward/failed/{reason}"] for line in lines] == [4.0, 4.0]  # one of the four samples of each prompt
-    assert all(line["samples/count"] == 12 and "loss/value" in line for line in lines)
+    assert all(line["samples/count"] == 12 and line["samples/dropped"] == 4 and "loss/value" in line for line in lines)
 
 
 def test_a_service_that_is_away_for_a_while_costs_no_sample(tmp_path):

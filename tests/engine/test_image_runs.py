@@ -15,9 +15,8 @@ from coalign import load_config
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, VisionConfig
 from coalign.launch.plan import prepare
-from coalign.run_files.records import read_records
 from tests.backends.test_images import answer, build_trainer, load_prompts
-from tests.runs import metrics, run, run_in_two_parts
+from tests.runs import metrics, run, run_in_two_parts, samples
 from tests.runs import settings as text_settings
 from tests.tiny import tiny_model_dir
 from tests.vision import let_see, picture, vision_model_dir
@@ -75,8 +74,7 @@ def test_a_run_goes_on_where_it_was_and_exports_the_whole_model(algorithm, setti
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()) and (folder / "preprocessor_config.json").is_file()
     if algorithm == "grpo":
-        samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_text().split("\n")[:-1]]
-        seen = next(sample for sample in samples if "images" in sample)
+        seen = next(sample for sample in samples(config) if "images" in sample)
         assert seen["images"] == seen["row"]["images"] and seen["prompt"].count("<|image_pad|>") == 1
 
 
@@ -182,8 +180,7 @@ def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_p
     assert run(config) == 0
     last = metrics(config)[-1]
     assert last["loss/grad_norm"] > 0 and last["reward/std"] > 0 and last["episode/turns"] == 3, last
-    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
-    assert all(str(shown) in sample["images"] for sample in samples)
+    assert all(str(shown) in sample["images"] for sample in samples(config))
 
 
 @pytest.mark.slow
@@ -196,13 +193,13 @@ def test_continuous_roll_outs_go_on_with_images(kv, settings):
     config = run_in_two_parts(config)
     lines = metrics(config)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    samples = [own for own in read_records(Path(config["output"]) / "samples.jsonl") if own["phase"] == "train"]
+    trained = [own for own in samples(config) if own["phase"] == "train"]
     steps: dict[int, set[int]] = {}
-    for own in samples:
+    for own in trained:
         steps.setdefault(own["group"], set()).add(own["step"])
         assert bool(own.get("images")) == bool(own["row"]["images"])
     assert sorted(steps) == list(range(16)) and all(len(each) == 1 for each in steps.values())
-    assert len(samples) == 64
+    assert len(trained) == 64
     assert all(line["loss/grad_norm"] > 0 and line["samples/dropped"] == 0 for line in lines)
 
 

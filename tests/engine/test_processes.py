@@ -1,19 +1,16 @@
 """Whole runs in processes of their own: killed, interrupted, on Ray."""
 
-import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from coalign import cli
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.hooks.run_control import StopSignals
-from tests.runs import MARK, command, metrics, processes_of, run, settings, wait_for, weights_hash
+from tests.runs import MARK, command, metrics, processes_of, run, samples, settings, wait_for, weights_hash
 
 
 def wait_for_step(process, config, step, seconds=90):
@@ -73,33 +70,6 @@ def test_a_second_ctrl_c_stops_a_run_at_once(monkeypatch):
         signals.engine.progress.request_stop.assert_called_once_with("SIGINT")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_exits_with_130(tmp_path):
-    config = settings(tmp_path, "grpo", steps=500, eval_at_start=False)
-    process = command(config)
-    wait_for_step(process, config, 2)
-    process.send_signal(signal.SIGINT)
-    output = finish(process, 130)
-    assert "SIGINT: finishing this step, then saving" in output
-    last = metrics(config)[-1]["step"]
-    assert (Path(config["output"]) / "checkpoints" / f"step_{last}" / "manifest.json").exists()
-
-
-def test_an_error_is_one_message_and_an_exit_code(tmp_path, monkeypatch, capsys):
-    config = settings(tmp_path, "grpo")
-    config["models"]["policy"]["sampling"]["max_new_token"] = 8
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(config))
-    monkeypatch.setattr(sys, "path", list(sys.path))  # to which the command adds
-    monkeypatch.setattr(sys, "argv", ["coalign", "train", str(path)])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    shown = capsys.readouterr()
-    assert left.value.code == 2 and shown.out == ""
-    assert "did you mean 'max_new_tokens'?" in shown.err
-    assert "Traceback" not in shown.err
 
 
 pytest.importorskip("ray")
@@ -167,7 +137,7 @@ def test_a_worker_that_stands_still_ends_the_run_in_time(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("how", "replicas"), [("killed", 1), ("killed", 2), ("stopped", 1)])
+@pytest.mark.parametrize(("how", "replicas"), [("killed", 2), ("stopped", 1)])
 def test_a_lost_sampler_is_started_again(tmp_path, how, replicas):
     options = {"max_staleness": 1, "call_timeout": 20, "log_samples": 99}
     config = settings(tmp_path, "grpo", steps=12, eval_at_start=False, cluster="ray", **options)
@@ -183,41 +153,8 @@ def test_a_lost_sampler_is_started_again(tmp_path, how, replicas):
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert sum(line.get("faults/restarts", 0) for line in lines) == 1
     assert all(line["samples/staleness_max"] <= 1 for line in lines)
-    for sample in map(json.loads, (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()):
+    for sample in samples(config):
         groups.setdefault(sample["group"], set()).add(sample["step"])
     assert sorted(groups) == list(range(12 * config["runtime"]["prompts_per_step"]))
     assert all(len(steps) == 1 for steps in groups.values()), "a group was trained on twice"
     assert not processes_of(config), "processes were left behind"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["reference", "reward_functions"])
-def test_a_lost_scorer_is_started_again_and_changes_nothing(tmp_path, name):
-    config = settings(tmp_path, "grpo", steps=40, eval_at_start=False, cluster="ray")
-    config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
-    config["models"]["reference"] = {}
-    config["data"].pop("eval")
-    whole = config | {"output": str(tmp_path / "whole")}
-    finish(command(whole))
-    process = command(config)
-    wait_for_step(process, config, 2, seconds=150)
-    next(p for p in processes_of(config) if any(f":{name}:" in part for part in p.cmdline())).kill()
-    output = finish(process)
-    assert f"{name}, replica 0 is lost" in output and "it is started again" in output
-    assert [line["step"] for line in metrics(config)] == list(range(1, 41))
-    assert weights_hash(config, 40) == weights_hash(whole, 40)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_two_data_parallel_trainers_learn_what_one_learns(tmp_path):
-    config = settings(tmp_path, "grpo", steps=3, eval_at_start=False)
-    config["data"].pop("eval")
-    config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
-    run(config)
-    two = config | {"output": str(tmp_path / "two")}
-    finish(command(two, "runtime.cluster=ray", "models.trainer.num_process=2", "models.reference.num_process=1"))
-    for key in ("loss/value", "loss/grad_norm", "loss/kl_ref", "reward/mean"):
-        one = [line[key] for line in metrics(config)]
-        assert [line[key] for line in metrics(two)] == pytest.approx(one, rel=1e-5, abs=1e-6), key

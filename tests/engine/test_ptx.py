@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from coalign.config import ConfigError
 from coalign.recipes.sft import SFT
 from coalign.types import Total
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 
 def with_ptx(directory: Path, algorithm: str, *, kind: str = "documents", **runtime) -> dict:
@@ -21,7 +20,7 @@ def with_ptx(directory: Path, algorithm: str, *, kind: str = "documents", **runt
     return config | {"ptx": {"data": str(rows), "coef": 0.5, "rows_per_step": 2, "kind": kind}}
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sft", "grpo"))])
 def test_every_step_reports_it_and_learns_from_it(tmp_path, algorithm):
     config = with_ptx(tmp_path, algorithm, steps=2)
     assert run(config) == 0
@@ -34,22 +33,14 @@ def test_every_step_reports_it_and_learns_from_it(tmp_path, algorithm):
 
 
 def test_a_stopped_run_goes_on_with_the_same_rows(tmp_path):
-    whole = with_ptx(tmp_path, "sft", save_every=2)
-    whole["models"]["trainer"]["optimizer"]["schedule"] = "constant"
+    whole = with_ptx(tmp_path, "sft")
     run(whole)
-    halves = whole | {"output": str(tmp_path / "halves")}
-    run(halves, "runtime.steps=2")
-    run(halves)
+    halves = run_in_two_parts(whole)
     assert weights_hash(halves, 4) == weights_hash(whole, 4)
     assert [line["loss/ptx"] for line in metrics(halves)] == [line["loss/ptx"] for line in metrics(whole)]
     without = {k: v for k, v in halves.items() if k != "ptx"}
     with pytest.raises(ValueError, match="is of a run with `ptx`; this one is without it"):
         run(without, "runtime.steps=6")
-
-
-def test_without_rows_it_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"ptx.data: is missing"):
-        run(settings(tmp_path, "grpo") | {"ptx": {"coef": 0.1}})
 
 
 class Unaware(SFT):

@@ -195,21 +195,14 @@ def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory, u
     assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
 
 
-def test_a_run_that_begins_anew_forgets_what_is_in_memory(tmp_path, memory):
-    config = configure(tmp_path)
+@pytest.mark.parametrize("resume", ["never", "auto"])  # auto: a new folder of the same path is another run
+def test_a_run_that_begins_anew_does_not_read_what_is_in_memory(tmp_path, memory, resume):
+    config = settings(tmp_path, "sft", steps=2, eval_at_start=False, resume=resume)
     left = open_memory_folder(Path(config["output"])).directory
-    (left / "step_4").mkdir(parents=True)
-    assert run(config, "runtime.resume=never") == 0
-    assert not left.exists() and steps(config) == [1, 2, 3, 4, 5]
-
-
-def test_a_new_folder_of_the_same_path_is_another_run(tmp_path, memory):
-    config = configure(tmp_path)
-    left = open_memory_folder(Path(config["output"])).directory
-    (left / "step_4").mkdir(parents=True)
-    (left / "step_4" / "manifest.json").write_text('{"files": {}}')
+    (left / "step_1").mkdir(parents=True)
+    (left / "step_1" / "manifest.json").write_text('{"files": {}}')
     assert run(config) == 0
-    assert steps(config) == [1, 2, 3, 4, 5]
+    assert steps(config) == [1, 2] and (resume == "auto" or not left.exists())
 
 
 @pytest.mark.parametrize(

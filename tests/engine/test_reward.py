@@ -20,7 +20,7 @@ from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.roles import Context
 from coalign.types import Moments, Stat, Status, Total
-from tests.runs import ROOT, metrics, run, settings, weights_hash
+from tests.runs import ROOT, metrics, run, samples, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 
 NAN = math.nan
@@ -218,10 +218,6 @@ def two_judges(directory, **runtime):
     return config
 
 
-def loaded(config, *overrides):
-    return load_config(config, overrides)
-
-
 @pytest.mark.parametrize(
     ("parts", "weight"),
     [
@@ -235,6 +231,11 @@ def loaded(config, *overrides):
 def test_how_much_turns_count(parts, weight):
     models = {"kind": ModelConfig(head="reward")}
     assert find_turn_weight(RunConfig(algorithm="ppo", reward=parts, models=models)) == weight
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("judges")
 
 
 @pytest.mark.parametrize(
@@ -260,24 +261,23 @@ def test_how_much_turns_count(parts, weight):
         (["runtime.colocation=[[policy, reward]]"], r"there is no model 'reward'"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, overrides, message):
+def test_what_does_not_fit_is_refused(home, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        prepare(loaded(two_judges(tmp_path), *overrides))
+        prepare(load_config(two_judges(home), overrides))
 
 
-def test_models_of_the_reward_are_frozen_and_read_as_they_must(tmp_path):
-    models = prepare(loaded(two_judges(tmp_path))).configs
+def test_models_of_the_reward_are_frozen_and_read_as_they_must(home):
+    models = prepare(load_config(two_judges(home))).configs
     assert list(models) == ["policy", "trainer", "kind", "terse", FUNCTIONS]
     assert models["kind"].frozen and models["kind"].chat_template is None
     assert models["terse"].frozen and models["terse"].chat_template == "auto"
-    assert (
-        prepare(loaded(two_judges(tmp_path), "models.kind.chat_template=none")).configs["kind"].chat_template == "none"
-    )
-    assert loaded(two_judges(tmp_path), f"runtime.colocation=[[policy, {FUNCTIONS}]]").runtime.colocation
+    own = prepare(load_config(two_judges(home), ["models.kind.chat_template=none"])).configs["kind"]
+    assert own.chat_template == "none"
+    assert load_config(two_judges(home), [f"runtime.colocation=[[policy, {FUNCTIONS}]]"]).runtime.colocation
 
 
-def test_check_shows_the_composition(tmp_path, capsys):
-    check(loaded(two_judges(tmp_path)), Display())
+def test_check_shows_the_composition(home, capsys):
+    check(load_config(two_judges(home)), Display())
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "+2 × digits: function tests.digits:digits",
@@ -328,12 +328,9 @@ def test_a_run_with_two_models_and_a_function(tmp_path):
     (evaluated,) = [line for line in metrics(config) if "eval/mean" in line][-1:]
     parts = [evaluated[f"eval/reward/{name}/mean"] for name in ("digits", "kind", "terse")]
     assert evaluated["eval/mean"] == pytest.approx(2.0 * parts[0] + parts[1] + 0.5 * parts[2], abs=1e-5)
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_bytes().splitlines()]
-    assert set(samples[0]["rewards"]) == {"digits", "kind", "terse"} and "<|im_end|>" not in samples[0]["response"]
-
-
-def test_evaluation_asks_the_same_parts(tmp_path):
-    found = evaluate(two_judges(tmp_path), quiet=True)
+    first = samples(config)[0]
+    assert set(first["rewards"]) == {"digits", "kind", "terse"} and "<|im_end|>" not in first["response"]
+    found = evaluate(config, quiet=True)
     assert all(f"eval/reward/{name}/mean" in found for name in ("digits", "kind", "terse"))
 
 

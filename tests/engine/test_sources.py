@@ -14,7 +14,7 @@ from coalign.engine.reward import RewardTerm, combine, combine_rewards, observe_
 from coalign.engine.selection import filter_groups
 from coalign.rewards.calls import RewardError
 from coalign.types import Stat, Status, Total
-from tests.runs import metrics, run, settings
+from tests.runs import metrics, run, samples, settings
 
 NAN = math.nan
 SOURCES = ["sums", "sums", "words", "words", "other"]
@@ -147,8 +147,7 @@ def test_a_run_with_two_sources(tmp_path):
         assert groups == 4 and line["samples/count"] == 16
         if "source/words/reward" in line:
             assert line["source/words/reward"] == pytest.approx(line["reward/length/mean"] / 2)
-    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
-    evaluated = [sample["row"].get("data_source", "sums") for sample in samples if sample["phase"] == "eval"]
+    evaluated = [one["row"].get("data_source", "sums") for one in samples(config) if one["phase"] == "eval"]
     assert evaluated == ["sums", "words"]  # spread over the sources
     found = evaluate(config, quiet=True)
     assert found["eval/sums/mean@1"] == 1.0

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coalign import load_config
-from coalign.config.errors import ConfigError
-from coalign.launch.check import check
-from coalign.report.display import Display
 from tests.engine.test_partial_rollout import partial
 from tests.runs import metrics, run, weights_hash
 
@@ -37,20 +33,3 @@ def test_on_two_replicas_too(tmp_path):
     run(together)
     run(apart)
     assert weights_hash(apart, 3) == weights_hash(together, 3)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "message"),
-    [
-        ({"oversample": 1.5, "round_tokens": 4}, "models.policy.spread_samples: rollout.oversample ends a rollout by"),
-        ({"fn": "tests.engine.test_spread_samples:duel"}, "models.policy.spread_samples: .* plays the samples of a p"),
-    ],
-)
-def test_groups_that_need_one_replica(tmp_path, rollout, message):
-    config = spread(partial(tmp_path, rollout=rollout, steps=1), tmp_path / "apart")
-    with pytest.raises((ConfigError, ValueError), match=message):
-        check(load_config(config), Display(quiet=True))
-
-
-async def duel(group):
-    """An environment of all samples of a prompt together."""

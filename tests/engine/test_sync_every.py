@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
-from coalign.config import load
-from coalign.config.errors import ConfigError
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 
@@ -34,25 +28,3 @@ def test_a_run_continued_between_two_syncs_keeps_to_the_schedule(tmp_path):
     lines = metrics(run_in_two_parts(configured(tmp_path, 2, steps=6, max_staleness=1, eval_at_start=False), 3))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(line["samples/staleness_max"] <= 1 for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("every", "runtime", "message"),
-    [
-        (3, {"max_staleness": 1}, "sync.every.*sampled from weights that are up to 2 steps old.*max_staleness"),
-        (2, {"max_staleness": 1, "eval_every": 3}, "runtime.eval_every.*is 3, no multiple of `sync.every`"),
-        (2, {"max_staleness": 1, "save_every": 1}, "runtime.save_every.*is 1, no multiple of `sync.every`"),
-    ],
-)
-def test_what_cannot_work_is_refused(tmp_path, every, runtime, message):
-    config = configured(tmp_path, every, **runtime)
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=f"(?s){message}"):
-        load(path, [])
-
-
-def test_an_unknown_transport_is_refused(tmp_path):
-    config = settings(tmp_path, "grpo") | {"sync": "pigeon"}
-    with pytest.raises(ConfigError, match=r"(?s)sync.transport.*shared_memory"):
-        load(config, [])

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coalign.config import ConfigError
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 SCHEDULE = {"lr": 3e-3, "schedule": "linear", "min_lr_ratio": 0.0, "unit": "tokens", "warmup": 4}
 
@@ -34,35 +33,9 @@ def test_the_run_and_its_schedule_end_with_the_tokens(tmp_path):
 
 
 def test_a_restart_goes_on_counting(tmp_path):
-    whole = by_tokens(tmp_path, 60, save_every=2)
+    whole = by_tokens(tmp_path, 60)
     run(whole)
-    halves = whole | {"output": str(tmp_path / "halves")}
-    run(halves, "runtime.steps=2")
-    assert len(metrics(halves)) == 2
-    run(halves)
+    halves = run_in_two_parts(whole)
     last = metrics(whole)[-1]["step"]
     assert metrics(halves)[-1]["step"] == last > 3
     assert weights_hash(halves, last) == weights_hash(whole, last)
-
-
-def test_a_schedule_in_tokens_needs_their_number(tmp_path):
-    config = by_tokens(tmp_path, 10)
-    del config["runtime"]["tokens"]
-    with pytest.raises(ConfigError, match=r"models.trainer.optimizer.unit: is `tokens`.*`runtime.tokens`"):
-        run(config)
-
-
-def test_a_stream_ends_by_its_tokens(tmp_path):
-    config = by_tokens(tmp_path, 40)
-    config["data"]["stream"] = True
-    del config["runtime"]["steps"]
-    assert run(config) == 0
-    assert sum(line["tokens/trained"] for line in metrics(config)) >= 40
-
-
-def test_a_stream_has_no_number_of_steps_for_a_schedule(tmp_path):
-    config = by_tokens(tmp_path, 40)
-    config["data"]["stream"] = True
-    config["models"]["trainer"]["optimizer"]["unit"] = "steps"
-    with pytest.raises(ConfigError, match=r"models.trainer.optimizer.schedule: is `linear`, and a stream"):
-        run(config)

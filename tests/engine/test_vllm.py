@@ -16,12 +16,7 @@ from tests.gsm8k import TRAIN, needs_gsm8k
 from tests.runs import command, metrics, processes_of, run
 
 STEPS = 4
-pytestmark = [
-    VLLM,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    needs_gsm8k,
-]
+pytestmark = [VLLM, pytest.mark.slow, pytest.mark.timeout(1800), needs_gsm8k]
 
 
 def grpo(directory: Path, name: str, policy: dict[str, Any], trainer: dict[str, Any] | None = None, **more: Any):

@@ -102,3 +102,16 @@ def play(
         return running
     finally:
         loop.close()
+
+
+def played(fn: Any, one: Episode, **arguments: Any) -> Episode:
+    """The episode after the environment; an error of the environment is raised."""
+    running = play(fn, one, **arguments)
+    if running.calls[0].error is not None:
+        raise running.calls[0].error
+    return one
+
+
+def chosen(one: Episode) -> str:
+    """What the policy is trained on, as text."""
+    return TOKENIZER.decode([token for token, mask in zip(one.log.tokens, one.log.loss_mask, strict=True) if mask])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coalign.environments.chat import agent
 from coalign.types import Status
-from tests.environments.helpers import TOKENIZER, episode, play
+from tests.environments.helpers import TOKENIZER, chosen, episode, play
 from tests.fuzzing import CASES, JSON, damage, make_requests, send_raw, try_requests
 
 HERE = "tests.environments.test_chat"
@@ -26,10 +26,6 @@ def agents(name: str, *says, **settings):
     one = episode(*says)
     running = play(agent, one, run=f"{HERE}:{name}", **settings)
     return one, running.calls[0]
-
-
-def chosen(one) -> str:
-    return TOKENIZER.decode([t for t, mask in zip(one.log.tokens, one.log.loss_mask, strict=True) if mask])
 
 
 async def tool_agent(client, row, *, temperature: float = 0.3):

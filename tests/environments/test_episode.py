@@ -11,18 +11,10 @@ from coalign import rewards
 from coalign.data.examples import KEEPS_SPECIAL_TOKENS
 from coalign.environments.rendering import RenderingError
 from coalign.types import Sample, Status
-from tests.environments.helpers import END, TOKENIZER, Script, encode, episode, play
+from tests.environments.helpers import END, TOKENIZER, Script, encode, episode, play, played
 from tests.tiny import CHATML
 
 ASSISTANT = "<|im_start|>assistant\n"
-
-
-def played(fn, one):
-    """The episode after the environment; an error of the environment is raised."""
-    running = play(fn, one)
-    if running.calls[0].error is not None:
-        raise running.calls[0].error
-    return one
 
 
 async def two_turns(one):

@@ -156,14 +156,11 @@ async def one_turn(episode):
 
 def test_an_episode_of_one_turn_is_a_response(directory):
     episodes, _ = module(directory, "one_turn").generate(prompts(directory))
-    plain = module(directory, "coalign.environments:single_turn").generate(prompts(directory))
+    alone = module(directory, "coalign.environments:single_turn")
+    plain = alone.generate(prompts(directory))
+    assert alone.runner is None and isinstance(plain, Batch)
     for name in ("tokens", "loss_mask", "rollout_logprobs", "versions", "status", "prompt_length", "index"):
         assert torch.equal(episodes[name], plain[name]), name
-
-
-def test_plain_generation_takes_no_part_in_this(directory):
-    plain = module(directory, "coalign.environments:single_turn")
-    assert plain.runner is None and isinstance(plain.generate(prompts(directory)), Batch)
 
 
 async def crashes(episode, *, index: int = 1):

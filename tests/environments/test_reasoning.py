@@ -13,7 +13,8 @@ from coalign.environments.conversation import find_environment
 from coalign.environments.rendering import RenderingError
 from coalign.roles import Context
 from tests.data.families import FAMILIES, RESULT
-from tests.environments.helpers import TOKENIZER, encode, episode, play
+from tests.environments import helpers
+from tests.environments.helpers import TOKENIZER, encode, episode
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 SAID = ("<think>\nfirst\n</think>\n\n5", "<think>\nsecond\n</think>\n\nYes", "<think>\nthird\n</think>\n\nNo")
@@ -30,17 +31,14 @@ async def chat(one, turns=2, words="Sure?"):
     one.reward(1.0)
 
 
-def played(fn, one, **arguments):
-    running = play(fn, one, **arguments)
-    if running.calls[0].error is not None:
-        raise running.calls[0].error
-    trained = TOKENIZER.decode([t for t, m in zip(one.log.tokens, one.log.loss_mask, strict=True) if m])
-    return TOKENIZER.decode(one.log.tokens), trained
+def texts(fn, one, **arguments):
+    """What the episode has in its log, and what of it is trained on."""
+    return TOKENIZER.decode(helpers.played(fn, one, **arguments).log.tokens), helpers.chosen(one)
 
 
 def test_last_begins_the_sample_anew_with_what_the_policy_reads_then():
     one = episode(*SAID, chat_template=FAMILIES["Qwen3"], reasoning="last")
-    text, trained = played(chat, one, turns=3)
+    text, trained = texts(chat, one, turns=3)
     before = ASKED + "5<|im_end|>\n" + SURE + "Yes<|im_end|>\n" + SURE
     assert (text, trained) == (before + SAID[2] + "<|im_end|>", SAID[2] + "<|im_end|>")
     assert one.log.tokens[: one.prompt_length] == encode(before) == one._policy.asked[2]["tokens"]
@@ -52,7 +50,7 @@ def test_last_begins_the_sample_anew_with_what_the_policy_reads_then():
 
 def test_keep_goes_on_and_trains_every_turn():
     one = episode(*SAID, chat_template="qwen3-training", reasoning="keep")
-    text, trained = played(chat, one)
+    text, trained = texts(chat, one)
     assert text == ASKED + SAID[0] + "<|im_end|>\n" + SURE + SAID[1] + "<|im_end|>"
     assert trained == SAID[0] + "<|im_end|>" + SAID[1] + "<|im_end|>" and not one.counts["rewritten"]
 
@@ -65,22 +63,22 @@ async def call(one):
 
 @pytest.mark.parametrize("policy, kept", [("last", True), ("drop", False)])
 def test_results_of_tools_end_the_reasoning_of_drop_alone(policy, kept):
-    text, trained = played(call, episode(*SAID, chat_template="qwen3-training", reasoning=policy))
+    text, trained = texts(call, episode(*SAID, chat_template="qwen3-training", reasoning=policy))
     assert ("first" in text) == ("first" in trained) == kept and "second" in trained and "3.5" in text
 
 
 def test_a_rewritten_prompt_that_does_not_fit_leaves_the_sample_as_it_was():
     one = episode(*SAID, chat_template=FAMILIES["Qwen3"], reasoning="last")
     one._policy.capacity = len(encode(ASKED + SAID[0])) + 3
-    text, trained = played(chat, one, words="Sure? " * 20)
+    text, trained = texts(chat, one, words="Sure? " * 20)
     assert text == ASKED + SAID[0] + "<|im_end|>" and trained == SAID[0] + "<|im_end|>" and not one.counts["rewritten"]
 
 
 def test_what_cannot_be_rewritten_is_refused():
     with pytest.raises(RenderingError, match=r"writes no such block; set data\.reasoning: keep"):
-        played(chat, episode(*SAID, chat_template=FAMILIES["gpt-oss"], reasoning="last"))
+        texts(chat, episode(*SAID, chat_template=FAMILIES["gpt-oss"], reasoning="last"))
     with pytest.raises(RenderingError, match=r"for example data\.chat_template: qwen3-training"):
-        played(chat, episode(*SAID, chat_template=FAMILIES["Qwen3"]))
+        texts(chat, episode(*SAID, chat_template=FAMILIES["Qwen3"]))
 
 
 def test_the_engine_reads_the_rewritten_prompt(tmp_path):

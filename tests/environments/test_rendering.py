@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from coalign.data.templates import load_template
-from coalign.environments.rendering import Rendering, RenderingError
+from coalign.environments.rendering import Rendering
 from tests.environments.helpers import END, TOKENIZER, encode
-from tests.tiny import CHATML, tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 
 TOOL = {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "5"}
 USER = {"role": "user", "content": "Sure?"}
@@ -76,11 +76,6 @@ def test_a_users_words_for_qwen():
     assert added(rendering(QWEN2_5), [65, END], USER) == QWEN_USER
 
 
-def test_a_template_that_takes_reasoning_back_is_refused_where_it_would():
-    with pytest.raises(RenderingError, match="renders earlier turns differently"):
-        added(rendering(QWEN3), [65, END], USER)
-
-
 def test_an_answer_that_was_cut_is_ended():
     assert added(rendering(QWEN2_5), [65], USER) == "<|im_end|>" + QWEN_USER
     assert added(rendering(QWEN2_5), [], USER) == "<|im_end|>" + QWEN_USER
@@ -91,9 +86,7 @@ def test_another_special_token_ends_a_turn_too():
 
 
 @pytest.mark.parametrize(
-    ("template", "role", "content"),
-    [(LLAMA3, "tool", "5"), (LLAMA3_1, "ipython", '"5"')],
-    ids=["llama3", "llama3.1"],
+    ("template", "role", "content"), [(LLAMA3, "tool", "5"), (LLAMA3_1, "ipython", '"5"')], ids=["llama3", "llama3.1"]
 )
 def test_llama(template, role, content):
     assert added(rendering(template), [65], USER) == "<|eot_id|>" + LLAMA.format("user", "Sure?")
@@ -119,14 +112,3 @@ def test_where_the_next_header_ends_a_turn():
     renders = Rendering(load_template(tiny_tokenizer(), template))
     assert added(renders, [65, *ENDTEXT], USER) == "Sure?<|im_start|>"
     assert added(renders, [65], USER) == "<|endoftext|>Sure?<|im_start|>"
-
-
-def test_a_template_that_forgets_is_refused():
-    forgets = CHATML.replace("message['content']", "(message['content'] if loop.last else '…')")
-    with pytest.raises(RenderingError, match=r"data\.chat_template"):
-        added(Rendering(load_template(tiny_tokenizer(), forgets)), [65, END], USER)
-
-
-def test_plain_text_has_no_second_message():
-    with pytest.raises(RenderingError, match=r"data\.chat_template: none"):
-        added(Rendering(load_template(tiny_tokenizer(), "none")), [65, END], USER)

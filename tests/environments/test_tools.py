@@ -15,7 +15,7 @@ from coalign.environments.episode import Turn
 from coalign.environments.parsers import hermes, llama
 from coalign.environments.tools import build_tool, tool_use
 from coalign.types import Status
-from tests.environments.helpers import TOKENIZER, episode, play
+from tests.environments.helpers import TOKENIZER, chosen, episode, play
 
 HERE = "tests.environments.test_tools"
 THERE = "tests.environments.simple_tools"
@@ -119,8 +119,7 @@ def test_a_turn_with_a_call_and_one_with_the_answer():
     assert one.messages[1]["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "2+3"}}
     text = TOKENIZER.decode(one.log.tokens)
     assert text.startswith("<|im_start|>system\n[{") and '"name": "lookup"' in text
-    chosen = [token for token, mask in zip(one.log.tokens, one.log.loss_mask, strict=True) if mask]
-    assert TOKENIZER.decode(chosen) == f"Let me see.{said(ask('calculator', expression='2+3'))}<|im_end|>5<|im_end|>"
+    assert chosen(one) == f"Let me see.{said(ask('calculator', expression='2+3'))}<|im_end|>5<|im_end|>"
     assert "<|im_start|>tool\n5<|im_end|>" in text
     assert one.counts["tool_calls"] == 1 and one.counts["turns"] == 2
 

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from coalign import load_config, train
 from coalign.cli import app
 from coalign.commands.evaluate import show_data
-from coalign.launch.check import check
 from coalign.launch.plan import prepare
 from coalign.launch.template import DATA, MODEL, REWARD, RunTemplate
 from coalign.recipes import CLASSES
@@ -20,7 +19,7 @@ from coalign.report.display import Display
 from coalign_serve.config.pipeline_file import load_pipeline
 from coalign_serve.judges import choose_device
 from coalign_serve.pipeline import check_pipeline
-from tests.runs import settings, write_data
+from tests.runs import settings, show_check, write_data
 from tests.tiny import tiny_model_dir
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -32,12 +31,6 @@ def home(tmp_path_factory):
     tiny_model_dir(path / "tiny")
     write_data(path, "dpo")
     return path
-
-
-def said(call, *arguments):
-    display = Display(out=Console(file=io.StringIO(), width=300))
-    call(*arguments, display)
-    return display.out.file.getvalue()
 
 
 def fill_in(text, home):
@@ -58,7 +51,7 @@ def test_what_init_marks_is_enough(home, recipe):
         plain = plain or config
         assert config == plain  # both forms are the recipe as it is
     assert len(text.splitlines()) <= 25
-    assert "no problem found" in said(check, config)
+    assert "no problem found" in show_check(config)
 
 
 @pytest.mark.slow
@@ -123,7 +116,7 @@ def test_a_model_that_another_run_will_make_is_named(home, tmp_path):
     with pytest.raises(ValueError, match=r"there is no directory .*sft/model"):
         load_config(config)
     planned = load_config(config, planned=True)
-    shown = said(check, planned)
+    shown = show_check(planned)
     assert f"trainer, reference: {tmp_path}/sft/model is not there yet, a run with `output: {tmp_path}/sft`" in shown
     assert "no problem found" in shown
     display = Display(out=Console(file=io.StringIO()))
@@ -145,10 +138,7 @@ def test_auto_takes_the_accelerator_that_is_there(monkeypatch):
 @NO_CUDA
 @pytest.mark.parametrize(
     ("device", "reason"),
-    [
-        ("cuda", "is not here: this machine has 0 cuda devices; use cpu"),
-        ("gpu", "is no device; expected auto, cpu"),
-    ],
+    [("cuda", "is not here: this machine has 0 cuda devices; use cpu"), ("gpu", "is no device; expected auto, cpu")],
 )
 def test_a_device_that_is_not_there_is_refused_in_one_line(home, tmp_path, device, reason):
     with pytest.raises(ValueError, match=reason):

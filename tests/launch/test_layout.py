@@ -10,10 +10,7 @@ from coalign.cluster.placement.nodes import Node, assign_nodes, place_processes
 from coalign.cluster.placement.slots import list_models_sharing_devices, list_slots
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
-from coalign.launch.layout import (
-    describe_assigned_layout,
-    describe_requested_layout,
-)
+from coalign.launch.layout import describe_assigned_layout, describe_requested_layout
 
 HERE = "tests.cluster.modules"
 MODELS = {

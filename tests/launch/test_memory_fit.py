@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from coalign import devices, load_config
-from coalign.launch.check import check
 from coalign.launch.data_check import RowLengths, check_data
 from coalign.launch.plan import prepare
 from coalign.processes import host
-from coalign.report.display import Display
 from coalign_plan.checks import memory_table
 from coalign_plan.checks.memory_table import estimate_models, list_demands, list_loads
-from tests.runs import settings
+from tests.runs import settings, show_check
 from tests.tiny import tiny_model_dir
 
 LENGTHS = RowLengths(sequence=30, row=40)
@@ -80,18 +75,12 @@ def test_the_lengths_are_those_of_the_rows(home):
     assert lengths is not None and lengths.sequence < lengths.row <= 2 * lengths.sequence
 
 
-def show(config):
-    shown = Display(out=Console(file=io.StringIO(), width=300))
-    check(config, shown)
-    return shown.out.file.getvalue()
-
-
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_check_says_whether_it_fits_this_machine(home, monkeypatch, algorithm):
-    said = show(configured(home, algorithm))
+    said = show_check(configured(home, algorithm))
     assert "\nhost memory: " in said and said.endswith("\nno problem found\n")
     monkeypatch.setattr(memory_table, "measure_memory", lambda kind: GIB // 4)
-    said = show(configured(home, algorithm))
+    said = show_check(configured(home, algorithm))
     assert "no problem found" not in said
     assert "warning: by this estimate the run does not fit this machine (host memory: " in said.split("\n")[-2]
     assert "243 MiB can be used" in said and "models.*.max_tokens_per_micro" in said

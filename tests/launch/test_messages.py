@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import re
 import shutil
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from coalign import load_config, train
@@ -28,7 +26,7 @@ from coalign_migrate.llama_factory import LLAMA_FACTORY
 from coalign_migrate.slime import SLIME
 from coalign_migrate.swift import SWIFT
 from coalign_migrate.verl_sft import VERL_SFT
-from tests.runs import settings
+from tests.runs import settings, show_check
 
 LINES = 5  # of a message
 TABLES = (VERL, VERL_SFT, OPENRLHF, OPENRLHF_OFFLINE, SLIME, TRL, LLAMA_FACTORY, SWIFT, AXOLOTL, CHATLEARN)
@@ -58,8 +56,6 @@ def refuse(home, algorithm, changes, *overrides):
 
 NAMES = [
     ("reward", {"fn": "./rewards/mine.py:score"}, r"reward\[0\]: .*is no name of a module; .* such as `mine:score`"),
-    ("models.trainer.num_gpu", 1, r"models\.trainer\.num_gpu: is 1, and torch finds no GPU on this machine"),
-    ("runtime.accelerator", "cuda", r"runtime\.accelerator: is cuda; Ray's name of it is GPU"),
     ("reward", {"fn": "mth"}, r"run\.yaml:\d+: reward\[0\]: 'mth' .*did you mean 'math'"),
     ("loss", {"fn": "policy_gradint"}, r"run\.yaml:\d+: loss\.fn: .*did you mean 'policy_gradient'"),
     ("advantage", {"fn": "grup"}, r"run\.yaml:\d+: advantage\.fn: .*did you mean 'group'"),
@@ -114,26 +110,14 @@ DATA = [
     ("kto", '{"prompt": "1+1=", "answer": "2"}', r"rows\.jsonl:1: no key 'label'"),
     ("grpo", '{"prompt": 5}', r"rows\.jsonl:1: 'prompt' is int"),
     ("grpo", '{"prompt": "1+1="}', r"reward\[0\]: `math` compares with a row's 'answer', which no row"),
-    (
-        "grpo",
-        '{"prompt": "%s", "answer": "2"}' % ("1" * 2000),
-        r"no usable rows .*; data\.max_prompt_tokens is",
-    ),
+    ("grpo", '{"prompt": "%s", "answer": "2"}' % ("1" * 2000), r"no usable rows .*; data\.max_prompt_tokens is"),
 ]
 SETTINGS = [
     ("grpo", {"data.prompt_format": "the same"}, r"data\.prompt_format: makes the same prompt of all 24 rows"),
-    (
-        "grpo",
-        {"data.chat_template": '{{ "x" }}'},
-        r"data\.chat_template leaves out the content of message 0",
-    ),
+    ("grpo", {"data.chat_template": '{{ "x" }}'}, r"data\.chat_template leaves out the content of message 0"),
     ("grpo", {"data.prompt_format": "{questoin}"}, r"no key 'questoin', which data\.prompt_format names"),
     ("sft", {"data.chat_template": "{{ oops"}, r"the chat template is no valid Jinja"),
-    (
-        "sft",
-        {"models.trainer.max_tokens_per_micro": 3},
-        r"a sequence of .* has \d+ tokens, and 3 are what",
-    ),
+    ("sft", {"models.trainer.max_tokens_per_micro": 3}, r"a sequence of .* has \d+ tokens, and 3 are what"),
     ("sft", {"output": "/proc/run"}, r"output: nothing can be written in '/proc'"),
     ("sft", {"data.cache": "/proc/cache"}, r"data\.cache: nothing can be written in '/proc'"),
     ("grpo", {"data.stream": True, "runtime.steps": None}, r"data\.stream: is true, and nobody knows how many rows"),
@@ -167,15 +151,12 @@ def test_check_says_what_it_reads(home):
     (home / "many.jsonl").write_text("\n".join([*lines, "broken"]))
     config = settings(home, "grpo", prompts_per_step=32)
     config["models"]["trainer"]["updates_per_batch"] = 40
-    shown = Display(out=Console(file=io.StringIO(), width=300))
-    check(load_config(config | {"data": config["data"] | {"train": str(home / "many.jsonl")}}), shown)
-    said = shown.out.file.getvalue()
+    said = show_check(config, f"data.train={home / 'many.jsonl'}")
     assert f"many.jsonl: of the first {ROWS} rows, {ROWS} used\n  prompts of " in said
     assert "the first row: '0+1='" in said and "grpo.jsonl: 24 rows, 24 used" in said
     assert "warning: models.trainer.updates_per_batch is 40, and a step has 32 rows" in said
     assert "a step repeats some" not in said
-    check(load_config(config), shown)
-    assert "warning: runtime.prompts_per_step is 32, and data.train has 24 rows" in shown.out.file.getvalue()
+    assert "warning: runtime.prompts_per_step is 32, and data.train has 24 rows" in show_check(config)
 
 
 @pytest.mark.parametrize(("key", "value", "message"), LOADS, ids=lambda value: str(value)[:30])

@@ -1,25 +1,17 @@
 """`coalign check` calls the reward functions of a run once, on its first row."""
 
-import io
-
 import pytest
-from rich.console import Console
 
-from coalign import load_config
 from coalign.config.errors import ConfigError
 from coalign.config.functions import refuse_code
-from coalign.launch.check import check
-from coalign.report.display import Display
-from tests.runs import settings
+from tests.runs import settings, show_check
 
 HERE = "tests.rewards.failing:"
 
 
 def check_run(directory, *rewards):
     config = settings(directory, "grpo") | {"reward": [{"fn": fn} if isinstance(fn, str) else fn for fn in rewards]}
-    screen = io.StringIO()
-    check(load_config(config), Display(out=Console(file=screen, width=400)))
-    return screen.getvalue()
+    return show_check(config)
 
 
 def test_it_shows_what_each_function_returns(tmp_path):
@@ -34,22 +26,14 @@ def test_rows_without_an_answer_have_an_empty_response_alone(tmp_path):
     for split in ("train", "eval"):
         config["data"][split] = str(tmp_path / "prompts.jsonl")
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(8)))
-    screen = io.StringIO()
-    check(load_config(config), Display(out=Console(file=screen, width=400)))
-    assert "reward length: 0 for an empty response\n" in screen.getvalue()
+    assert "reward length: 0 for an empty response\n" in show_check(config)
 
 
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
-        (
-            "forgets_zero",
-            r"reward\[0\]: `forgets_zero` returned None for an empty response: is a `return 0.0`",
-        ),
-        (
-            "misspells",
-            r"fails on the first row's answer: KeyError: 'anwser' \(tests/rewards/failing.py:10\)",
-        ),
+        ("forgets_zero", r"reward\[0\]: `forgets_zero` returned None for an empty response: is a `return 0.0`"),
+        ("misspells", r"fails on the first row's answer: KeyError: 'anwser' \(tests/rewards/failing.py:10\)"),
     ],
 )
 def test_it_refuses_a_function_that_is_wrong(tmp_path, fn, message):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from coalign import load_config
 from coalign.data.loader import Loader
-from coalign.launch.check import check
 from coalign.launch.data_load import load_data
 from coalign.launch.plan import prepare
-from coalign.report.display import Display
-from tests.runs import COMPARING, compared, metrics, row, run, settings
+from tests.runs import COMPARING, compared, metrics, row, run, settings, show_check
 
 ROWS, LONG = 30, "1" * 300  # of 256 tokens that a model reads at once
 CASES = {
@@ -49,27 +45,21 @@ def load(config) -> Loader:
     return load_data(prepare(load_config(config))).train
 
 
-def show(config):
-    shown = Display(out=Console(file=io.StringIO(), width=500))
-    check(load_config(config), shown)
-    return shown.out.file.getvalue()
-
-
 @pytest.mark.parametrize("algorithm", CASES)
 def test_a_row_that_is_too_long(home, algorithm, caplog):
     change, why = CASES[algorithm]
     config = configured(home, algorithm, change)
     assert load(config).rows == ROWS - 1
     assert "rows.jsonl:21: " in caplog.text and why in caplog.text and "max_tokens_per_micro" in caplog.text
-    said = show(config)
+    said = show_check(config)
     assert f"{ROWS} rows, {ROWS - 1} used, 1 over " in said and "rows.jsonl:21: " in said
-    for refuse in (load, show):
+    for refuse in (load, show_check):
         with pytest.raises(ValueError, match=rf"rows\.jsonl:21: .*{why}.*max_tokens_per_micro"):
             refuse(configured(home, algorithm, change, on_long="error"))
 
 
 def test_check_reads_more_than_the_first_rows(home):
-    assert "rows.jsonl:691: a sequence of it has 309 tokens" in show(
+    assert "rows.jsonl:691: a sequence of it has 309 tokens" in show_check(
         configured(home, "sft", {"answer": LONG}, rows=700)
     )
 
@@ -103,13 +93,13 @@ def test_prompts_that_the_cache_of_the_policy_does_not_hold(home):
 
 def test_prompts_after_which_a_response_is_cut_short_are_named(home):
     config = configured(home, "grpo", {"prompt": "1" * 252})
-    assert "warning: after 1 of these prompts a response ends before its 8 tokens" in show(config)
+    assert "warning: after 1 of these prompts a response ends before its 8 tokens" in show_check(config)
 
 
 def test_no_row_is_short_enough(home):
     config = configured(home, "sft", {}, rows=4)
     config["models"]["trainer"]["max_tokens_per_micro"] = 3
-    for refuse in (load, show):
+    for refuse in (load, show_check):
         with pytest.raises(ValueError, match=r"no usable rows .*the first: .*rows\.jsonl:1: .*, and 3 are what"):
             refuse(config)
 

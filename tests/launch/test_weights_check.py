@@ -50,10 +50,7 @@ def edit(folder, **changes):
 SIZES = {
     "hidden_size": (64, r"models\.trainer\.load: .*the weights do not fit: model\.embed_tokens\.weight is \[320, 32\]"),
     "vocab_size": (384, r"the weights do not fit: model\.embed_tokens\.weight is \[320, 32\] there and \[384, 32\]"),
-    "num_hidden_layers": (
-        3,
-        r"lacks \['model\.layers\.1\.input_layernorm\.weight'.* and 16 more for a model",
-    ),
+    "num_hidden_layers": (3, r"lacks \['model\.layers\.1\.input_layernorm\.weight'.* and 16 more for a model"),
     "tie_word_embeddings": (False, r"lacks \['lm_head\.weight'\] for a model with head 'lm'"),
 }
 
@@ -111,9 +108,8 @@ def test_a_tokenizer_is_named_before_the_data(configured, tmp_path):
     assert "tokenizer.json" in refusal(config)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_a_run_names_the_file_too(configured, tmp_path, algorithm):
-    config = configured(algorithm)
+def test_a_run_names_the_file_too(configured, tmp_path):
+    config = configured("sft")
     content(lambda data: data[:-1])(tmp_path / "model")
     with pytest.raises(ValueError, match=r"model\.safetensors has 79,871 bytes, and 79,872 are"):
         run(config)

@@ -23,11 +23,8 @@ def adapted(directory: Path, algorithm: str, **runtime):
     return config
 
 
-QUICK = ("reward_model",)
-ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*RECIPES, *ONLINE)]
-
-
-@pytest.mark.parametrize("algorithm", ALL)
+@pytest.mark.slow  # of SFT and PPO tests/engine/test_adapters.py sees it in `make test`
+@pytest.mark.parametrize("algorithm", (*RECIPES, *ONLINE))
 def test_only_the_adapted_layers_move_and_a_stopped_run_resumes(tmp_path, algorithm):
     whole = adapted(tmp_path, algorithm)
     run(whole)
@@ -45,7 +42,8 @@ def test_only_the_adapted_layers_move_and_a_stopped_run_resumes(tmp_path, algori
     }
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param(a, marks=pytest.mark.slow) for a in ("dpo", "kto", "grpo", "ppo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ("dpo", "kto", "grpo", "ppo"))
 def test_the_base_is_the_reference(tmp_path, algorithm):
     shared = adapted(tmp_path, algorithm, steps=2)
     run(shared)

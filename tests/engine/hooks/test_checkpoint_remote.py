@@ -15,21 +15,10 @@ from coalign import load_config
 from coalign.config.errors import ConfigError
 from coalign.engine.hooks import checkpoint_remote
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
-from coalign.engine.hooks.checkpoint_remote import (
-    RemoteCheckpoints,
-    RemoteError,
-    find_newest_anywhere,
-)
+from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, RemoteError, find_newest_anywhere
 from coalign.launch.plan import prepare
 from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, verify_checkpoint
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
-
-
-@pytest.fixture(params=["memory", "file"])
-def url(request, tmp_path):
-    yield "memory://bucket/run" if request.param == "memory" else f"file://{tmp_path}/remote/run"
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
@@ -37,6 +26,11 @@ def memory_url():
     yield "memory://bucket/run"
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path, memory_url):
+    return memory_url if request.param == "memory" else f"file://{tmp_path}/remote/run"
 
 
 @pytest.fixture
@@ -309,19 +303,20 @@ def test_a_run_that_goes_back_leaves_no_later_copy(memory_url, disk):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("key", "given", "message"),
     [
-        ("nosuch://bucket/run", "knows no protocol `nosuch`"),
-        ("s3://key:secret@bucket/run", "credentials are read from the environment"),
-        ("file://OUT/copies", "in the run's own folder"),
-        ("file://OUT/..", "in the run's own folder or holds it"),
+        ("save_copies_to", "nosuch://bucket/run", "knows no protocol `nosuch`"),
+        ("save_copies_to", "s3://key:secret@bucket/run", "credentials are read from the environment"),
+        ("save_copies_to", "file://OUT/copies", "in the run's own folder"),
+        ("save_copies_to", "file://OUT/..", "in the run's own folder or holds it"),
+        ("resume", "memory://bucket/run", "expected the URL of a checkpoint"),
     ],
 )
-def test_a_place_that_cannot_be(tmp_path, given, message):
-    config = settings(tmp_path, "sft", save_copies_to=given.replace("OUT", str(tmp_path / "run")))
+def test_a_place_that_cannot_be(tmp_path, key, given, message):
+    config = settings(tmp_path, "sft", **{key: given.replace("OUT", str(tmp_path / "run"))})
     with pytest.raises(ConfigError, match=message) as caught:
         prepare(load_config(config))
-    assert "runtime.save_copies_to" in str(caught.value) and "secret" not in str(caught.value)
+    assert f"runtime.{key}" in str(caught.value) and "secret" not in str(caught.value)
 
 
 def test_a_protocol_without_its_package_is_refused_with_the_command(tmp_path, monkeypatch):
@@ -330,11 +325,6 @@ def test_a_protocol_without_its_package_is_refused_with_the_command(tmp_path, mo
     monkeypatch.setitem(known_implementations, "nos3", {"class": "nos3fs.S3FileSystem", "err": "Install it"})
     with pytest.raises(ImportError, match=r"nos3://bucket/run needs .*No module named 'nos3fs'.*: pip install nos3fs"):
         prepare(load_config(settings(tmp_path, "sft", save_copies_to="nos3://bucket/run")))
-
-
-def test_resuming_from_a_url_needs_a_checkpoint(tmp_path):
-    with pytest.raises(ConfigError, match=r"runtime\.resume.*expected the URL of a checkpoint"):
-        prepare(load_config(settings(tmp_path, "sft", resume="memory://bucket/run")))
 
 
 # ---- in a run
@@ -387,8 +377,6 @@ def test_a_run_whose_copies_all_fail_ends_well_and_copies_the_last_one_when_star
 
     real = MemoryFileSystem.find
     config = settings(tmp_path, "sft", steps=5, save_every=1, eval_at_start=False)
-    assert run(config) == 0
-    shutil.rmtree(config["output"])
     config["runtime"] |= {"save_copies_to": memory_url, "resume": "never"}
     monkeypatch.setattr(MemoryFileSystem, "find", away)
     assert run(config) == 0

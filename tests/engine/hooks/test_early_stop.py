@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from coalign.config import ConfigError
 from coalign.config.schema.runtime import EarlyStopConfig
 from coalign.engine.hooks.checkpoint import Save
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
@@ -26,29 +25,28 @@ def stopped_after(values: list[float], **config) -> int | None:
     return None
 
 
-def test_patience_counts_evaluations_in_a_row():
-    assert stopped_after([3, 2, 2.5, 2.4, 1.9, 2, 2], patience=3) is None
-    assert stopped_after([3, 2, 2.5, 2.4, 2.1, 1], patience=3) == 5
-    assert stopped_after([3, 3], patience=1) == 2
+NAN = float("nan")
 
 
-def test_mode_max():
-    assert stopped_after([0.1, 0.2, 0.3, 0.2, 0.1], mode="max", patience=2) == 5
-    assert stopped_after([0.1, 0.2, 0.3], mode="min", patience=2) == 3
-
-
-def test_small_changes_are_no_improvement():
-    """Each of the steps is 0.1 down: of the first value the third is 0.2 away, which is enough."""
-    assert stopped_after([1.0, 0.9, 0.8, 0.7, 0.6], patience=2, min_delta=0.15) is None
-    assert stopped_after([1.0, 0.9, 0.8, 0.7, 0.6], patience=2, min_delta=0.25) == 3
-    assert stopped_after([1.0, 0.75, 0.5], patience=1, min_delta=0.25) == 2  # exactly as much is none
-
-
-def test_nan_is_no_improvement():
-    nan = float("nan")
-    assert stopped_after([nan, nan], patience=2) == 2
-    assert stopped_after([nan, 1.0, nan, 0.5], patience=2) is None
-    assert stopped_after([1.0, nan, nan], patience=2) == 3
+@pytest.mark.parametrize(
+    ("values", "config", "expected"),
+    [
+        ([3, 2, 2.5, 2.4, 1.9, 2, 2], {"patience": 3}, None),
+        ([3, 2, 2.5, 2.4, 2.1, 1], {"patience": 3}, 5),
+        ([3, 3], {"patience": 1}, 2),
+        ([0.1, 0.2, 0.3, 0.2, 0.1], {"patience": 2, "mode": "max"}, 5),
+        ([0.1, 0.2, 0.3], {"patience": 2, "mode": "min"}, 3),
+        # 0.1 down a step: the third value is 0.2 away from the first one
+        ([1.0, 0.9, 0.8, 0.7, 0.6], {"patience": 2, "min_delta": 0.15}, None),
+        ([1.0, 0.9, 0.8, 0.7, 0.6], {"patience": 2, "min_delta": 0.25}, 3),
+        ([1.0, 0.75, 0.5], {"patience": 1, "min_delta": 0.25}, 2),  # exactly as much is none
+        ([NAN, NAN], {"patience": 2}, 2),
+        ([NAN, 1.0, NAN, 0.5], {"patience": 2}, None),
+        ([1.0, NAN, NAN], {"patience": 2}, 3),
+    ],
+)
+def test_a_run_stops_after_evaluations_in_a_row_without_an_improvement(values, config, expected):
+    assert stopped_after(values, **config) == expected
 
 
 def test_a_metric_that_is_not_reported_is_named_with_those_that_are():
@@ -58,12 +56,6 @@ def test_a_metric_that_is_not_reported_is_named_with_those_that_are():
         hook.after_evaluation(SimpleNamespace(progress=Progress()), stats)
     assert "runtime.early_stop.metric: evaluation reports no 'eval/loss'" in str(error.value)
     assert str(error.value).endswith("it reports eval/loss/value")
-
-
-def test_early_stopping_without_evaluations_is_refused(tmp_path):
-    config = settings(tmp_path, "sft", early_stop={"metric": "eval/loss/value"})
-    with pytest.raises(ConfigError, match=r"runtime.early_stop: watches evaluations.*eval_every"):
-        run(config)
 
 
 def rising(config: dict) -> dict:

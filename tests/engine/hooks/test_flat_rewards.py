@@ -2,8 +2,6 @@
 
 import pytest
 
-from coalign import load_config
-from coalign.launch.plan import prepare
 from tests.runs import run, settings
 
 
@@ -17,7 +15,7 @@ def train(directory, algorithm, fn, steps=4):
     assert run(config) == 0
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_constant_reward(tmp_path, caplog, algorithm):
     train(tmp_path, algorithm, "tests.functions:never_differs")
     (message,) = list_warnings(caplog)
@@ -31,13 +29,5 @@ def test_groups_whose_samples_are_equal(tmp_path, caplog):
 
 
 def test_a_run_that_learns_is_silent(tmp_path, caplog):
-    train(tmp_path, "grpo", "tests.functions:odd_groups_differ")
+    train(tmp_path, "grpo", "tests.functions:odd_groups_differ", steps=3)
     assert not list_warnings(caplog)
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "online_dpo", "remax"])
-def test_greedy_samples_are_refused_where_they_are_compared(tmp_path, algorithm):
-    config = settings(tmp_path, algorithm)
-    config["models"]["policy"]["sampling"]["temperature"] = 0.0
-    with pytest.raises(ValueError, match=r"models\.policy\.sampling\.temperature is 0"):
-        prepare(load_config(config))

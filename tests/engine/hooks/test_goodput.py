@@ -11,7 +11,6 @@ import pytest
 from coalign.engine.hooks.goodput import CAUSES, Goodput
 from coalign.engine.hooks.run_folder import RunFolder, StepLog, flatten_stats
 from coalign.types import Stat, Total
-from tests.engine.hooks.test_guards import configured
 from tests.runs import metrics, run, run_in_two_parts, settings
 
 
@@ -173,10 +172,3 @@ def test_a_run_in_two_parts_goes_on_counting(tmp_path):
     assert seconds[1] == pytest.approx(seconds[2]) and seconds[3] > seconds[2] + 0.01  # it started twice
     assert lines[3]["time/run"] > lines[2]["time/run"]
     assert lines[4]["goodput/redone"] == 0.0
-
-
-def test_a_rollback_shows(tmp_path):
-    config = configured(tmp_path, {"fn": "poisoned", "first": 8, "last": 8}, guards={"action": "rollback"})
-    assert run(config) == 0
-    redone = [line["goodput/redone"] * line["time/run"] for line in metrics(config)]
-    assert redone[:2] == [0.0, 0.0] and redone[2] > 0.0 and redone[3] == pytest.approx(redone[2])

@@ -1,6 +1,5 @@
 """Guards against NaN and drift: what they see, what they do, and that a run goes on from there."""
 
-import json
 import math
 from pathlib import Path
 
@@ -13,12 +12,14 @@ from coalign.algorithms.losses import policy_gradient
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.engine.hooks.guards import METRICS, UNHEALTHY, list_exceeded, list_non_finite, read_dump
+from coalign.engine.journal import read_lines
 from coalign.launch.plan import prepare
 from coalign.launch.run import train
 from coalign.launch.trace import trace
 from coalign.report.display import Display
 from coalign.types import LossInput, LossOutput, Stat, Total
-from tests.runs import metrics, run, settings, weights_hash
+from coalign_diagnose.run_history import RunHistory
+from tests.runs import metrics, run, samples, settings, weights_hash
 
 NAN = float("nan")
 
@@ -157,30 +158,24 @@ def test_rolling_back_needs_checkpoints():
 # ---- stopping
 
 
-def test_nan_ends_the_run_with_its_batch_and_without_its_weights(tmp_path):
-    config = configured(tmp_path, {"fn": "poisoned", "first": 5, "last": 5})
-    folder = Path(config["output"])
-    assert run(config) == UNHEALTHY
-    assert checkpoints(config) == [1]
-    assert [line["step"] for line in metrics(config)] == [1, 2]
-    assert metrics(config)[-1]["loss/value"] is None  # JSON has no NaN
-    assert metrics(config)[-1]["loss/not_finite"] == metrics(config)[-1]["loss/skipped_updates"] == 1.0
-    assert "loss/not_finite" not in metrics(config)[0]
-    batch, said = read_dump(folder / "failed" / "step_2.pt")
-    assert batch["group"].unique().tolist() == [4, 5, 6, 7]
-    assert said["step"] == 2
-    assert any("loss/value is nan" in reason for reason in said["reasons"])
-    assert math.isnan(said["metrics"]["loss/value"])
-    log = (folder / "log.txt").read_text()
-    assert "stopping: step 2 is unhealthy" in log
-    assert "the newest checkpoint is of step 1" in log
-
-
-def test_going_on_after_a_stop_is_exact(tmp_path):
+def test_nan_ends_the_run_with_its_batch_and_without_its_weights_and_going_on_is_exact(tmp_path):
     healthy = configured(tmp_path / "healthy", {"fn": "poisoned"})
     assert run(healthy) == 0
     cut = configured(tmp_path / "cut", {"fn": "poisoned", "first": 9, "last": 9})
+    folder = Path(cut["output"])
     assert run(cut) == UNHEALTHY
+    assert checkpoints(cut) == [1, 2]
+    lines = metrics(cut)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss/value"] is None  # JSON has no NaN
+    assert lines[-1]["loss/not_finite"] == lines[-1]["loss/skipped_updates"] == 1.0
+    assert "loss/not_finite" not in lines[0]
+    batch, said = read_dump(folder / "failed" / "step_3.pt")
+    assert batch["group"].unique().tolist() == [8, 9, 10, 11]
+    assert said["step"] == 3 and math.isnan(said["metrics"]["loss/value"])
+    assert any("loss/value is nan" in reason for reason in said["reasons"])
+    log = (folder / "log.txt").read_text()
+    assert "stopping: step 3 is unhealthy" in log and "the newest checkpoint is of step 2" in log
     assert run(cut | {"loss": healthy["loss"]}, "runtime.allow_changed=settings") == 0
     assert weights_hash(cut, 4) == weights_hash(healthy, 4)
     kept = ("step", "loss/", "reward/", "data/", "guards/")
@@ -210,18 +205,26 @@ def test_drift_within_patience_at_the_end_is_saved(tmp_path):
 
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_rolling_back_goes_on_with_later_data(tmp_path, max_staleness):
+    """What was trained and what waits is dropped in the journal, and the time of it was for nothing."""
     poison = {"fn": "poisoned", "first": 5, "last": 5}
-    config = configured(tmp_path, poison, guards={"action": "rollback"}, log_samples=16, max_staleness=max_staleness)
+    runtime = {"guards": {"action": "rollback"}, "log_samples": 16, "journal": True, "max_staleness": max_staleness}
+    config = configured(tmp_path, poison, **runtime)
     assert run(config) == 0
-    lines = metrics(config)
+    folder, lines = Path(config["output"]), metrics(config)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["guards/rollbacks"] for line in lines] == [0, 1, 1, 1]
-    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
-    trained = [{s["group"] for s in samples if s["step"] == step and s["phase"] == "train"} for step in (1, 2, 3, 4)]
+    learned_from = [s for s in samples(config) if s["phase"] == "train"]
+    trained = [{s["group"] for s in learned_from if s["step"] == step} for step in (1, 2, 3, 4)]
     later = 8 if max_staleness == 0 else 12  # what was under way is forgotten, too
     assert trained == [{0, 1, 2, 3}, *({later + 4 * i + j for j in range(4)} for i in range(3))]
-    assert (Path(config["output"]) / "failed" / "step_2.pt").exists()
+    assert (folder / "failed" / "step_2.pt").exists()
     assert math.isfinite(lines[-1]["loss/value"])
+    history = RunHistory(read_lines(folder / "journal.jsonl"))
+    dropped = {group for group, life in history.groups.items() if life.dropped == "rolled back"}
+    assert dropped == set(range(4, later)) and sorted(history.steps) == [1, 2, 3, 4]
+    assert [life.state for life in history.groups.values()].count("trained") == 16
+    redone = [line["goodput/redone"] * line["time/run"] for line in lines]
+    assert redone[0] == 0.0 < redone[1] and redone[2] == pytest.approx(redone[1])
 
 
 @pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.slow)])

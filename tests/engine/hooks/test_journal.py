@@ -152,16 +152,6 @@ def test_steps_after_the_checkpoint_are_shown_as_discarded(tmp_path, staleness):
     assert "dropped" not in states(history)
 
 
-def test_a_rollback_drops_what_was_trained_and_what_waits(tmp_path):
-    config = settings(tmp_path, "grpo", save_every=1, guards={"action": "rollback"})
-    config["loss"] = {"fn": "tests.engine.hooks.test_guards:poisoned", "first": 8, "last": 11}
-    run(config)
-    history = read(config)
-    dropped = {group for group, life in history.groups.items() if life.dropped == "rolled back"}
-    assert dropped == {8, 9, 10, 11}
-    assert states(history).count("trained") == 16 and sorted(history.steps) == [1, 2, 3, 4]
-
-
 def test_a_journal_of_another_run_is_moved_aside(tmp_path, caplog):
     config = settings(tmp_path, "grpo", steps=1)
     run(config)
@@ -175,14 +165,6 @@ def test_a_journal_of_another_run_is_moved_aside(tmp_path, caplog):
     assert sorted(read(config).steps) == [2]  # the step before is in no journal of this run
     run(config, "runtime.resume=never")
     assert sorted(read(config).steps) == [1, 2] and not read(config).restarts
-
-
-def test_a_run_without_a_journal_or_without_roll_outs_writes_none(tmp_path):
-    off = settings(tmp_path, "grpo", steps=1, journal=False)
-    run(off)
-    offline = settings(tmp_path, "sft", steps=1) | {"output": str(tmp_path / "offline")}
-    run(offline)
-    assert not path_of(off).exists() and not path_of(offline).exists()
 
 
 def test_a_line_that_a_kill_has_cut_does_not_spoil_the_next_one(tmp_path):

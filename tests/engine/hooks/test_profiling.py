@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from coalign.cluster.future import WorkerError
-from coalign.config import ConfigError, load
 from coalign.config.schema import ProfileConfig
 from coalign.engine.hooks.timeline import StepProfiler
 from tests.cluster.threads import thread_cluster
@@ -62,20 +61,6 @@ def test_each_step_that_is_named_has_a_trace_of_its_own(tmp_path):
     ]
 
 
-def test_all_models_unless_some_are_named(tmp_path):
-    said = []
-    running = engine(said)
-    steps(StepProfiler(ProfileConfig(steps=[1]), tmp_path, running), running, 1)
-    assert [name for name, what, _ in said if what == "start"] == ["policy", "trainer"]
-
-
-def test_models_of_one_process_are_in_one_trace(tmp_path):
-    said = []
-    running = engine(said, in_process=True)
-    steps(StepProfiler(ProfileConfig(steps=[1]), tmp_path, running), running, 1)
-    assert said == [("policy", "start", 1), ("policy", "stop", "step_1")]
-
-
 def test_a_worker_writes_what_it_did(tmp_path):
     with thread_cluster({"judge": {"module": "SumModule"}}) as cluster:
         judge = cluster.models["judge"]
@@ -106,7 +91,9 @@ def test_a_run_traces_the_model_that_is_named(tmp_path):
     assert "trainer.train_step" in names and any(str(name).startswith("aten::") for name in names)
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path):
-    config = settings(tmp_path, "sft", profile={"steps": [2], "models": ["trianer"]})
-    with pytest.raises(ConfigError, match=r"runtime.profile.models.*'trianer'.*did you mean 'trainer'"):
-        load(config, [], defaults=lambda name: {})
+@pytest.mark.parametrize(("in_process", "traced"), [(False, ["policy", "trainer"]), (True, ["policy"])])
+def test_all_models_unless_some_are_named_and_those_of_one_process_in_one_trace(tmp_path, in_process, traced):
+    said = []
+    running = engine(said, in_process)
+    steps(StepProfiler(ProfileConfig(steps=[1]), tmp_path, running), running, 1)
+    assert [name for name, what, _ in said if what == "start"] == traced and said[-1][1:] == ("stop", "step_1")

@@ -52,10 +52,7 @@ def test_a_run_writes_its_flow_and_its_placement_and_again_what_was_placed_anew(
 
     first = read()
     assert first["step"] == 0 and first["nodes"] == ["a", "b"]
-    assert first["models"]["policy"] == {
-        "processes": [[0, ["0", "1"]], [0, ["2", "3"]]],
-        "in_turn_with": ["judge"],
-    }
+    assert first["models"]["policy"] == {"processes": [[0, ["0", "1"]], [0, ["2", "3"]]], "in_turn_with": ["judge"]}
     assert first["models"]["reward"]["processes"] == [[1, []], [1, []]]
     engine.step = 3
     record.after_step(engine, {}, cast(Any, None))

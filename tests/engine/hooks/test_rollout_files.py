@@ -16,7 +16,7 @@ from coalign.engine.hooks.rollout_files import RolloutFiles, decode_piece, list_
 from coalign.report.display import Display
 from coalign.run_files.rollouts import find_rollouts, list_rollout_steps, read_rollouts
 from tests.environments.test_training import calculating
-from tests.runs import settings
+from tests.runs import samples, settings
 from tests.tiny import tiny_tokenizer
 
 NAN = float("nan")
@@ -132,18 +132,17 @@ class Batches(coalign.Hook):
 
 
 def read_samples(config, step):
-    lines = (Path(config["output"]) / "samples.jsonl").read_bytes().split(b"\n")[:-1]
-    return [line for line in map(json.loads, lines) if line["step"] == step]
+    return [line for line in samples(config) if line["step"] == step]
 
 
 def check_run(config, batches, start=1):
     """Compare the files of a run with its samples.jsonl, and with its batches, where these are known."""
     folder = Path(config["output"])
     for step in range(start, config["runtime"]["steps"] + 1):
-        found, samples = read_rollouts(find_rollouts(folder, step)), read_samples(config, step)
-        assert len(found.row_ends) == len(samples) == len(found.prompt_length)
+        found, told = read_rollouts(find_rollouts(folder, step)), read_samples(config, step)
+        assert len(found.row_ends) == len(told) == len(found.prompt_length)
         starts = [0, *found.row_ends.tolist()]
-        for sample, begin, end, length in zip(samples, starts, found.row_ends, found.prompt_length, strict=False):
+        for sample, begin, end, length in zip(told, starts, found.row_ends, found.prompt_length, strict=False):
             assert "".join(found.pieces[token] for token in found.tokens[begin : begin + length]) == sample["prompt"]
             written = sum(tokens for _, tokens in sample["versions"])
             assert (found.columns["weight_version"][begin:end] >= 0).sum() == written
@@ -185,9 +184,9 @@ def test_a_run_keeps_what_it_learned_from_and_writes_it_again_when_it_goes_on(tm
     folder = Path(config["output"])
     assert list_rollout_steps(folder) == [1, 2]
     first = read_rollouts(find_rollouts(folder, 1))
-    samples = read_samples(config, 1)
-    for sample, end in zip(samples, first.row_ends, strict=True):
-        rewards = [other["reward"] for other in samples if other["group"] == sample["group"]]
+    told = read_samples(config, 1)
+    for sample, end in zip(told, first.row_ends, strict=True):
+        rewards = [other["reward"] for other in told if other["group"] == sample["group"]]
         expected = (sample["reward"] - mean(rewards)) / (stdev(rewards) + 1e-6)
         assert first.columns["advantage"][end - 1] == pytest.approx(expected, abs=1e-3)
     assert any(first.columns["advantage"][first.row_ends - 1])

@@ -20,7 +20,6 @@ from coalign.report.plots import plot_timeline
 from coalign.types import Stat
 from tests.cluster.test_stream import sleepy
 from tests.cluster.threads import thread_cluster
-from tests.runs import metrics, run, settings
 
 # Two replicas generate from 10 to 12 and to 14, a judge scores from 14 to 15, after its weights came (13 to 14).
 EVENTS = [
@@ -49,13 +48,7 @@ def test_a_call_counts_with_its_part_of_the_step():
 def test_a_trace_has_a_row_for_each_process_and_says_what_waited():
     trace = build_trace(EVENTS, 10.0, 20.0)["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["ph"] == "M"}
-    assert names == {
-        (1, 0): "policy",
-        (1, 1): "replica 0",
-        (1, 2): "replica 1",
-        (2, 0): "judge",
-        (2, 1): "judge",
-    }
+    assert names == {(1, 0): "policy", (1, 1): "replica 0", (1, 2): "replica 1", (2, 0): "judge", (2, 1): "judge"}
     drawn = [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in trace if e["ph"] == "X"]
     assert drawn == [
         ("generate", 1, 1, 0, 2_000_000),
@@ -135,15 +128,3 @@ def test_it_costs_next_to_nothing():
         timeline.after_step(engine, {}, None)
         best = min(best, time.thread_time() - begun)
     assert best < 0.01
-
-
-def test_a_run_writes_idle_shares_and_timelines(tmp_path):
-    config = settings(tmp_path, "grpo", timeline_every=2, eval_at_start=False)
-    assert run(config) == 0
-    for line in metrics(config):
-        assert {"idle/policy", "idle/trainer", "idle/reward_functions"} <= line.keys()
-        assert {"time/policy.generate", "time/trainer.train_step", "memory/policy", "memory/trainer"} <= line.keys()
-        assert all(0.0 <= value <= 1.0 for name, value in line.items() if name.startswith("idle/"))
-    assert sorted(file.name for file in (tmp_path / "run" / "timeline").iterdir()) == ["step_2.json", "step_4.json"]
-    trace = json.loads((tmp_path / "run" / "timeline" / "step_4.json").read_text())["traceEvents"]
-    assert {"rollout", "train", "sync", "generate", "train_step"} <= {e["name"] for e in trace if e["ph"] == "X"}
