@@ -14,17 +14,12 @@ from coalign.data.batch import Batch
 from coalign.memory import PARTS, Arena, OutOfDeviceMemory
 from coalign.roles import Context
 from tests.backends.batches import rollout
-from tests.tiny import tiny_model_dir
+from tests.backends.test_fsdp import same, weights
 
 BATCHES = [rollout((5, 9), 2, seed=seed) for seed in range(3)]
 PROMPTS = Batch(torch.tensor([3, 5])).with_(
     tokens=torch.arange(8, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
 )
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(tiny_model_dir(tmp_path_factory.mktemp("moving") / "model"))
 
 
 def build(cls, path, name="trainer", **config):
@@ -33,14 +28,6 @@ def build(cls, path, name="trainer", **config):
     module.setup()
     module.measure_memory()
     return module
-
-
-def weights(module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in module.export_weights()}
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize(
