@@ -169,7 +169,7 @@ def test_byte_order_mark_and_max_samples_that_hides_a_broken_line(tmp_path):
 
 DATASET_STATE = '{"_data_files": [{"filename": %s}]}'
 NO_DATA = [
-    ("*.jsonl", None, FileNotFoundError, r"no data file matches .*\*\.jsonl"),
+    ("*.json", None, FileNotFoundError, r"no data file matches .*\*\.json"),
     ("gsm8k_trian.jsonl", None, FileNotFoundError, r"did you mean .*/gsm8k_train\.jsonl\?"),
     ("dta/x.jsonl", None, FileNotFoundError, r"did you mean .*/data\?"),
     ("zzz.parquet", None, FileNotFoundError, r"there is no zzz\.parquet in"),
