@@ -13,7 +13,7 @@ from coalign.config.schema import ModelConfig
 from coalign.devices import keep_generator, seed_generator
 from coalign.roles import Context
 
-ROUNDS = 20
+ROUNDS = 8
 
 
 def side_by_side(*works):

@@ -47,8 +47,8 @@ def test_training_averages_after_each_update(path):
     trainer, plain = module(path, ema={"decay": 0.8}, updates_per_batch=1), module(path)
     expected = weights(trainer)
     for seed in range(3):
-        for each in (trainer, plain):
-            each.train_step(rollout(seed=seed))
+        for learner in (trainer, plain):
+            learner.train_step(rollout(seed=seed))
         expected = {
             name: 0.8 * a + 0.2 * w for (name, a), w in zip(expected.items(), weights(trainer).values(), strict=True)
         }

@@ -290,7 +290,7 @@ def test_exported_weights_are_the_live_parameters(path):
     exported = dict(trainer.export_weights())
     reference = module(path, frozen=True)
     assert reference.optimizer is None and not any(p.requires_grad for p in reference.model.parameters())
-    assert torch.equal(*(each.forward_step(rollout())["ref_logprobs"] for each in (reference, trainer)))
+    assert torch.equal(*(model.forward_step(rollout())["ref_logprobs"] for model in (reference, trainer)))
     assert trainer.forward_step(rollout().select([]))["ref_logprobs"].shape == (0,)
     before = {name: tensor.clone() for name, tensor in exported.items()}
     trainer.train_step(rollout())

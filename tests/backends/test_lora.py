@@ -119,8 +119,8 @@ def test_gradients_do_not_depend_on_cuts_or_checkpointing(path):
         trainer = trained(path, KINDS[2], steps=1, kind=OnlyTrained, **more)
         trainer.train_step(rollout(seed=1))
         gradients.append(trainer.gradient.double())
-    for other in gradients[1:]:
-        assert float((gradients[0] - other).norm() / gradients[0].norm()) < 1e-5
+    for gradient in gradients[1:]:
+        assert float((gradients[0] - gradient).norm() / gradients[0].norm()) < 1e-5
 
 
 class OnlyTrained(Watched):
@@ -141,8 +141,8 @@ def test_dropout_is_off_when_scoring_and_repeats_when_training(path):
 @pytest.mark.parametrize("kind", ONE_KIND, ids=ids)
 def test_adapters_alone_learn_and_the_base_is_the_frozen_model_bit_for_bit(path, kind):
     reference = scores(module(path, frozen=True))
-    trainer, again, other = (module(path, lora=kind, seed=seed) for seed in (0, 0, 1))
-    drawn = [lora.find_trained_parameters(each.model.model) for each in (trainer, again, other)]
+    trainer, again, reseeded = (module(path, lora=kind, seed=seed) for seed in (0, 0, 1))
+    drawn = [lora.find_trained_parameters(model.model.model) for model in (trainer, again, reseeded)]
     assert same(drawn[0], drawn[1]) and not same(drawn[0], drawn[2])  # from the seed
     assert torch.equal(scores(trainer, base=True), reference)
     first = {name: p.clone() for name, p in trainer.model.named_parameters()}
@@ -265,8 +265,8 @@ def test_a_policy_on_its_own_samples_with_the_adapter(path, tmp_path):
 def test_an_adapter_of_another_kind_or_model_is_refused(path, tmp_path):
     kind = {"rank": 4, "target": ["*.q_proj", "*.k_proj"]}
     trained(path, kind, steps=0).save_adapter(tmp_path / "a")
-    other = str(tiny_model_dir(tmp_path / "other", hidden=16))
-    trained(other, kind, steps=0).save_adapter(tmp_path / "b")
+    narrow = str(tiny_model_dir(tmp_path / "narrow", hidden=16))
+    trained(narrow, kind, steps=0).save_adapter(tmp_path / "b")
     for name, change, message in (
         ("a", {"rank": 2}, r"models\.trainer\.lora\.rank is 2, but 4 in the adapter"),
         ("a", {"alpha": 8.0}, r"models\.trainer\.lora\.alpha is 8\.0, but 32\.0 in the adapter"),

@@ -208,7 +208,7 @@ def test_tensors_that_the_settings_do_not_ask_for_are_refused(base, tmp_path, ch
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("shape", "message"),
     [
         ({"hidden": 16}, r"of another model: .*model\.layers\.0\.\S+\.weight is \(64, 32\), lora_A \(4, 16\)"),
         ({"layers": 3}, r"of another model: there is no model\.layers\.2\."),
@@ -216,9 +216,9 @@ def test_tensors_that_the_settings_do_not_ask_for_are_refused(base, tmp_path, ch
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_adapter_of_another_base_is_refused(base, tmp_path, other, message):
-    other = tiny_model_dir(tmp_path / "other", **other)
-    peft_adapter(other, tmp_path / "adapter", target_modules=["q_proj", "k_proj", "up_proj"])
+def test_an_adapter_of_another_base_is_refused(base, tmp_path, shape, message):
+    another = tiny_model_dir(tmp_path / "another", **shape)
+    peft_adapter(another, tmp_path / "adapter", target_modules=["q_proj", "k_proj", "up_proj"])
     with pytest.raises(ValueError, match=message):
         merge(base, tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()

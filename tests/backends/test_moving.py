@@ -36,8 +36,7 @@ def build(cls, path, name="trainer", **config):
         {"ema": {"decay": 0.9}},
         {"lora": {"rank": 2}},
         *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"optimizer": {"name": "muon", "lr": 1e-2}})),
-        {"optimizer": {"name": "adafactor", "lr": 1e-2}, "activation_checkpointing": "full"},
-        {"dtype": "bfloat16"},
+        {"optimizer": {"name": "adafactor", "lr": 1e-2}, "activation_checkpointing": "full", "dtype": "bfloat16"},
     ],
     ids=lambda config: next(iter(config), "adamw"),
 )

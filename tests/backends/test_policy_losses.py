@@ -31,6 +31,9 @@ LOSSES = {
     "decoupled": {"fn": "policy_gradient", "is_level": "product", "is_high": 4.0, "aggregation": "constant"},
 }
 
+SLOW = pytest.mark.slow
+QUICK = ("gspo-weighed", "kl_cov", "decoupled")  # weights by sequence, by token, by their product
+
 
 class Watched(FSDPModule):
     """Keeps the gradient of its last update."""
@@ -81,7 +84,9 @@ def test_gradients_and_statistics_do_not_depend_on_cuts_or_packing(path, batch, 
     assert 0 < got["loss/ess"].value < 1 and got["loss/mismatch_kl"].value > 0
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LOSSES]
+)
 def test_truncated_rows_that_are_masked_are_as_good_as_gone(path, batch, name):
     status = torch.full((len(batch),), int(Status.OK), dtype=torch.uint8)
     status[[2, 3, 7]] = int(Status.TRUNCATED)

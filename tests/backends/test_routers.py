@@ -92,8 +92,8 @@ def test_recomputed_layers_change_nothing(paths):
         trainer = module(paths("qwen3_moe"), kind=Watched, **settings)
         trainer.train_step(rollout((5, 9), 2))
         gradients.append(trainer.gradient)
-    for other in gradients[1:]:
-        assert float((gradients[0] - other).norm() / gradients[0].norm()) < 1e-6
+    for gradient in gradients[1:]:
+        assert float((gradients[0] - gradient).norm() / gradients[0].norm()) < 1e-6
 
 
 @pytest.mark.parametrize("family", FAMILIES)
