@@ -92,11 +92,6 @@ def test_nothing_of_a_sequence_reaches_another():
     assert changed == [2, 3]
 
 
-def test_an_empty_batch_has_no_blocks():
-    batch = Batch(torch.zeros(0, dtype=torch.int64), {"tokens": torch.zeros(0, dtype=torch.int32)})
-    assert pack(batch).blocks == ()
-
-
 # ---- kernels of devices: one call for the row
 
 BLOCKS = (Block(0, (4,)), Block(4, (2, 3, 3), (0, 4)), Block(12, (5, 1)), Block(18, (6,)), Block(24, (2, 2), (18, 24)))
@@ -124,8 +119,7 @@ def test_the_plan_of_a_row():
     assert RowPlan((Block(0, (3, 2)),), "cpu").spans.source is None  # nothing is shared, so nothing is copied
 
 
-@pytest.mark.parametrize("window", [None, 3, 5, 100])
-@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize(("window", "scaling"), [(None, None), (3, 0.3), (5, None), (100, 0.3)])
 def test_flash_attention_over_spans_is_that_of_blocks(monkeypatch, window, scaling):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash_as_documented)
     results = []
@@ -138,8 +132,7 @@ def test_flash_attention_over_spans_is_that_of_blocks(monkeypatch, window, scali
         torch.testing.assert_close(blocks, spans, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 3, 5, 100])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0), (5, None), (100, 2.0)])
 def test_flex_attention_is_that_of_blocks(window, softcap):
     """Forward only: on CPUs torch has no backward of it."""
     with torch.no_grad():

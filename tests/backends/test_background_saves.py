@@ -13,12 +13,6 @@ from coalign.backends import trainer_state as checkpoint
 from coalign.files import read_report
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module, same, weights
-from tests.tiny import tiny_model_dir
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(tiny_model_dir(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

@@ -12,14 +12,8 @@ from coalign.backends.engines.native.native_model import NativeModel
 from coalign.config.schema import ModelConfig
 from coalign.devices import keep_generator, seed_generator
 from coalign.roles import Context
-from tests.tiny import tiny_model_dir
 
-ROUNDS = 20
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(tiny_model_dir(tmp_path_factory.mktemp("building") / "model", tied=True))
+ROUNDS = 8
 
 
 def side_by_side(*works):

@@ -9,11 +9,6 @@ from tests.backends.batches import rollout
 from tests.tiny import tiny_model_dir
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("cached") / "model")
-
-
 def scorer(path, cache, **keys) -> CachedModule:
     module = CachedModule(ModelConfig(load=str(path), frozen=True, cache=str(cache), **keys), Context())
     module.setup()
@@ -36,6 +31,7 @@ def test_the_log_probs_are_those_of_the_model(path, tmp_path):
     cached = scorer(path, tmp_path)
     for _ in range(2):
         torch.testing.assert_close(logprobs(cached, batch), plain.forward_step(batch)["ref_logprobs"], rtol=0, atol=0)
+    assert logprobs(cached, batch.slice(0, 0)).shape == (0,)
     assert set(cached.forward_step(batch, into="other")) == {"other", "cache/hits", "cache/misses"}
 
 
@@ -80,8 +76,3 @@ def test_only_frozen_language_models_can_be_cached(path, tmp_path):
     for keys in ({"frozen": False}, {"frozen": True, "head": "reward"}):
         with pytest.raises(ValueError, match=r"models\.reference\.cache: only a frozen model with head `lm`"):
             CachedModule(ModelConfig(load=str(path), cache=str(tmp_path), **keys), Context(model="reference"))
-
-
-def test_an_empty_batch(path, tmp_path):
-    cached = scorer(path, tmp_path)
-    assert logprobs(cached, rollout().slice(0, 0)).shape == (0,)

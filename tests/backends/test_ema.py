@@ -6,12 +6,6 @@ from transformers import AutoModelForCausalLM
 from coalign.backends.optim import WeightAverage
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module, same, weights
-from tests.tiny import tiny_model_dir
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(tiny_model_dir(tmp_path_factory.mktemp("model")))
 
 
 def test_the_formula_by_hand():
@@ -36,17 +30,13 @@ def test_a_bfloat16_model_has_a_float32_average():
     assert average.tensors["weight"].item() == pytest.approx(1.000125, abs=1e-7)  # in bfloat16 it would stay at 1
 
 
-def test_only_what_is_trained_is_averaged():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    net[0].requires_grad_(False)
-    assert set(WeightAverage(net, 0.9).tensors) == {"1.weight", "1.bias"}
-
-
 def test_the_models_own_weights_come_back_even_after_an_error():
     layer = nn.Linear(3, 3)
     average = WeightAverage(layer, decay=0.5)
     own = nn.init.normal_(layer.weight).detach().clone()
     storage = layer.weight.data_ptr()
+    layer.bias.requires_grad_(False)
+    assert set(WeightAverage(layer, 0.9).tensors) == {"weight"}  # what is trained alone
     with pytest.raises(RuntimeError), average.swap_in():
         assert torch.equal(layer.weight, average.tensors["weight"]) and not torch.equal(layer.weight, own)
         raise RuntimeError
@@ -54,23 +44,18 @@ def test_the_models_own_weights_come_back_even_after_an_error():
 
 
 def test_training_averages_after_each_update(path):
-    trainer = module(path, ema={"decay": 0.8}, updates_per_batch=1)
+    trainer, plain = module(path, ema={"decay": 0.8}, updates_per_batch=1), module(path)
     expected = weights(trainer)
     for seed in range(3):
-        trainer.train_step(rollout(seed=seed))
+        for learner in (trainer, plain):
+            learner.train_step(rollout(seed=seed))
         expected = {
             name: 0.8 * a + 0.2 * w for (name, a), w in zip(expected.items(), weights(trainer).values(), strict=True)
         }
     average = {name.removeprefix("model."): tensor for name, tensor in trainer.average.tensors.items()}
     for name, tensor in expected.items():
         torch.testing.assert_close(average[name], tensor)
-
-
-def test_training_is_not_changed_by_it(path):
-    plain, averaged = module(path), module(path, ema={"decay": 0.9})
-    for trainer in (plain, averaged):
-        trainer.train_step(rollout())
-    assert same(weights(plain), weights(averaged))
+    assert same(weights(plain), weights(trainer))  # training is not changed by it
 
 
 def test_an_update_that_is_skipped_leaves_the_average(path):
@@ -93,12 +78,9 @@ def test_it_is_saved_as_a_model(path, tmp_path):
         assert same({n: t.detach() for n, t in loaded.items()}, expected)
 
 
-def test_a_model_without_an_average_has_none_to_save(path, tmp_path):
+def test_an_average_that_is_not_there_is_neither_saved_nor_loaded(path, tmp_path):
     with pytest.raises(ValueError, match="'trainer' keeps no average"):
         module(path).save_hf(tmp_path, average=True)
-
-
-def test_a_checkpoint_without_an_average_is_refused(path, tmp_path):
     module(path).save(tmp_path)
     with pytest.raises(ValueError, match=r"average\..* is missing there"):
         module(path, ema={"decay": 0.9}).load(tmp_path)

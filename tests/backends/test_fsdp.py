@@ -1,7 +1,9 @@
+import json
 import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.backends.base import Objective
@@ -12,11 +14,6 @@ from coalign.roles import Context
 from coalign.types import LossInput, LossOutput, Stat
 from tests.backends.batches import rollout
 from tests.tiny import tiny_model_dir
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(tiny_model_dir(tmp_path_factory.mktemp("model")))
 
 
 def module(
@@ -57,10 +54,15 @@ class Watched(FSDPModule):
 
 
 @pytest.mark.parametrize(
-    "aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+    ("aggregation", "micro", "share"),
+    [
+        ("token_mean", None, True),
+        ("token_mean", 60, False),
+        ("sequence_mean_token_mean", 21, True),
+        ("sequence_mean_token_sum", 60, True),
+        ("constant", 21, False),
+    ],
 )
-@pytest.mark.parametrize("micro", [None, 60, 21])
-@pytest.mark.parametrize("share", [True, False])
 def test_gradients_do_not_depend_on_cuts_packing_or_sharing(path, aggregation, micro, share):
     batch = rollout((5, 9, 12), 4)
     loss = {"fn": "policy_gradient", "aggregation": aggregation, "constant_length": 10}
@@ -112,24 +114,23 @@ def test_a_loss_per_sequence_is_averaged_over_all_sequences(path):
     assert stats[0]["loss/value"].value == pytest.approx(-float(logprobs.sum()) / 6, rel=1e-5)
 
 
-def test_a_loss_of_the_wrong_length_is_refused(path):
-    with pytest.raises(ValueError, match=r"returned 1 values; expected \d+, one per token"):
-        module(path, loss={"fn": f"{__name__}:short_loss"}).train_step(rollout())
-
-
-def test_a_loss_does_not_take_the_names_of_the_step(path):
-    with pytest.raises(ValueError, match=r"\['value'\], which the training step itself reports"):
-        module(path, loss={"fn": f"{__name__}:greedy_loss"}).train_step(rollout())
-
-
-def test_an_unknown_argument_of_the_loss_is_refused(path):
-    with pytest.raises(ValueError, match="clip_hihg"):
-        module(path, loss={"fn": "policy_gradient", "clip_hihg": 0.3}).train_step(rollout())
-
-
-def test_training_without_a_loss_says_where_one_goes(path):
-    with pytest.raises(ValueError, match=r"models\.trainer\.loss"):
-        module(path, loss={}).train_step(rollout())
+@pytest.mark.parametrize(
+    ("config", "batch", "message"),
+    [
+        ({"loss": {"fn": f"{__name__}:short_loss"}}, {}, r"returned 1 values; expected \d+, one per token"),
+        ({"loss": {"fn": f"{__name__}:greedy_loss"}}, {}, r"\['value'\], which the training step itself reports"),
+        ({"loss": {"fn": "policy_gradient", "clip_hihg": 0.3}}, {}, "clip_hihg"),
+        ({"loss": {}}, {}, r"models\.trainer\.loss"),
+        ({"frozen": True}, {}, r"models\.trainer\.frozen"),
+        ({"max_tokens_per_micro": 4}, {}, "max_tokens_per_micro=4"),
+        ({"head": "value"}, {}, r"score\.weight.*head_init: zero"),
+        ({}, {"without": "advantages"}, "advantages"),
+    ],
+    ids=["length", "names", "argument", "no loss", "frozen", "budget", "no head", "no advantages"],
+)
+def test_what_cannot_be_trained_is_refused(path, config, batch, message):
+    with pytest.raises(ValueError, match=message):
+        module(path, **config).train_step(rollout().without(*batch.values()))
 
 
 def test_entropy_is_computed_only_for_a_loss_that_asks(path):
@@ -168,6 +169,8 @@ def test_old_logprobs_cost_a_forward_only_where_they_differ(path):
     assert several.forwards == 1 and stats["loss/ratio"].value != 1.0
     several.train_step(batch.without("rollout_logprobs"), loss="sft")  # no sampler, no ratio
     assert several.forwards == 1
+    stats = several.train_step(Batch(torch.tensor([5, 3]), {"tokens": torch.arange(8)}), loss="sft")
+    assert stats["tokens/trained"].value == 6
 
 
 def test_eval_learns_nothing(path):
@@ -209,11 +212,6 @@ def test_an_update_without_trained_tokens_moves_nothing(path):
     assert same(before, weights(trainer))
 
 
-def test_a_frozen_model_refuses_to_be_trained(path):
-    with pytest.raises(ValueError, match=r"models\.trainer\.frozen"):
-        module(path, frozen=True).train_step(rollout())
-
-
 def test_dropout_is_off_when_scoring_and_repeats_when_training(tmp_path):
     path = str(tiny_model_dir(tmp_path, attention_dropout=0.5))
     first, second = module(path), module(path)
@@ -239,16 +237,6 @@ def test_deterministic_runs_refuse_operations_that_are_not(path):
             torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_an_empty_batch_scores_to_nothing(path):
-    empty = rollout().select([])
-    assert module(path).forward_step(empty)["ref_logprobs"].shape == (0,)
-
-
-def test_a_sequence_over_the_token_budget_is_refused(path):
-    with pytest.raises(ValueError, match="max_tokens_per_micro=4"):
-        module(path, max_tokens_per_micro=4).forward_step(rollout())
 
 
 # ---- log-probs
@@ -300,19 +288,15 @@ def test_families_that_scale_or_cap_their_logits(tmp_path, family, config):
 def test_exported_weights_are_the_live_parameters(path):
     trainer = module(path)
     exported = dict(trainer.export_weights())
+    reference = module(path, frozen=True)
+    assert reference.optimizer is None and not any(p.requires_grad for p in reference.model.parameters())
+    assert torch.equal(*(model.forward_step(rollout())["ref_logprobs"] for model in (reference, trainer)))
+    assert trainer.forward_step(rollout().select([]))["ref_logprobs"].shape == (0,)
     before = {name: tensor.clone() for name, tensor in exported.items()}
     trainer.train_step(rollout())
     assert not any(torch.equal(before[name], tensor) for name, tensor in exported.items())
     assert same(exported, weights(trainer))
     assert "lm_head.weight" not in exported  # tied
-
-
-def test_frozen_models_score_and_hold_no_optimizer(path):
-    reference = module(path, frozen=True)
-    assert reference.optimizer is None and not any(p.requires_grad for p in reference.model.parameters())
-    assert torch.equal(
-        reference.forward_step(rollout())["ref_logprobs"], module(path).forward_step(rollout())["ref_logprobs"]
-    )
 
 
 def test_random_weights_come_from_the_seed(path):
@@ -380,11 +364,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(path, tmp_path):
 # ---- heads
 
 
-def test_a_language_model_has_no_value_head(path):
-    with pytest.raises(ValueError, match=r"score\.weight.*head_init: zero"):
-        module(path, head="value")
-
-
 def test_values_are_read_where_the_token_is_predicted(path, tmp_path):
     torch.manual_seed(0)
     plain = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
@@ -426,37 +405,17 @@ def test_layers_that_are_not_attention_are_refused(tmp_path):
         module(path)  # this family has no such layers
 
 
-def test_a_directory_without_a_model_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"'{tmp_path}' is not a Hugging Face model directory"):
-        module(str(tmp_path))
+def test_a_directory_that_is_no_whole_model_is_refused(tmp_path):
+    def refuse(message):
+        with pytest.raises(ValueError, match=message):
+            module(str(tmp_path))
 
-
-def test_a_checkpoint_with_weights_of_another_shape_is_refused(tmp_path):
-    import json
-
-    tiny_model_dir(tmp_path, vocab=300)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is \[300, 32\] there and \[400, 32\] in the model"):
-        module(str(tmp_path))
-
-
-def test_a_checkpoint_with_missing_weights_is_refused(path, tmp_path):
-    from safetensors.torch import load_file, save_file
-
+    refuse(f"'{tmp_path}' is not a Hugging Face model directory")
     tiny_model_dir(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    refuse(r"embed_tokens\.weight is \[320, 32\] there and \[400, 32\] in the model")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks \['model\.layers\.1\.mlp\.up_proj\.weight'\]"):
-        module(str(tmp_path))
-
-
-def test_a_batch_without_advantages_is_refused(path):
-    with pytest.raises(ValueError, match="advantages"):
-        module(path).train_step(rollout().without("advantages"))
-
-
-def test_supervised_data_needs_tokens_alone(path):
-    stats = module(path, loss={"fn": "sft"}).train_step(Batch(torch.tensor([5, 3]), {"tokens": torch.arange(8)}))
-    assert stats["tokens/trained"].value == 6
+    refuse(r"lacks \['model\.layers\.1\.mlp\.up_proj\.weight'\]")

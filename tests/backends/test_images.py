@@ -60,20 +60,20 @@ def load_prompts(path: Path, model: Path) -> Batch:
     """The batch of ROWS, whose images are in ``path``."""
     for name, size, seed in (("a.png", (24, 16), 0), ("b.png", (40, 52), 1)):
         picture(path / name, size, seed)
-    lines = [json.dumps({"prompt": [{"role": "user", **row}]}) for row in ROWS]
-    (path / "rows.jsonl").write_text("\n".join(lines))
-    data = DataConfig(train=[{"path": str(path / "rows.jsonl")}], images=ImagesConfig(), shuffle=False)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return build_loader(data, tokenizer, kind="prompts", split="train", batch_size=len(ROWS), seed=0).next()
+    return _load(path, model, [{"prompt": [{"role": "user", **row}]} for row in ROWS])
 
 
 def load_pictures(folder: Path, model: Path) -> Batch:
     """Eight prompts with a picture each."""
-    rows = [{"prompt": "<image>?", "images": [str(picture(folder / f"{i}.png", seed=i))]} for i in range(8)]
+    pictures = [str(picture(folder / f"{i}.png", seed=i)) for i in range(8)]
+    return _load(folder, model, [{"prompt": "<image>?", "images": [path]} for path in pictures])
+
+
+def _load(folder: Path, model: Path, rows: list[dict[str, Any]]) -> Batch:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = DataConfig(train=[{"path": str(folder / "rows.jsonl")}], images=ImagesConfig(), shuffle=False)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return build_loader(data, tokenizer, kind="prompts", split="train", batch_size=8, seed=0).next()
+    return build_loader(data, tokenizer, kind="prompts", split="train", batch_size=len(rows), seed=0).next()
 
 
 def count_images(model: torch.nn.Module) -> list[int]:

@@ -70,29 +70,22 @@ def test_spans_of_very_different_lengths_are_not_padded_to_one():
     assert [b.lengths for b in pack(batch).blocks] == [(100,), (3, 3, 4)]
 
 
-def test_a_loss_mask_on_a_first_token_is_refused():
+def test_without_a_mask_every_predicted_token_is_trained():
+    batch = Batch(torch.tensor([1, 3]), {"tokens": torch.arange(4)})
+    assert get_loss_mask(batch).tolist() == [False, False, True, True]
+
+
+def test_what_cannot_be_packed_is_refused():
     batch = Batch(torch.tensor([2, 2]), {"tokens": torch.arange(4), "loss_mask": torch.tensor([0, 1, 1, 1]).bool()})
     with pytest.raises(ValueError, match="first token of sequence 1"):
         pack(batch)
-
-
-def test_a_sequence_without_tokens_is_refused():
     with pytest.raises(ValueError, match="sequence 1 of the batch has no tokens"):
         pack(Batch(torch.tensor([2, 0]), {"tokens": torch.arange(2)}))
 
 
-def test_without_a_mask_every_predicted_token_is_trained():
-    assert get_loss_mask(Batch(torch.tensor([1, 3]), {"tokens": torch.arange(4)})).tolist() == [
-        False,
-        False,
-        True,
-        True,
-    ]
-
-
 def test_an_empty_batch_is_an_empty_row():
     batch = Batch(torch.zeros(0, dtype=torch.int64), {"tokens": torch.zeros(0, dtype=torch.int32)})
-    assert len(pack(batch).tokens) == 0
+    assert len(pack(batch).tokens) == 0 and pack(batch).blocks == ()
 
 
 @settings(max_examples=50, deadline=None)

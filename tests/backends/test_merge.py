@@ -52,7 +52,7 @@ def test_an_error_leaves_nothing_behind(base, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("no space left")
 
-    adapter(base, tmp_path / "adapter")
+    peft_adapter(base, tmp_path / "adapter")
     monkeypatch.setattr("coalign.commands.merge.copy_processor", fail)  # after the weights are written
     with pytest.raises(OSError, match="no space left"):
         merge(base, tmp_path / "adapter", tmp_path / "merged")
@@ -121,18 +121,18 @@ EMBEDDINGS, HEAD = ["q_proj", "embed_tokens"], ["q_proj", "lm_head"]
 TIED = [
     ({}, True),
     ({"target_modules": EMBEDDINGS}, False),
-    ({"target_modules": HEAD}, False),
+    pytest.param({"target_modules": HEAD}, False, marks=pytest.mark.slow),
     ({"target_modules": [*EMBEDDINGS, "lm_head"]}, False),
-    ({"target_modules": EMBEDDINGS, "use_dora": True}, False),
+    pytest.param({"target_modules": EMBEDDINGS, "use_dora": True}, False, marks=pytest.mark.slow),
     ({"target_modules": EMBEDDINGS, "ensure_weight_tying": True}, True),
-    ({"modules_to_save": ["embed_tokens"]}, False),
+    pytest.param({"modules_to_save": ["embed_tokens"]}, False, marks=pytest.mark.slow),
     ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
     ({"modules_to_save": ["lm_head"]}, False),
     ({"trainable_token_indices": [5, 7]}, True),
     ({"rows": 330}, True),
-    ({"rows": 300}, True),
-    ({"rows": 330, "target_modules": EMBEDDINGS}, False),
-    ({"rows": 330, "target_modules": HEAD}, False),
+    pytest.param({"rows": 300}, True, marks=pytest.mark.slow),
+    pytest.param({"rows": 330, "target_modules": EMBEDDINGS}, False, marks=pytest.mark.slow),
+    pytest.param({"rows": 330, "target_modules": HEAD}, False, marks=pytest.mark.slow),
     ({"rows": 330, "modules_to_save": ["embed_tokens", "lm_head"]}, False),
     ({"rows": 330, "trainable_token_indices": [325]}, True),
 ]
@@ -185,12 +185,12 @@ def test_what_cannot_be_merged_is_refused_by_name(untied, tmp_path, settings, me
     assert not (tmp_path / "merged").exists()
 
 
-def change_tensors(adapter, change):
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    save_file(change(tensors), adapter / "adapter_model.safetensors")
+def rewrite(folder, change):
+    """Write the tensors of an adapter anew."""
+    tensors = change(load_file(folder / "adapter_model.safetensors"))
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -198,12 +198,30 @@ def change_tensors(adapter, change):
         (lambda tensors: tensors | {"base_model.model.model.norm.weight": torch.ones(7)}, r"norm\.weight is \(32,\)"),
         (lambda tensors: tensors | {"base_model.model.extra": torch.ones(7)}, "settings do not ask for, .*extra"),
     ],
+    ids=["lacking", "shape", "more"],
 )
 def test_tensors_that_the_settings_do_not_ask_for_are_refused(base, tmp_path, change, message):
     peft_adapter(base, tmp_path / "adapter")
-    change_tensors(tmp_path / "adapter", change)
+    rewrite(tmp_path / "adapter", change)
     with pytest.raises(ValueError, match=message):
         merge(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"hidden": 16}, r"of another model: .*model\.layers\.0\.\S+\.weight is \(64, 32\), lora_A \(4, 16\)"),
+        ({"layers": 3}, r"of another model: there is no model\.layers\.2\."),
+        ({"kv_heads": 4}, r"k_proj\.weight is \(16, 32\), lora_B \(32, 4\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_adapter_of_another_base_is_refused(base, tmp_path, shape, message):
+    another = tiny_model_dir(tmp_path / "another", **shape)
+    peft_adapter(another, tmp_path / "adapter", target_modules=["q_proj", "k_proj", "up_proj"])
+    with pytest.raises(ValueError, match=message):
+        merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_the_tokenizer_is_the_adapters(base, tmp_path):
@@ -218,7 +236,12 @@ def test_the_tokenizer_is_the_adapters(base, tmp_path):
 
 
 def test_a_template_without_a_tokenizer_goes_with_the_bases(base, tmp_path):
-    adapter(base, tmp_path / "adapter")
+    peft_adapter(base, tmp_path / "adapter")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(70)])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"has 329 ids, and neither .* has embeddings of more than 320"):
+        merge(base, tmp_path / "adapter", tmp_path / "merged")
     for file in (tmp_path / "adapter").glob("tokenizer*"):
         file.unlink()
     (tmp_path / "adapter" / "chat_template.jinja").write_text("{{ messages[0].content }}?")
@@ -226,15 +249,6 @@ def test_a_template_without_a_tokenizer_goes_with_the_bases(base, tmp_path):
     merged = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert len(merged) == 259
     assert merged.chat_template == "{{ messages[0].content }}?"
-
-
-def test_a_tokenizer_of_more_ids_than_rows_is_refused(base, tmp_path):
-    adapter(base, tmp_path / "adapter")
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([f"<{i}>" for i in range(70)])
-    tokenizer.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"has 329 ids, and neither .* has embeddings of more than 320"):
-        merge(base, tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_a_reward_model_gets_its_head_from_the_adapter(base, tmp_path):
@@ -245,35 +259,13 @@ def test_a_reward_model_gets_its_head_from_the_adapter(base, tmp_path):
     assert torch.equal(loaded.score.weight, weights(trainer)["score.weight"])
     merged = module(str(tmp_path / "merged"), head="reward", frozen=True)
     torch.testing.assert_close(merged.forward_step(rollout())["reward"], trainer.forward_step(rollout())["reward"])
-
-
-def test_a_head_that_nobody_has_is_not_invented(base, tmp_path):
-    loss = {"fn": "tests.backends.test_lora:upwards"}
-    adapter(base, tmp_path, head="reward", head_init="zero", loss=loss)
-    tensors = load_file(tmp_path / "adapter_model.safetensors")
-    del tensors["base_model.model.score.weight"]
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    rewrite(tmp_path / "adapter", lambda tensors: {k: v for k, v in tensors.items() if "score" not in k})
     with pytest.raises(ValueError, match=r"neither .* nor .* has \['score\.weight'\]"):
-        merge(base, tmp_path, tmp_path / "merged")
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"hidden": 16}, r"of another model: .*model\.layers\.0\.\S+\.weight is \(64, 32\), lora_A \(4, 16\)"),
-        ({"layers": 3}, r"of another model: there is no model\.layers\.2\."),
-        ({"kv_heads": 4}, r"k_proj\.weight is \(16, 32\), lora_B \(32, 4\)"),
-    ],
-)
-def test_an_adapter_of_another_base_is_refused(base, tmp_path, other, message):
-    adapter(tiny_model_dir(tmp_path / "other", **other), tmp_path / "adapter")
-    with pytest.raises(ValueError, match=message):
-        merge(base, tmp_path / "adapter", tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
+        merge(base, tmp_path / "adapter", tmp_path / "again")
 
 
 def test_what_is_there_is_not_overwritten(base, tmp_path):
-    adapter(base, tmp_path / "adapter")
+    peft_adapter(base, tmp_path / "adapter")
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "mine.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=r"merged exists and is not empty"):
@@ -286,7 +278,7 @@ def test_what_is_there_is_not_overwritten(base, tmp_path):
 def test_directories_of_another_kind_are_named(base, tmp_path):
     with pytest.raises(ValueError, match=r"is not an adapter's directory \(no adapter_config\.json there\)"):
         merge(base, base, tmp_path / "merged")
-    adapter(base, tmp_path / "adapter")
+    peft_adapter(base, tmp_path / "adapter")
     with pytest.raises(ValueError, match="is not a Hugging Face model directory"):
         merge(tmp_path / "adapter", tmp_path / "adapter", tmp_path / "merged")
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "IA3"}')

@@ -14,17 +14,12 @@ from coalign.data.batch import Batch
 from coalign.memory import PARTS, Arena, OutOfDeviceMemory
 from coalign.roles import Context
 from tests.backends.batches import rollout
-from tests.tiny import tiny_model_dir
+from tests.backends.test_fsdp import same, weights
 
 BATCHES = [rollout((5, 9), 2, seed=seed) for seed in range(3)]
 PROMPTS = Batch(torch.tensor([3, 5])).with_(
     tokens=torch.arange(8, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
 )
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(tiny_model_dir(tmp_path_factory.mktemp("moving") / "model"))
 
 
 def build(cls, path, name="trainer", **config):
@@ -35,22 +30,13 @@ def build(cls, path, name="trainer", **config):
     return module
 
 
-def weights(module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in module.export_weights()}
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize(
     "config",
     [
         {"ema": {"decay": 0.9}},
         {"lora": {"rank": 2}},
         *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"optimizer": {"name": "muon", "lr": 1e-2}})),
-        {"optimizer": {"name": "adafactor", "lr": 1e-2}, "activation_checkpointing": "full"},
-        {"dtype": "bfloat16"},
+        {"optimizer": {"name": "adafactor", "lr": 1e-2}, "activation_checkpointing": "full", "dtype": "bfloat16"},
     ],
     ids=lambda config: next(iter(config), "adamw"),
 )

@@ -87,13 +87,18 @@ def sampled(*conversations, status=None):
     )
 
 
-def by_itself(judge, messages, last=CONTEXT, ending="</s>"):
-    """What transformers makes of the judge's own rendering, of its ``last`` tokens; ``ending``: of the last turn."""
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(judge), AutoTokenizer.from_pretrained(judge)
-    text = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("</s>") + ending
-    tokens = tokenizer(text)["input_ids"][-last:]
+def score(judge, tokens):
+    """What transformers makes of some tokens."""
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
     with torch.no_grad():
         return float(model.score(model.model(torch.tensor([tokens])).last_hidden_state[0, -1]))
+
+
+def by_itself(judge, messages, last=CONTEXT, ending="</s>"):
+    """The score of the judge's own rendering, of its ``last`` tokens; ``ending``: of the last turn."""
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    text = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("</s>") + ending
+    return score(judge, tokenizer(text)["input_ids"][-last:])
 
 
 ASKED = [{"role": "user", "content": "what is 1+2?"}]
@@ -149,25 +154,19 @@ def test_messages_that_the_template_refuses(judge, policy, caplog):
     assert "models.helpful cannot read 1 of 2 samples" in caplog.text and "no system" in caplog.text
     with pytest.raises(BadRow, match="no system"):
         module.forward_step(sampled((system, "3")))
+    with pytest.raises(ValueError, match=r"models\.helpful\.chat_template: only a frozen model with head `reward`"):
+        open_module(judge, policy, frozen=False)
 
 
 def test_a_template_of_ones_own(judge, policy):
     given = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"
     module = open_module(judge, policy, chat_template=given, chat_template_kwargs={"mark": "</s>"})
-    score = module.forward_step(sampled((ASKED, "3")))["reward"]
+    rewards = module.forward_step(sampled((ASKED, "3")))["reward"]
     plain = given.replace("{{ mark }}", "</s>")
     tokenizer = AutoTokenizer.from_pretrained(judge)
     tokenizer.chat_template = plain
-    tokens = tokenizer.apply_chat_template(whole(ASKED, "3"))["input_ids"]
-    model = AutoModelForSequenceClassification.from_pretrained(judge)
-    with torch.no_grad():
-        expected = float(model.score(model.model(torch.tensor([tokens])).last_hidden_state[0, -1]))
-    assert score.tolist() == pytest.approx([expected], abs=1e-5)
-
-
-def test_only_a_frozen_reward_model_reads_text(judge, policy):
-    with pytest.raises(ValueError, match=r"models\.helpful\.chat_template: only a frozen model with head `reward`"):
-        open_module(judge, policy, frozen=False)
+    expected = score(judge, tokenizer.apply_chat_template(whole(ASKED, "3"))["input_ids"])
+    assert rewards.tolist() == pytest.approx([expected], abs=1e-5)
 
 
 def test_who_reads_the_policys_tokens(judge, policy, tmp_path):
@@ -186,9 +185,7 @@ def test_a_response_that_spells_the_model_s_end_of_turn_is_scored_as_its_text(ju
     before, after = tokenizer("[user] what is 1+2?</s>[assistant] "), tokenizer("</s>")
     text = tokenizer(forged, split_special_tokens=True)
     tokens = [token for part in (before, text, after) for token in part["input_ids"]][-CONTEXT:]
-    model = AutoModelForSequenceClassification.from_pretrained(judge)
-    with torch.no_grad():
-        expected = float(model.score(model.model(torch.tensor([tokens])).last_hidden_state[0, -1]))
+    expected = score(judge, tokens)
     result = open_module(judge, policy).forward_step(sampled((ASKED, forged), (ASKED, "3")))
     assert float(result["reward"][0]) == pytest.approx(expected, abs=1e-5)
     assert abs(expected - by_itself(judge, whole(ASKED, forged))) > 1e-3

@@ -97,11 +97,8 @@ def test_what_a_function_sees(build):
     assert sample.meta == {"answer": "4", "question": "2+2?"}
     assert sample.messages[-1] == {"role": "assistant", "content": "héllo"}
     assert int(sample.loss_mask.sum()) == len("héllo".encode()) + 1
-
-
-def test_the_conversation_comes_from_the_row_where_it_is_there(build):
     question = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
-    build_spy(build).forward_step(batch("4", n=1, messages=question))
+    build_spy(build).forward_step(batch("4", n=1, messages=question))  # from the row where it is there
     assert SEEN[0].messages == [*question, {"role": "assistant", "content": "4"}]
 
 
@@ -138,6 +135,8 @@ def test_what_went_wrong_stands_at_its_row(build, caplog):
     assert "'as_number' failed on 1 of 1 samples (at most 2 attempts each)" in caplog.text
     assert "in as_number" in caplog.text  # the traceback
     assert module.forward_step(given[1])["reward/as_number/failure"] == ["", ""]
+    columns = build({"fn": HERE + "as_number", "weight": 0.0}).forward_step(batch("x 4", "x 5"))
+    assert columns["reward/as_number"].isnan().all() and columns["reward/failed/raised"] == Total(2.0)
 
 
 def test_a_part_of_a_roll_out_that_fails_altogether_costs_its_rows_alone(build):
@@ -154,15 +153,11 @@ def test_a_part_of_a_roll_out_that_fails_altogether_costs_its_rows_alone(build):
     assert out["reward"][2:].tolist() == [1.0, 2.0] and stats["reward/as_number/failed"] == Total(2.0)
 
 
-def test_a_function_of_weight_zero_may_fail(build, caplog):
-    columns = build({"fn": HERE + "as_number", "weight": 0.0}).forward_step(batch("x 4", "x 5"))
-    assert columns["reward/as_number"].isnan().all() and columns["reward/failed/raised"] == Total(2.0)
-
-
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
         ([], "names no reward function"),
+        (None, "tokenizer"),
         ([{"fn": "maths"}], "math"),
         ([{"fn": HERE + "absent"}], "absent"),
         ([{"fn": "math", "answer": "x"}], r"reward\[0\]\.answer.*'answer_key'"),
@@ -170,9 +165,4 @@ def test_a_function_of_weight_zero_may_fail(build, caplog):
 )
 def test_bad_configurations_are_refused_at_once(build, rewards, message):
     with pytest.raises(ValueError, match=message):
-        build(*rewards)
-
-
-def test_it_needs_a_tokenizer(build):
-    with pytest.raises(ValueError, match="tokenizer"):
-        build({"fn": "math"}, tokenizer=None)
+        build({"fn": "math"}, tokenizer=None) if rewards is None else build(*rewards)

@@ -40,8 +40,7 @@ def names(stats) -> set[str]:
     return {name for name in stats if name.startswith("router/")}
 
 
-@pytest.mark.parametrize("micro", [None, 60, 21])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("micro", "share"), [(None, True), (60, False), (21, True)])
 def test_gradients_do_not_depend_on_cuts_packing_or_sharing(paths, micro, share):
     batch, results = rollout((5, 9, 12), 4), []
     coefficients = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
@@ -86,15 +85,15 @@ def test_the_loss_spreads_tokens_over_experts(paths):
     assert 0 < seen[-1] - 2 < 0.2 * (seen[0] - 2)  # 2 = k where the load is even
 
 
-@pytest.mark.parametrize("recomputed", ["full", "selective"])
-def test_recomputed_layers_change_nothing(paths, recomputed):
+def test_recomputed_layers_change_nothing(paths):
     gradients = []
-    for how in (None, recomputed):
+    for how in (None, "full", "selective"):
         settings = {"router_aux_loss_coef": 0.5, "activation_checkpointing": how}
         trainer = module(paths("qwen3_moe"), kind=Watched, **settings)
         trainer.train_step(rollout((5, 9), 2))
         gradients.append(trainer.gradient)
-    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-6
+    for gradient in gradients[1:]:
+        assert float((gradients[0] - gradient).norm() / gradients[0].norm()) < 1e-6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

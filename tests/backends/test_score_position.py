@@ -3,8 +3,6 @@
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification
 
 from coalign import load_config
 from coalign.backends.scorers.retokenize import ConversationReader
@@ -20,6 +18,7 @@ from coalign_serve.judges import RewardModelJudge
 from coalign_serve.score import score
 from coalign_serve.serving.reward_server import read_request
 from tests.backends.test_retokenize import open_module, sampled
+from tests.backends.test_retokenize import score as plain_score
 from tests.data.families import DIALOGUE, TOOL, family_tokenizer, user
 from tests.runs import metrics, run, settings
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
@@ -52,13 +51,6 @@ def rows(path, pairs=PAIRS):
     return file
 
 
-def plain(model, tokens):
-    """What transformers gives at the last of some tokens."""
-    scorer = AutoModelForSequenceClassification.from_pretrained(model)
-    with torch.no_grad():
-        return float(scorer.score(scorer.model(torch.tensor([tokens])).last_hidden_state[0, -1]))
-
-
 def trained_tokens(tokenizer, file):
     """The sequences that training reads, prompt by prompt: chosen, rejected."""
     data = DataConfig(train=[SourceConfig(path=str(file))], shuffle=False)
@@ -70,7 +62,7 @@ def trained_tokens(tokenizer, file):
 def test_training_score_and_rl_read_the_same_token(tmp_path, family):
     model, file = reward_model(tmp_path / "model", family), rows(tmp_path)
     said = [response for pair in PAIRS for response in pair]
-    expected = [plain(model, tokens) for tokens in trained_tokens(family_tokenizer(family), file)]
+    expected = [plain_score(model, tokens) for tokens in trained_tokens(family_tokenizer(family), file)]
     assert max(expected) - min(expected) > 0.01
     score(
         ScoreConfig(data=DataConfig(train=[SourceConfig(path=str(file))]), reward_model=str(model)),
@@ -147,8 +139,8 @@ def test_a_truncated_response_has_no_end_of_turn(judge, tmp_path):
     tiny_tokenizer(tmp_path)
     batch = sampled((ASKED, "it is thr"), (ASKED, "it is thr"), status=[Status.OK, Status.TRUNCATED])
     scores = open_module(judge, tmp_path).forward_step(batch)["reward"].tolist()
-    expected = [plain(judge, reader.read([*ASKED, {"role": "assistant", "content": "it is thr"}], truncated=cut).tokens)
-                for cut in (False, True)]  # fmt: skip
+    answer = [*ASKED, {"role": "assistant", "content": "it is thr"}]
+    expected = [plain_score(judge, reader.read(answer, truncated=cut).tokens) for cut in (False, True)]
     assert scores == pytest.approx(expected, abs=1e-5) and scores[0] != scores[1]
 
 
@@ -161,7 +153,7 @@ def test_the_tools_of_a_row_are_in_what_a_reward_model_reads(judge, tmp_path):
     reader = ConversationReader(ModelConfig(load=str(judge), head="reward", frozen=True))
     answer = [*ASKED, {"role": "assistant", "content": "3"}]
     assert scores == pytest.approx(
-        [plain(judge, reader.read(answer, tools).tokens) for tools in (None, [TOOL])], abs=1e-5
+        [plain_score(judge, reader.read(answer, tools).tokens) for tools in (None, [TOOL])], abs=1e-5
     )
     assert scores[0] != scores[1]
 

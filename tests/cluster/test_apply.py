@@ -48,9 +48,6 @@ def test_the_same_on_both_clusters(cluster, prompts):
     assert set(out.sequence) == {"group", "rows", "reward", "advantage"}
     assert future.stats == {"reward/mean": Stat.of(sums)}
     assert str(future.call) == "centre"
-
-
-def test_on_ray_it_runs_in_another_process(cluster, prompts):
     pid = int(cluster.apply(process, prompts).stats["pid"].value)
     assert (pid == os.getpid()) == cluster.store.in_process
 
@@ -74,33 +71,35 @@ def test_optional_columns_and_derived_ones(prompts):
     assert columns["had_values"].all()
 
 
-def test_a_missing_column_is_named_with_the_function_and_what_there_is(prompts):
-    with pytest.raises(
-        ValueError, match="centre needs the column 'reward', which nobody produced; there are: group, rows, tokens"
-    ):
-        apply_columns(centre, prompts, {})
-
-
-def test_different_sequences_are_refused(prompts):
-    with pytest.raises(ValueError, match="same sequences: the first has 7 with 22 tokens, number 2 has 3 with 8"):
-        merge_columns([prompts, prompts.slice(0, 3)])
-
-
-def test_a_result_of_another_kind_is_refused(prompts):
-    with pytest.raises(ValueError, match="wrong returned 'advantages' of type int; expected tensors or lists"):
-        apply_columns(wrong, prompts, {})
-    with pytest.raises(ValueError, match="count returned a int; expected a dict"):
-        apply_columns(count, prompts, {})
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (
+            lambda prompts: apply_columns(centre, prompts, {}),
+            "centre needs the column 'reward', which nobody produced; there are: group, rows, tokens",
+        ),
+        (
+            lambda prompts: merge_columns([prompts, prompts.slice(0, 3)]),
+            "same sequences: the first has 7 with 22 tokens, number 2 has 3 with 8",
+        ),
+        (
+            lambda prompts: apply_columns(wrong, prompts, {}),
+            "wrong returned 'advantages' of type int; expected tensors or lists",
+        ),
+        (lambda prompts: apply_columns(count, prompts, {}), "count returned a int; expected a dict"),
+    ],
+    ids=["column", "sequences", "value", "result"],
+)
+def test_what_does_not_fit_is_refused_by_name(prompts, ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(prompts)
 
 
 def test_a_later_column_replaces_an_earlier_one(prompts):
     merged = merge_columns([prompts, Batch(prompts.lengths).with_(tokens=prompts["tokens"] * 0)])
     assert not merged["tokens"].any() and "group" in merged
-
-
-def test_a_column_may_become_one_of_another_kind(prompts):
     merged = merge_columns([prompts.with_(mark=torch.zeros(22)), Batch(prompts.lengths).with_(mark=torch.ones(7))])
-    assert "mark" not in merged.token and merged["mark"].tolist() == [1.0] * 7
+    assert "mark" not in merged.token and merged["mark"].tolist() == [1.0] * 7  # a column of sequences now
 
 
 # ---- nothing is stored twice
@@ -190,7 +189,15 @@ def test_a_step_stores_each_column_once(tmp_path, monkeypatch):
     }
 
 
-def test_what_is_no_batch_is_refused(make_local, prompts):
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda cluster, judge, rows: cluster.apply(process, judge.whole(rows)), r"apply\(process, .* got a int"),
+        (lambda cluster, judge, rows: judge.compare(rows, rows.slice(0, 2)), r"judge.compare: .* \[2, 7\] sequences"),
+    ],
+    ids=["number", "lengths"],
+)
+def test_what_is_no_batch_is_refused(make_local, prompts, ask, message):
     cluster = make_local({"judge": {"module": "SumModule"}})
-    with pytest.raises(TypeError, match=r"apply\(process, ...\): expected batches, got a int"):
-        cluster.apply(process, cluster.models["judge"].whole(prompts)).result()
+    with pytest.raises((TypeError, ValueError), match=message):
+        ask(cluster, cluster.models["judge"], prompts).result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from coalign.cluster.future import BatchRef
@@ -48,10 +47,7 @@ def test_metrics_alone_are_the_result(cluster, prompts):
 def test_own_methods_and_plain_values(cluster, prompts):
     assert cluster.models["judge"].whole(prompts).result() == 22
     assert cluster.models["judge"].call("whole", batch=prompts).result() == 22
-
-
-def test_threads_are_those_of_the_context(cluster):
-    assert cluster.models["judge"].threads().result() == 1
+    assert cluster.models["judge"].threads().result() == 1  # those of the context
 
 
 def test_calls_of_one_model_run_in_order(cluster, prompts):
@@ -64,22 +60,10 @@ def test_calls_of_one_model_run_in_order(cluster, prompts):
     assert factors == [factors[0] + step for step in range(6)]
 
 
-def test_fetch_brings_a_few_rows(cluster, prompts):
-    ref = cluster.put(prompts)
-    assert torch.equal(ref.fetch(rows=2)["tokens"], prompts.slice(0, 2)["tokens"])
-    assert len(ref.fetch(rows=100)) == 7
-
-
 def test_an_empty_batch_passes_through(cluster, prompts):
     empty = prompts.slice(0, 0)
     assert len(cluster.models["judge"].forward_step(empty).result()) == 0
     assert cluster.models["trainer"].train_step(empty).result()["tokens"] == Total(0)
-
-
-def test_batches_of_different_length_in_one_call_are_refused(make_local, prompts):
-    cluster = make_local({"judge": {"module": "SumModule"}})
-    with pytest.raises(ValueError, match=r"judge.compare: the batches hold \[2, 7\] sequences"):
-        cluster.models["judge"].compare(prompts, prompts.slice(0, 2)).result()
 
 
 def test_a_batch_by_keyword_may_hold_other_sequences(cluster, prompts):
@@ -103,7 +87,9 @@ def _nothing(tokens):
 
 def test_bfloat16_and_lists_survive(cluster, prompts):
     batch = prompts.with_(half=torch.arange(22).to(torch.bfloat16), flag=prompts["tokens"] > 3)
-    back = cluster.put(batch).fetch()
+    ref = cluster.put(batch)
+    assert torch.equal(ref.fetch(rows=2)["tokens"], prompts.slice(0, 2)["tokens"]) and len(ref.fetch(rows=100)) == 7
+    back = ref.fetch()
     assert back["half"].dtype == torch.bfloat16 and torch.equal(back["half"], batch["half"])
     assert torch.equal(back["flag"], batch["flag"]) and back["rows"] == batch["rows"]
 

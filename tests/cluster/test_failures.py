@@ -43,13 +43,6 @@ def test_the_first_error_ends_every_other_call(make, prompts):
     assert isinstance(errors[0].cause, ValueError)
 
 
-@ON_RAY_SLOW
-def test_an_error_in_an_applied_function(make, prompts):
-    cluster = make({})
-    with pytest.raises(WorkerError, match=r"broken failed in .*KeyError: 'no such thing'"):
-        cluster.apply(broken, prompts).result()
-
-
 def test_a_failed_save_ends_that_call_only(cluster, prompts):
     with pytest.raises(WorkerError, match="No space left on device") as caught:
         cluster.models["judge"].save("/somewhere").result()
@@ -57,33 +50,40 @@ def test_a_failed_save_ends_that_call_only(cluster, prompts):
     assert len(cluster.models["judge"].forward_step(prompts).result()) == 7
 
 
-@ON_RAY_SLOW
-def test_a_call_that_takes_too_long_is_named(make):
-    cluster = make({"judge": {"module": "SumModule"}})
+def spawn_unloadable(cluster):
+    config = ModelConfig(module="tests.cluster.modules:UnloadableModule")
+    return cluster.spawn("bad", config, Context(model="bad", threads=1)).anything()
+
+
+def wait_too_long(cluster):
     cluster.models["judge"].threads().result()
     cluster.deadlines.limit = 0.5
-    begun = time.monotonic()
-    with pytest.raises(
-        WorkerError, match=r"judge.sleep failed in judge.*no answer within 0.5 s \(runtime.call_timeout\)"
-    ):
-        cluster.models["judge"].sleep(20.0).result()
-    assert time.monotonic() - begun < 5.0
+    return cluster.models["judge"].sleep(20.0)
 
 
 @ON_RAY_SLOW
-def test_a_module_that_does_not_load(make):
-    cluster = make({})
-    config = ModelConfig(module="tests.cluster.modules:UnloadableModule")
-    model = cluster.spawn("bad", config, Context(model="bad", threads=1))
-    with pytest.raises(WorkerError, match=r"bad.setup failed in bad.*FileNotFoundError"):
-        model.anything().result()
-
-
-@ON_RAY_SLOW
-def test_an_unknown_method_is_an_error(make, prompts):
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cluster, prompts: cluster.apply(broken, prompts), r"broken failed in .*KeyError: 'no such thing'"),
+        (
+            lambda cluster, prompts: wait_too_long(cluster),
+            r"judge.sleep failed in judge.*no answer within 0.5 s \(runtime.call_timeout\)",
+        ),
+        (lambda cluster, prompts: spawn_unloadable(cluster), r"bad.setup failed in bad.*FileNotFoundError"),
+        (
+            lambda cluster, prompts: cluster.models["judge"].gnerate(prompts),
+            "'SumModule' object has no attribute 'gnerate'",
+        ),
+    ],
+    ids=["function", "time", "loading", "method"],
+)
+def test_a_call_that_fails_is_named(make, prompts, call, message):
     cluster = make({"judge": {"module": "SumModule"}})
-    with pytest.raises(WorkerError, match="'SumModule' object has no attribute 'gnerate'"):
-        cluster.models["judge"].gnerate(prompts).result()
+    future, started_at = call(cluster, prompts), time.monotonic()
+    with pytest.raises(WorkerError, match=message):
+        future.result()
+    assert time.monotonic() - started_at < 15.0  # the call that takes too long would take 20
 
 
 @ON_RAY_SLOW

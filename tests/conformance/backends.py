@@ -169,3 +169,8 @@ def _free_ports(count: int = 40) -> int:
 def _worker(rank: int, port: int, function: Any, scratch: Path, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     torch.save(function(rank, port, *arguments), scratch / f"{rank}.pt")
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    """Whether they have the same names and bits."""
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

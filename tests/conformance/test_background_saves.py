@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from coalign.data.batch import Batch
 from coalign.files import read_report
 from tests.backends.batches import rollout
-from tests.conformance.backends import DEEPSPEED, MEGATRON, Backend, build, exported, on_ranks, zero
+from tests.conformance.backends import DEEPSPEED, MEGATRON, Backend, build, exported, on_ranks, same, zero
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.backends
@@ -61,8 +61,8 @@ def test_files_are_of_the_moment_at_which_they_began(tmp_path, backend):
     path = str(tiny_model_dir(tmp_path / "model_dir"))
     batches = [rollout((5, 9, 7), 3, seed=i) for i in range(3)]
     found = on_ranks(backend.ranks, _train, tmp_path, backend, path, tmp_path, batches)[0]
-    assert not _same(found["saved"], found["ended"])
-    assert _same(found["loaded"], found["saved"]) and _same(found["again"], found["ended"])
+    assert not same(found["saved"], found["ended"])
+    assert same(found["loaded"], found["saved"]) and same(found["again"], found["ended"])
     for name in ("model", "hf", *(["adapter"] if backend.config.get("lora") else [])):
         assert read_report(tmp_path / name) == "" and any((tmp_path / name).iterdir())
     files = {}
@@ -70,7 +70,3 @@ def test_files_are_of_the_moment_at_which_they_began(tmp_path, backend):
         files |= load_file(file)
     assert all(torch.equal(files[name], tensor) for name, tensor in found["saved"].items() if name in files)
     assert files.keys() & found["saved"].keys()
-
-
-def _same(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -20,7 +20,7 @@ from coalign.environments.loop import EnvironmentBlocked
 from coalign.roles import Context
 from coalign.types import Status
 from tests.conformance.engines import ENGINES, build, load, mismatch, prompts
-from tests.conformance.test_engines import other_weights, responses, same
+from tests.conformance.test_engines import _three_turns, other_weights, responses, same
 
 pytestmark = pytest.mark.timeout(300)
 LOOK = 1e-9  # seconds: one step
@@ -132,12 +132,6 @@ def test_weights_change_between_two_slices(policy, directory, recompute):
 
 
 # ---- episodes
-
-
-async def _three_turns(episode: Episode) -> None:
-    for _ in range(3):
-        await episode.generate(max_new_tokens=6)
-        episode.say({"role": "user", "content": "more"})
 
 
 async def _pauses(episode: Episode) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from coalign.data.batch import Batch
 from coalign.memory import PARTS
 from tests.backends.batches import rollout
-from tests.conformance.backends import DEEPSPEED, Backend, build, exported, on_ranks, zero
+from tests.conformance.backends import DEEPSPEED, Backend, build, exported, on_ranks, same, zero
 from tests.golden.curves import configuration
 from tests.runs import metrics, run
 from tests.tiny import tiny_model_dir
@@ -25,10 +25,6 @@ WITH_ALL_SHARDS = [*(pytest.param(stage, marks=pytest.mark.backends) for stage i
 
 def backend(stage: int, ranks: int = 1, **config) -> Backend:
     return Backend(f"deepspeed-{stage}", "deepspeed", ranks, zero(stage) | config)
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.fixture

@@ -61,7 +61,11 @@ def test_columns_order_and_kinds(policy):
     for i, row in enumerate(out.rows()):
         prompt = prompts().slice(i // 3, i // 3 + 1)["tokens"].tolist()
         assert row["tokens"][: len(prompt)].tolist() == prompt and row["rows"] == {"answer": str(i // 3)}
-        assert row["loss_mask"].tolist() == [False] * len(prompt) + [True] * (len(row["tokens"]) - len(prompt))
+        new = len(row["tokens"]) - len(prompt)
+        assert row["loss_mask"].tolist() == [False] * len(prompt) + [True] * new
+        assert row["versions"].tolist() == [-1] * len(prompt) + [0] * new and row["prompt_length"] == len(prompt)
+        logprobs = row["rollout_logprobs"]
+        assert (logprobs[: len(prompt)] == 0).all() and (logprobs[len(prompt) :] < 0).all()
 
 
 def test_no_prompts(policy):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
-from tests.conformance.backends import Backend, build, exported, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks, same
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -46,10 +46,6 @@ def run(tmp_path_factory):
     path = str(tiny_model_dir(folder / "model"))
     batches = [rollout((5, 9, 7), 3, seed=i) for i in range(4)]
     return path, folder, batches, on_ranks(2, _halfway, folder, path, folder, batches)
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_resume_is_bit_for_bit(run):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
-from tests.conformance.backends import Backend, build, exported, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks, same
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -37,10 +37,6 @@ def _train(rank: int, port: int, name: str, ranks: int, path: str, folder: Path,
     trainer.save_hf(folder / "again", average=True)
     trainer.close()
     return {"start": start, "ended": ended, "unchanged": unchanged, "resumed": resumed, "kinds": kinds}
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def averages(folder: Path) -> dict[str, torch.Tensor]:

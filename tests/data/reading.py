@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from coalign.config.schema import DataConfig, SourceConfig
@@ -43,6 +46,12 @@ def batch(kind: str, *rows: dict[str, Any], **config: Any) -> Batch:
 def texts(made: Batch, tokenizer: Any = TOKENIZER) -> list[tuple[str, str]]:
     """Of each sequence: all of it, and what is trained."""
     return [(tokenizer.decode(r["tokens"]), tokenizer.decode(r["tokens"][r["loss_mask"]])) for r in made.rows()]
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Write rows as JSON lines; return the path as a configuration has it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def user(text: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data import cache as stored
 from coalign.data import kinds
 from coalign.data.loader import build_loader
+from tests.data.reading import write
 from tests.tiny import CHATML, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -27,11 +28,6 @@ ROWS = {
     "steps": [{"prompt": "p", "steps": ["a" * i, "b"], "labels": [1, i / 10]} for i in range(1, 9)],
 }
 KEYS = {"conversations": {"prompt": "q.text"}}
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def loader(path, kind="conversations", tokenizer=TOKENIZER, keys=None, weight=1.0, **config):

@@ -8,8 +8,9 @@ import pytest
 from coalign.data.indexed import IndexedTokens, IndexedWriter, choose_dtype
 from coalign.data.sources import open_rows
 from coalign.files import hash_samples
+from tests.data.reading import write
 from tests.data.test_cache import loader as cached
-from tests.data.test_stream import drawn, loader, rows, write
+from tests.data.test_stream import drawn, loader, rows
 
 
 def stored(tmp_path, form):
@@ -29,8 +30,10 @@ def stored(tmp_path, form):
     return next((tmp_path / "a").glob("*.arrow")), tmp_path / "a"
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "directory"])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("form", "stream"),
+    [("jsonl", True), ("jsonl", False), ("parquet", True), ("directory", True), ("directory", False)],
+)
 def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path, form, stream):
     file, path = stored(tmp_path, form)
     opened = open_rows(path)
@@ -41,7 +44,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path, form, stream):
         list(reading) if stream else opened[8]
 
 
-def test_an_indexed_dataset_that_is_cut_while_it_is_read_is_named(tmp_path):
+def test_indices_and_caches_that_are_cut_while_they_are_read_are_named(tmp_path):
     with IndexedWriter(tmp_path / "a", choose_dtype(300)) as out:
         for _ in range(9):
             out.add([7] * 5000)
@@ -49,11 +52,8 @@ def test_an_indexed_dataset_that_is_cut_while_it_is_read_is_named(tmp_path):
     os.truncate(tmp_path / "a.bin", 4096)
     with pytest.raises(ValueError, match=r"a\.bin was changed while it is read"):
         data[8].tolist()
-
-
-def test_a_cache_that_is_cut_while_it_is_read_is_named(tmp_path):
-    write(tmp_path / "a.jsonl", [{"prompt": "p" * 900, "answer": "a"} for n in range(9)])
-    made = cached(str(tmp_path / "a.jsonl"), max_tokens=2000, cache=str(tmp_path / "cache"))
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p" * 900, "answer": "a"} for n in range(9)])
+    made = cached(path, max_tokens=2000, cache=str(tmp_path / "cache"))
     made.next()
     [tokens] = (tmp_path / "cache").glob("*/tokens")
     os.truncate(tokens, 0)

@@ -78,7 +78,7 @@ def test_what_templates_write_is_not_refused(name):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *TRAINING_TEMPLATES])
-@pytest.mark.parametrize("role", ["developer", "bard", "observation"])
+@pytest.mark.parametrize("role", ["developer", "bard"])
 def test_roles_that_a_template_does_not_write_are_refused(name, role):
     said = {"role": role, "content": "Be brief."}
     if role == "developer" and name.startswith("gpt-oss"):

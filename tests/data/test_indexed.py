@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import shutil
 import struct
 from collections import Counter
 from pathlib import Path
@@ -33,13 +34,18 @@ def test_the_bytes_of_megatrons_format(tmp_path):
     header = b"MMIDIDX\0\0" + bytes([1, 0, 0, 0, 0, 0, 0, 0]) + bytes([8]) + struct.pack("<QQ", 4, 5)
     rest = struct.pack("<4i", 3, 1, 0, 2) + struct.pack("<4q", 0, 6, 8, 8) + struct.pack("<5q", 0, 1, 2, 3, 4)
     assert (tmp_path / "a.idx").read_bytes() == header + rest
-
-
-def test_read_what_was_written(tmp_path):
-    data = write(tmp_path / "a", [1, 2, 3], [], [70000], dtype=np.int32)
+    data = write(tmp_path / "b", [1, 2, 3], [], [70000], dtype=np.int32)
     assert [data[i].tolist() for i in range(len(data))] == [[1, 2, 3], [], [70000]]
     assert data.read(0, 1, 9).tolist() == [2, 3] and data.tokens == 4
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert (choose_dtype(65499), choose_dtype(65500)) == (np.uint16, np.int32)
+    files = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(ValueError, match="token ids 1 to 70000 do not fit into uint16"):
+        write(tmp_path / "c", [1, 70000])
+    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "b", np.dtype(np.uint16)) as out:
+        out.add([2])
+        raise RuntimeError
+    assert sorted(p.name for p in tmp_path.iterdir()) == files == ["a.bin", "a.idx", "b.bin", "b.idx"]
+    assert IndexedTokens(tmp_path / "b")[0].tolist() == [1, 2, 3]  # an error leaves the old files alone
 
 
 def test_documents_of_several_sequences(tmp_path):
@@ -81,13 +87,6 @@ def test_megatron_core_reads_what_is_written_and_what_it_writes_is_read(tmp_path
         assert found.document_indices.tolist() == [0, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_the_type_follows_from_the_vocabulary(tmp_path):
-    assert (choose_dtype(65499), choose_dtype(65500)) == (np.uint16, np.int32)
-    with pytest.raises(ValueError, match="token ids 1 to 70000 do not fit into uint16"):
-        write(tmp_path / "a", [1, 70000])
-    assert not list(tmp_path.iterdir())
-
-
 def test_files_that_are_not_what_they_say(tmp_path):
     write(tmp_path / "a", [1, 2, 3], [4, 5])
     index, tokens = (tmp_path / "a.idx").read_bytes(), (tmp_path / "a.bin").read_bytes()
@@ -108,30 +107,18 @@ def test_files_that_are_not_what_they_say(tmp_path):
         IndexedTokens(tmp_path / "b")
 
 
-def test_an_error_leaves_nothing_behind_and_the_old_files_alone(tmp_path):
-    write(tmp_path / "a", [1])
-    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "a", np.dtype(np.uint16)) as out:
-        out.add([2])
-        raise RuntimeError
-    assert IndexedTokens(tmp_path / "a")[0].tolist() == [1] and len(list(tmp_path.iterdir())) == 2
-
-
 def test_joined_in_order(tmp_path):
     parts = [write(tmp_path / "a", [1], [2, 3]), write(tmp_path / "b"), write(tmp_path / "c", [4])]
     join(parts, tmp_path / "all")
     data = IndexedTokens(tmp_path / "all")
     assert [data[i].tolist() for i in range(len(data))] == [[1], [2, 3], [4]]
-    assert (tmp_path / "all.idx").read_bytes() == write_whole(tmp_path / "whole", [1], [2, 3], [4])
+    write(tmp_path / "whole", [1], [2, 3], [4])
+    assert (tmp_path / "all.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
     with pytest.raises(FileExistsError, match=r"all\.bin exists, and is left as it is"):
         join(parts, tmp_path / "all")
     with pytest.raises(ValueError, match="holds int32, the others uint16"):
         join([parts[0], write(tmp_path / "d", [1], dtype=np.int32)], tmp_path / "none")
     assert not (tmp_path / "none.bin").exists()
-
-
-def write_whole(prefix, *documents):
-    write(prefix, *documents)
-    return prefix.with_suffix(".idx").read_bytes()
 
 
 # ---- learning from them
@@ -146,6 +133,12 @@ def test_pieces_train_every_token_but_the_first_once(tmp_path):
     assert [example.row["_row"] for example in found] == [0, 0, 0, 1]
     assert source.tokens == 14
     assert source.report() == "4 documents: 2 used, in 4 pieces of up to 4 tokens, 2 of less than two tokens left out"
+    source = IndexedDocuments(write(tmp_path / "a", [1, 2], [3, 99]), 99)
+    assert source[0][0].tokens == [1, 2]
+    with pytest.raises(ValueError, match="a, document 1: token 99, but the tokenizer has 99"):
+        source[1]
+    with pytest.raises(ValueError, match=r"a\.idx holds documents as token ids; this recipe reads rows of text"):
+        loader(str(tmp_path / "a.idx"), kind="prompts")
 
 
 def test_phases_and_max_samples_choose_documents(tmp_path):
@@ -156,13 +149,6 @@ def test_phases_and_max_samples_choose_documents(tmp_path):
     assert taken(IndexedDocuments(data, 100, max_samples=3)) == {0, 1, 2}
     with pytest.raises(ValueError, match="a has no usable rows"):
         IndexedDocuments(write(tmp_path / "a", [1]), 100)
-
-
-def test_a_token_beyond_the_vocabulary(tmp_path):
-    source = IndexedDocuments(write(tmp_path / "a", [1, 2], [3, 99]), 99)
-    assert source[0][0].tokens == [1, 2]
-    with pytest.raises(ValueError, match="a, document 1: token 99, but the tokenizer has 99"):
-        source[1]
 
 
 def loader(path, kind="documents", **config):
@@ -182,12 +168,6 @@ def test_the_same_batches_as_from_the_text(tmp_path, keep):
     assert counts["markers"] == (not keep)
     assert texts(ours) == texts(theirs)
     assert ours["tokens"].equal(theirs["tokens"]) and ours["loss_mask"].equal(theirs["loss_mask"])
-
-
-def test_only_documents_are_read_from_tokens(tmp_path):
-    write(tmp_path / "a", [1, 2])
-    with pytest.raises(ValueError, match=r"a\.idx holds documents as token ids; this recipe reads rows of text"):
-        loader(str(tmp_path / "a.idx"), kind="prompts")
 
 
 def test_a_run_resumes_only_on_the_same_tokens(tmp_path):
@@ -268,13 +248,26 @@ def test_a_build_goes_on_where_it_stopped(tmp_path, monkeypatch):
     ]
 
 
-def test_parts_of_another_build_are_refused(tmp_path):
+def test_what_cannot_be_built_is_refused(tmp_path):
     plan = corpus(tmp_path)
+
+    def refuse(message, *inputs):
+        with pytest.raises(ValueError, match=message):
+            build(BuildPlan(inputs, str(tmp_path / "model")) if inputs else plan, tmp_path / "a", processes=1)
+
+    bad, empty = tmp_path / "bad.jsonl", tmp_path / "empty.jsonl"
+    bad.write_text('{"text": "a"}\n{"content": "b"}\n')
+    empty.write_text('{"text": " "}\n')
+    refuse(r"bad\.jsonl:2: no key 'text'; the row has content", str(bad))
+    counts = build(BuildPlan((str(bad),), str(tmp_path / "model"), bad_rows="drop"), tmp_path / "b", processes=1)
+    assert counts == {"rows": 2, "used": 1, "missing": 1, "tokens": 2, "data_source=bad": 1}
+    shutil.rmtree(tmp_path / "a.parts", ignore_errors=True)
+    refuse(r"empty\.jsonl: no document to write", str(empty))
+    assert not (tmp_path / "a.parts").exists()
     (tmp_path / "a.parts").mkdir()
     (tmp_path / "a.parts" / "build.json").write_text(json.dumps({"chunk": 5, "dtype": "uint16"}))
     (tmp_path / "a.parts" / "00000000.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"a\.parts holds parts of a build with other chunk; remove it"):
-        build(plan, tmp_path / "a", processes=1)
+    refuse(r"a\.parts holds parts of a build with other chunk; remove it")
 
 
 def test_a_folder_that_no_build_made_is_moved_aside(tmp_path, caplog):
@@ -284,24 +277,6 @@ def test_a_folder_that_no_build_made_is_moved_aside(tmp_path, caplog):
     build(plan, tmp_path / "a", processes=1)
     assert not (tmp_path / "a.parts").exists() and "a.parts.before-1" in caplog.text
     assert (tmp_path / "a.parts.before-1" / "mine.txt").read_text() == "kept"
-
-
-def test_a_row_without_the_key(tmp_path):
-    corpus(tmp_path)
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"content": "b"}\n')
-    inputs = (str(tmp_path / "bad.jsonl"),)
-    with pytest.raises(ValueError, match=r"bad\.jsonl:2: no key 'text'; the row has content"):
-        build(BuildPlan(inputs, str(tmp_path / "model")), tmp_path / "a", processes=1)
-    counts = build(BuildPlan(inputs, str(tmp_path / "model"), bad_rows="drop"), tmp_path / "b", processes=1)
-    assert counts == {"rows": 2, "used": 1, "missing": 1, "tokens": 2, "data_source=bad": 1}
-
-
-def test_nothing_to_write(tmp_path):
-    corpus(tmp_path)
-    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
-    with pytest.raises(ValueError, match=r"empty\.jsonl: no document to write"):
-        build(BuildPlan((str(tmp_path / "empty.jsonl"),), str(tmp_path / "model")), tmp_path / "a", processes=1)
-    assert not (tmp_path / "a.parts").exists()
 
 
 def test_the_commands(tmp_path):

@@ -18,6 +18,9 @@ from coalign.hub_data import CODECS
 ROWS = [{"q": "ä €", "n": 1, "messages": [{"role": "user", "content": "x"}]}, {"q": "b", "n": 2, "messages": []}]
 
 
+BOM = b"\xef\xbb\xbf"
+
+
 def write(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
@@ -92,7 +95,7 @@ def shards(tmp_path):
     return tmp_path / "part-*"
 
 
-@pytest.mark.parametrize("most", [None, 2, 3, 5, 99])
+@pytest.mark.parametrize("most", [None, 2, 3, 99])
 def test_a_pattern_names_several_files_in_the_order_of_their_names(tmp_path, most):
     rows = open_rows(shards(tmp_path), max_samples=most)
     numbers = list(range(7))[:most]
@@ -104,15 +107,10 @@ def test_a_pattern_names_several_files_in_the_order_of_their_names(tmp_path, mos
     with pytest.raises(IndexError, match=f"has {len(numbers)} rows, so no row {len(numbers)}"):
         rows[len(rows)]
     assert rows.where(1) == f"{tmp_path}/part-0.jsonl:2"
-    if most is None:
-        assert rows.where(4) == f"{tmp_path}/part-2.json row 1"
-
-
-def test_a_pattern_that_fits_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no data file matches .*\*\.jsonl"):
-        open_rows(tmp_path / "*.jsonl")
     write(tmp_path / "a[1].jsonl", '{"n": 1}')
     assert open_rows(tmp_path / "a[1].jsonl")[0] == {"n": 1}  # a name, though it looks like a pattern
+    if most is None:
+        assert rows.where(4) == f"{tmp_path}/part-2.json row 1"
 
 
 def test_a_configuration_may_name_a_pattern_beside_its_file(tmp_path):
@@ -130,7 +128,7 @@ def parquet(path, rows, group):
     return path
 
 
-@pytest.mark.parametrize("start", [0, 1, 1500, 2999, 3000, 3001, 5500, 5999, 6000])
+@pytest.mark.parametrize("start", [0, 1500, 2999, 3000, 5999, 6000])
 def test_parquet_is_read_from_the_middle_of_a_row_group(tmp_path, start):
     rows = open_rows(parquet(tmp_path / "a.parquet", [{"n": n} for n in range(6500)], 3000), max_samples=6000)
     found = [(entry.number, entry.row()["n"]) for entry, _ in rows.read((0, start, start))]
@@ -164,46 +162,42 @@ def test_jsonl_says_the_line_counting_blank_ones(tmp_path):
         rows[2]
 
 
-def test_bytes_that_are_not_utf8(tmp_path):
-    rows = open_rows(write(tmp_path / "a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n'))
-    with pytest.raises(BadRow, match="not valid UTF-8"):
-        rows[1]
-
-
 def test_byte_order_mark_and_max_samples_that_hides_a_broken_line(tmp_path):
     rows = open_rows(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n{"a'), max_samples=2)
     assert [rows[0], rows[1], len(rows)] == [{"a": 1}, {"a": 2}, 2]
 
 
-def test_broken_json_array_says_the_line(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.json:3: not valid JSON"):
-        open_rows(write(tmp_path / "a.json", '[\n{"a": 1},\n{"a" 2}]'))
+DATASET_STATE = '{"_data_files": [{"filename": %s}]}'
+NO_DATA = [
+    ("*.json", None, FileNotFoundError, r"no data file matches .*\*\.json"),
+    ("gsm8k_trian.jsonl", None, FileNotFoundError, r"did you mean .*/gsm8k_train\.jsonl\?"),
+    ("dta/x.jsonl", None, FileNotFoundError, r"did you mean .*/data\?"),
+    ("zzz.parquet", None, FileNotFoundError, r"there is no zzz\.parquet in"),
+    ("a.jsonl", b'{"a": "\xff"}\n', BadRow, "not valid UTF-8"),
+    ("a.json", b'[\n{"a": 1},\n{"a" 2}]', ValueError, r"a\.json:3: not valid JSON"),
+    ("a.json", BOM + b'[{"text": "a"},, {}]', ValueError, r"a\.json:1: not valid JSON: .*\(column \d+\)"),
+    ("a.jsonl", b"", ValueError, "holds no rows"),
+    ("a.json", b"\n\n", ValueError, "holds no rows"),
+    ("a.md", b"a,b", ValueError, r"\.jsonl, \.ndjson, \.json, \.csv"),
+    ("a.parquet.gz", b"a,b", ValueError, r"a\.parquet\.gz: expected a name that ends in"),
+    ("a.parquet", b"no", ValueError, r"a\.parquet cannot be read: "),
+    ("a.csv", b"a,b\n1,2\n1,2,3\n", ValueError, r"a\.csv cannot be read: .* Row #3: Expected 2 columns, got 3"),
+    ("data", None, ValueError, "save_to_disk"),
+    *(
+        ("data", (DATASET_STATE % name).encode(), ValueError, r"state\.json names .* which is no file of its folder")
+        for name in ('"../a.arrow"', '"/etc/a.arrow"', '"x/../../a.arrow"', "null", "3", '""', r'"a\u0000"')
+    ),
+]
 
 
-def test_missing_files_suggest_the_nearest_name(tmp_path):
+@pytest.mark.parametrize(("name", "content", "error", "message"), NO_DATA)
+def test_what_is_no_data_is_refused(name, content, error, message, tmp_path):
     write(tmp_path / "gsm8k_train.jsonl", "{}")
     (tmp_path / "data").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"did you mean .*/gsm8k_train\.jsonl\?"):
-        open_rows(tmp_path / "gsm8k_trian.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"did you mean .*/data\?"):
-        open_rows(tmp_path / "dta" / "x.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"there is no zzz\.parquet in"):
-        open_rows(tmp_path / "zzz.parquet")
-
-
-def test_what_is_no_data_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no rows"):
-        open_rows(write(tmp_path / "empty.jsonl", ""))
-    with pytest.raises(ValueError, match=r"holds no rows"):
-        open_rows(write(tmp_path / "blank.json", "\n\n"))
-    with pytest.raises(ValueError, match=r"\.jsonl, \.ndjson, \.json, \.csv"):
-        open_rows(write(tmp_path / "a.md", "a,b"))
-    with pytest.raises(ValueError, match=r"a\.parquet\.gz: expected a name that ends in"):
-        open_rows(write(tmp_path / "a.parquet.gz", "a,b"))
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read: "):
-        open_rows(write(tmp_path / "a.parquet", "no"))
-    with pytest.raises(ValueError, match="save_to_disk"):
-        open_rows(tmp_path)
+    if content is not None:
+        write(tmp_path / (f"{name}/state.json" if name == "data" else name), content)
+    with pytest.raises(error, match=message):
+        [entry.row() for entry, _ in open_rows(tmp_path / name).read()]
 
 
 def test_a_dataset_dict_asks_for_its_split(tmp_path):
@@ -233,11 +227,6 @@ def test_values_of_a_csv_are_texts(tmp_path, name):
     assert [entry.row() for entry, _ in rows.read(places[0])] == TABLE_ROWS[1:]
     assert rows.where(1) == f"{tmp_path}/{name} row 1"
     assert len(open_rows(tmp_path / name, max_samples=1)) == 1
-
-
-def test_a_faulty_csv_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.csv cannot be read: CSV parse error: Row #3: Expected 2 columns, got 3"):
-        list(open_rows(write(tmp_path / "a.csv", "a,b\n1,2\n1,2,3\n")).read())
 
 
 def test_compressed_lines_of_text(tmp_path):
@@ -321,9 +310,6 @@ def test_nulls_of_json_texts_in_tables_are_the_persons_own(tmp_path):
     assert open_rows(tmp_path / "a")[0] == {"a": {"x": None}, "b": {"c": {"y": None}}}
 
 
-BOM = b"\xef\xbb\xbf"
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -341,11 +327,6 @@ def test_a_byte_order_mark_is_no_text(name, content, tmp_path):
     rows = open_rows(write(tmp_path / name, content))
     wanted = [{"text": "ä"}, {"text": "b"}]
     assert [rows[i] for i in range(len(rows))] == [row.row() for row, _ in rows.read()] == wanted
-
-
-def test_a_damaged_array_with_a_byte_order_mark_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.json:1: not valid JSON: .*\(column \d+\)"):
-        open_rows(write(tmp_path / "a.json", BOM + b'[{"text": "a"},, {}]'))
 
 
 def test_media_of_a_table_are_left_as_they_are(tmp_path):
@@ -373,16 +354,13 @@ def test_what_is_no_file_is_refused_and_not_waited_for(name, tmp_path):
             open_rows(path)
 
 
-@pytest.mark.parametrize("form", ["gz", "bz2", "zst"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv"])
+@pytest.mark.parametrize(("name", "form"), [("a.jsonl", "gz"), ("a.json", "bz2"), ("a.txt", "zst"), ("a.csv", "gz")])
 def test_a_file_that_decompresses_to_hundreds_of_times_its_size_is_refused(name, form, tmp_path, monkeypatch):
-    import pyarrow
-
     monkeypatch.setattr(raw_files, "LEAST_UNPACKED", 2**18)
     text = b"x" * 1000
     line = {"a.jsonl": b'{"x": "%s"}\n', "a.txt": b"%s\n", "a.csv": b"%s\n", "a.json": b'{"x": "%s"},\n'}[name] % text
     content = (b"[" if name == "a.json" else b"") + line * 4000
-    with pyarrow.CompressedOutputStream(str(tmp_path / f"{name}.{form}"), CODECS[f".{form}"]) as out:
+    with pa.CompressedOutputStream(str(tmp_path / f"{name}.{form}"), CODECS[f".{form}"]) as out:
         out.write(content)
     with pytest.raises(ValueError, match=rf"{name}\.{form} cannot be read: .*decompresses to more than .* 200 times"):
         rows = open_rows(tmp_path / f"{name}.{form}")
@@ -393,12 +371,11 @@ def test_a_file_that_decompresses_to_hundreds_of_times_its_size_is_refused(name,
 
 def test_text_that_is_repeated_may_be_small(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as out:
-        out.writelines('{"x": 1}\n' for _ in range(10**6))
-    assert len(open_rows(tmp_path / "a.jsonl.gz")) == 10**6
+        out.writelines('{"x": 1}\n' for _ in range(3 * 10**5))
+    assert len(open_rows(tmp_path / "a.jsonl.gz")) == 3 * 10**5
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz"])
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize(("name", "ends"), [("a.jsonl", True), ("a.txt", False), ("a.jsonl.gz", True)])
 def test_a_line_that_is_too_long_is_named(name, ends, tmp_path, monkeypatch):
     monkeypatch.setattr(raw_files.open_binary, "__defaults__", (2**21,))
     good = b'{"text": "' + b"x" * 2**20 + b'"}\n'
@@ -429,10 +406,3 @@ def test_rows_of_brackets_are_refused(tmp_path):
     write(tmp_path / "a.json", brackets)
     with pytest.raises(ValueError, match=r"a\.json cannot be read: it has 200,002 brackets"):
         open_rows(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize("name", ["../a.arrow", "/etc/a.arrow", "x/../../a.arrow", None, 3, "", "a\0"])
-def test_a_saved_dataset_names_files_of_its_folder_alone(name, tmp_path):
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(ValueError, match=r"state\.json names .* which is no file of its folder"):
-        open_rows(tmp_path)

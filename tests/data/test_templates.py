@@ -91,6 +91,9 @@ def test_a_conversation_begins_with_the_prompt_that_is_generated_from(jinja):
     prompt, (tokens, mask) = template.prompt(ASK), template.conversation(ONE)
     assert tokens[: len(prompt)] == prompt
     assert not any(mask[: len(prompt)]) and mask[len(prompt)]
+    if jinja == SYSTEM_BY_DEFAULT:
+        text = seen(template.tokenizer, tokens, mask)
+        assert text.startswith("<|im_start|>system\nBe good.<|im_end|>\n") and text.endswith("⟦2<|im_end|>⟧\n")
 
 
 words_ = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=8)
@@ -106,15 +109,6 @@ def test_whatever_is_said_exactly_the_answers_are_trained(turns, jinja):
     assert tokenizer.decode(tokens) == ChatTemplate(tokenizer, CHATML).render(messages)
     trained = tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
     assert trained == "".join(answer + "<|im_end|>" for _, answer in turns)
-
-
-def test_template_with_a_system_message_of_its_own():
-    tokenizer = tiny_tokenizer()
-    text = seen(tokenizer, *ChatTemplate(tokenizer, SYSTEM_BY_DEFAULT).conversation(ONE))
-    assert text == (
-        "<|im_start|>system\nBe good.<|im_end|>\n"
-        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n⟦2<|im_end|>⟧\n"
-    )
 
 
 @pytest.mark.parametrize("adds_bos_itself", [False, True])
@@ -339,8 +333,7 @@ def test_a_template_that_loses_the_mask_is_refused_not_counted():
 
 
 @pytest.mark.parametrize("kind", ["prompts", "conversations", "preferences", "labelled", "steps"])
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("jinja", ["none", MISTRAL, CHATML])
+@pytest.mark.parametrize(("jinja", "adds"), [("none", False), ("none", True), (MISTRAL, True), (CHATML, True)])
 def test_no_kind_of_data_has_two_of_bos_or_of_the_last_eos(kind, adds, jinja):
     tokenizer = words("<|im_start|>", "<|im_end|>", "+", "-", add_bos=adds, add_eos=adds)
     row = {"prompt": "1+1?", "answer": "2", "label": True, "steps": ["2", "end."], "labels": [1, 0]}

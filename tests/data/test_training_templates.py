@@ -7,7 +7,6 @@ from coalign.data.templates import TRAINING_TEMPLATES, ChatTemplate, encode_lear
 from tests.data.families import (
     CALLED,
     DIALOGUE,
-    FAMILIES,
     PLAIN,
     SYSTEM,
     TOOL,
@@ -218,39 +217,33 @@ def test_reasoning_that_a_template_leaves_out_is_not_lost_in_silence():
         load_template(family_tokenizer("Qwen3"), reasoning="last").conversation(DIALOGUE)
 
 
+@pytest.mark.parametrize(
+    ("family", "chosen", "arguments", "message"),
+    [
+        ("Qwen3", "auto", {"enable_thinkin": False}, r"never reads 'enable_thinkin'; did you mean 'enable_thinking'\?"),
+        ("Qwen3", "auto", {"content": "x"}, "never reads 'content'"),  # a variable of the template's own
+        ("Phi-4", "auto", {"x": 1}, "never reads 'x'; it has no arguments"),
+        ("Phi-4", "auto", {"tools": [TOOL]}, "never reads 'tools'"),
+        ("Qwen3", "auto", {"date": "2025-08-05"}, "never reads 'date'"),
+        ("gpt-oss", "auto", {"date": "August"}, "'August' is no date like 2026-01-31"),
+        ("Qwen3", "none", {"enable_thinking": True}, "none reads no chat_template_kwargs"),
+        ("Qwen3", "{{ messages }}\n{% for %}", {}, r"no valid Jinja: line 2: "),
+        ("Qwen3", "qwen3-trainin", {}, "did you mean 'qwen3-training'"),
+    ],
+)
+def test_arguments_that_no_template_reads_are_refused(family, chosen, arguments, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load_template(family_tokenizer(family), chosen, arguments)
+
+
 def test_arguments_are_those_that_the_template_reads():
     tokenizer = family_tokenizer("Qwen3")
     quick = load_template(tokenizer, chat_template_kwargs={"enable_thinking": False})
     assert tokenizer.decode(quick.prompt([user("one?")])).endswith("assistant\n<think>\n\n</think>\n\n")
-    with pytest.raises(ValueError, match=r"never reads 'enable_thinkin'; did you mean 'enable_thinking'\?"):
-        load_template(tokenizer, chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(ValueError, match="never reads 'content'"):  # a variable of the template's own
-        load_template(tokenizer, chat_template_kwargs={"content": "x"})
-    with pytest.raises(ValueError, match="never reads 'x'; it has no arguments"):
-        load_template(family_tokenizer("Phi-4"), chat_template_kwargs={"x": 1})
-    with pytest.raises(ValueError, match="none reads no chat_template_kwargs"):
-        load_template(tokenizer, "none", {"enable_thinking": True})
-    with pytest.raises(ValueError, match=r"no valid Jinja: line 2: "):
-        load_template(tokenizer, "{{ messages }}\n{% for %}")
-    with pytest.raises(FileNotFoundError, match="did you mean 'qwen3-training'"):
-        load_template(tokenizer, "qwen3-trainin")
-
-
-def test_tools_among_the_arguments_are_those_of_rows_without():
-    template = load_template(family_tokenizer("Qwen3"), chat_template_kwargs={"tools": [TOOL]})
-    plain = load_template(family_tokenizer("Qwen3"))
+    template, plain = load_template(tokenizer, chat_template_kwargs={"tools": [TOOL]}), load_template(tokenizer)
     assert template.prompt([user("one?")]) == plain.prompt([user("one?")], [TOOL]) != plain.prompt([user("one?")])
-    with pytest.raises(ValueError, match="never reads 'tools'"):
-        load_template(family_tokenizer("Phi-4"), chat_template_kwargs={"tools": [TOOL]})
-
-
-def test_a_date_is_what_the_template_calls_today():
     dated = load_template(family_tokenizer("gpt-oss"), chat_template_kwargs={"date": "2025-08-05"})
     assert "Current date: 2025-08-05\n" in shown(dated, [user("one?")])
-    with pytest.raises(ValueError, match="'August' is no date like 2026-01-31"):
-        load_template(family_tokenizer("gpt-oss"), chat_template_kwargs={"date": "August"})
-    with pytest.raises(ValueError, match="never reads 'date'"):
-        load_template(family_tokenizer("Qwen3"), chat_template_kwargs={"date": "2025-08-05"})
 
 
 def test_arguments_and_policy_reach_prompts():
@@ -261,7 +254,3 @@ def test_arguments_and_policy_reach_prompts():
     assert "why one" not in text and text.endswith("<think>\n\n</think>\n\n")
     ours = ChatTemplate(tokenizer, read_template("qwen3-training"), reasoning="keep")
     assert "why one" in tokenizer.decode(ours.prompt(DIALOGUE[:4]))
-
-
-def test_no_family_is_missing_here():
-    assert len(FAMILIES) >= 15

@@ -15,39 +15,6 @@ from tests.backends.native import helpers
 MODEL = helpers.reference(helpers.qwen2())
 
 
-def test_an_end_token_is_part_of_the_response_and_ends_it():
-    asked = helpers.requests(6, samples=2)
-    free = helpers.flat(next(helpers.engine(MODEL).generate(asked, helpers.SAMPLING)))
-    end = free[0].tokens[4].item()
-    met = 0
-    ending = helpers.flat(next(helpers.engine(MODEL, end_tokens=[end]).generate(asked, helpers.SAMPLING)))
-    for full, ended in zip(free, ending, strict=True):
-        tokens = full.tokens.tolist()
-        cut = tokens.index(end) + 1 if end in tokens else len(tokens)
-        assert ended.tokens.tolist() == tokens[:cut]
-        assert ended.status == (Status.OK if end in tokens else Status.TRUNCATED)
-        assert len(ended.logprobs) == len(ended.versions) == cut
-        met += cut < len(tokens)
-    assert met
-
-
-def test_a_stop_string_is_found_across_tokens_and_stays():
-    text = lambda ids: "".join(chr(97 + i % 26) for i in ids)  # noqa: E731
-    asked = helpers.requests(3)
-    free = helpers.flat(next(helpers.engine(MODEL).generate(asked, helpers.SAMPLING)))
-    stop = text(free[0].tokens[3:6].tolist())
-    first, *_ = helpers.flat(
-        next(
-            helpers.engine(MODEL, decoder=lambda stops: text).generate(
-                asked, helpers.replace(helpers.SAMPLING, stop=(stop,))
-            )
-        )
-    )
-    assert text(first.tokens.tolist()).endswith(stop)
-    assert text(first.tokens.tolist()).count(stop) == 1
-    assert first.status == Status.OK
-
-
 def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
     computed = []
     forward = NativeModel.forward
@@ -66,6 +33,7 @@ def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
 def test_responses_stop_at_the_models_context():
     context = MODEL.config.max_position_embeddings
     near, at = Request([1] * (context - 3), 0), Request([1] * context, 1)
+    assert next(helpers.engine(MODEL).generate([], helpers.SAMPLING)) == []
     [[response]] = next(helpers.engine(MODEL).generate([near], helpers.SAMPLING))
     assert len(response.tokens) == 3 and response.status == Status.TRUNCATED
     with pytest.raises(ValueError, match=f"has {context} tokens; the model's context is {context}"):
@@ -84,10 +52,6 @@ def test_responses_stop_at_the_models_context():
 def test_a_prompt_that_cannot_be_served_is_refused(prompt, message):
     with pytest.raises(ValueError, match=message):
         next(helpers.engine(MODEL, kv_tokens=64).generate([Request(prompt, 5)], helpers.SAMPLING))
-
-
-def test_no_requests_no_responses():
-    assert next(helpers.engine(MODEL).generate([], helpers.SAMPLING)) == []
 
 
 def test_progress_counts_responses_and_tokens():
@@ -144,17 +108,14 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
     worker.join(0.2)
     assert worker.is_alive() and session.tokens_chosen == held
     engine.resume()
+    with pytest.raises(RuntimeError, match="without pause"):
+        engine.resume()
     worker.join(60)
     undisturbed = helpers.flat(next(helpers.engine(MODEL).generate(asked, sampling)))
     for response, expected in zip(helpers.flat(done[0]), undisturbed, strict=True):
         assert response.tokens.tolist() == expected.tokens.tolist()
         versions = response.versions.tolist()
         assert versions == [0] * (held // 2) + [4] * (150 - held // 2)
-
-
-def test_resume_without_pause_is_an_error():
-    with pytest.raises(RuntimeError, match="without pause"):
-        helpers.engine(MODEL).resume()
 
 
 def test_after_a_failed_call_the_engine_still_works():
@@ -183,31 +144,3 @@ def test_truncation_keeps_to_the_likely_tokens():
     ):
         assert a.tokens.tolist() == b.tokens.tolist()
         torch.testing.assert_close(a.logprobs, b.logprobs)
-
-
-def test_every_token_is_told_as_it_is_chosen():
-    asked, told = helpers.requests(3, samples=2), {}
-    answers = next(
-        helpers.engine(MODEL).generate(
-            asked,
-            helpers.SAMPLING,
-            on_token=lambda group, index, token, logprob: told.setdefault((group, index), []).append(token),
-        )
-    )
-    for request, responses in zip(asked, answers, strict=True):
-        for index, response in enumerate(responses):
-            assert told[request.group, index] == response.tokens.tolist()
-
-
-def test_a_listener_that_raises_ends_the_call():
-    engine, heard = helpers.engine(MODEL), []
-
-    def stop(group, index, token, logprob):
-        heard.append(token)
-        if len(heard) == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        next(engine.generate(helpers.requests(2), helpers.SAMPLING, on_token=stop))
-    assert len(heard) == 5
-    assert len(next(engine.generate(helpers.requests(2), helpers.SAMPLING))) == 2

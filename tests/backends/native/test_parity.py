@@ -96,18 +96,6 @@ def test_log_probs_equal_a_plain_forward(family):
             torch.testing.assert_close(response.logprobs, expected, rtol=0, atol=2e-5)
 
 
-def test_greedy_equals_transformers_generate():
-    model = helpers.reference(helpers.qwen2())
-    asked = helpers.requests(4)
-    greedy = helpers.replace(helpers.SAMPLING, temperature=0.0)
-    for request, response in zip(asked, helpers.flat(next(helpers.engine(model).generate(asked, greedy))), strict=True):
-        prompt = torch.tensor([request.prompt])
-        expected = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0
-        )
-        assert response.tokens.tolist() == expected[0, prompt.shape[1] :].tolist()
-
-
 def test_log_probs_are_those_of_the_tempered_full_distribution():
     model = helpers.reference(helpers.qwen2())
     asked = helpers.requests(3, samples=2)
