@@ -18,7 +18,7 @@ from tests.golden.curves import configuration
 from tests.runs import metrics, run
 from tests.tiny import tiny_model_dir
 
-pytestmark = DEEPSPEED
+pytestmark = [DEEPSPEED, pytest.mark.backends]
 STAGES = (1, 2, 3)
 WITH_ALL_SHARDS = [*(pytest.param(stage, marks=pytest.mark.backends) for stage in (1, 2)), 3]
 
