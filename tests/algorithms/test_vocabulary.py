@@ -62,6 +62,7 @@ def _on_rank(rank: int, port: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.backends
 def test_two_ranks_compute_what_one_does(tmp_path):
     told = on_ranks(2, _on_rank, tmp_path)
     for i, softcap in enumerate((None, 2.0)):

@@ -47,10 +47,10 @@ FOUR_SLOW = [
 
 
 def starts(two: list[Layout], more: list[Layout], four: list[Layout]) -> list[Any]:
-    """(ranks, layouts) of each start of processes: a short one on two ranks in the fast suite, the others apart."""
+    """(ranks, layouts) of each start of processes."""
     slow = (pytest.mark.backends, pytest.mark.timeout(1800))
     return [
-        pytest.param(2, two, id="two"),
+        pytest.param(2, two, id="two", marks=slow),
         pytest.param(2, more, id="two-more", marks=slow),
         pytest.param(4, four, id="four", marks=slow),
     ]

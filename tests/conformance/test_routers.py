@@ -48,7 +48,7 @@ def train(rank, port, backends, path, rows):
 @pytest.mark.parametrize(
     "backends",
     [
-        pytest.param(FSDP, id="fsdp"),
+        pytest.param(FSDP, id="fsdp", marks=pytest.mark.backends),
         pytest.param(MEGATRONS, id="megatron", marks=[MEGATRON, pytest.mark.backends]),
         pytest.param(ZERO, id="deepspeed", marks=[DEEPSPEED, pytest.mark.backends]),
     ],

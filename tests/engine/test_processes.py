@@ -79,7 +79,7 @@ pytest.importorskip("ray")
 @pytest.mark.parametrize(
     ("algorithm", "workers"),
     [
-        pytest.param("grpo", 1, id="one rollout worker"),
+        pytest.param("grpo", 1, id="one rollout worker", marks=pytest.mark.backends),
         pytest.param("grpo", 2, id="two rollout workers", marks=pytest.mark.slow),
         pytest.param("ppo", 2, id="ppo", marks=pytest.mark.slow),
     ],

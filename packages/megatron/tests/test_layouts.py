@@ -10,7 +10,6 @@ from tests.conformance.layouts import Layout
 from tests.conformance.test_parallel import check_each, starts
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.backends
 
 
 def cut(model: str, *, own: dict[str, Any] | None = None, **config: Any) -> Layout:
