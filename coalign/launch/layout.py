@@ -61,7 +61,7 @@ def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConf
         needs, model = slot.footprints[name], models[name]
         table.add_row(
             name,
-            " around ".join(filter(None, (find_wrapper(model), model.module))),
+            " around ".join(filter(None, (find_wrapper(model), model.module.rpartition(":")[2]))),
             _processes(needs),
             str(needs.data_parallel_size),
             _places(slot, name),

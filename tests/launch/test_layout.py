@@ -34,10 +34,10 @@ def test_what_is_asked_for():
     title, _, *rows = shown(MODELS, colocation=COLOCATION)
     assert title == ["placement: 8 devices (GPU)"]
     assert rows == [
-        ["trainer", f"{HERE}:GroupModule", "8", "8", "trainer+policy+judge: 0–7", "policy, judge"],
-        ["policy", f"{HERE}:EchoModule", "2 × 2", "2", "trainer+policy+judge: 0–1 2–3", "trainer"],
-        ["judge", f"{HERE}:SumModule", "4", "4", "trainer+policy+judge: 4–7", "trainer"],
-        ["reward", f"{HERE}:SumModule", "2", "2", "CPU"],
+        ["trainer", "GroupModule", "8", "8", "trainer+policy+judge: 0–7", "policy, judge"],
+        ["policy", "EchoModule", "2 × 2", "2", "trainer+policy+judge: 0–1 2–3", "trainer"],
+        ["judge", "SumModule", "4", "4", "trainer+policy+judge: 4–7", "trainer"],
+        ["reward", "SumModule", "2", "2", "CPU"],
     ]
     assert shown({"reward": MODELS["reward"]})[0] == ["placement: no devices"]
     wrapped = MODELS["reward"].model_copy(update={"module": "fsdp", "cache": "cache"})
