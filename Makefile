@@ -50,9 +50,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard packages/*/pyproje
 lock:
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	DS_BUILD_OPS=0 $(BIN)/pip lock --quiet -c constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) --output pylock.toml torch --editable '.[$(EXTRAS)]'
-# Coalign itself is a folder, which has no hash.
-	perl -0pi -e 's/\[\[packages\]\]\nname = "coalign"\n.*?(?=\[\[packages\]\])//s' pylock.toml
+	DS_BUILD_OPS=0 $(BIN)/pip lock --quiet -c constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) --output pylock.toml torch \
+	$(patsubst %,--editable %,$(wildcard packages/*)) --editable '.[$(EXTRAS)]'
+# Coalign and its companions are folders, which have no hash.
+	perl -0pi -e 's/\[\[packages\]\]\nname = "coalign[-a-z]*"\n.*?(?=\[\[packages\]\])//sg' pylock.toml
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --editable '.[bench]'

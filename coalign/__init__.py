@@ -47,12 +47,10 @@ prepare_threads(os.environ)
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    from coalign.companions import API, list_entries, name_missing
+    from coalign.companions import API, load
 
-    if (entry := list_entries(API).get(name)) is not None:
-        return entry.load()
-    if companion := name_missing(API, name):
-        raise ImportError(f"coalign.{name} comes with a companion of Coalign: pip install {companion}")
+    if (brought := load(API, name, f"coalign.{name}")) is not None:
+        return brought
     raise AttributeError(f"module 'coalign' has no attribute '{name}'")
 
 

@@ -60,9 +60,15 @@ COMPANIONS = {
 
 
 @cache
+def _read_entries() -> Any:  # its type changed with Python 3.12
+    """Read the entry points of all distributions, which takes ten milliseconds, once."""
+    return entry_points()
+
+
+@cache
 def list_entries(group: str) -> dict[str, EntryPoint]:
     """Return what installed companions bring of a group, by name."""
-    return {entry.name: entry for entry in entry_points(group=group)}
+    return {entry.name: entry for entry in _read_entries().select(group=group)}
 
 
 def name_missing(group: str, name: str) -> str | None:
@@ -77,6 +83,18 @@ def list_modules() -> frozenset[str]:
     """Return the top modules of Coalign and of the companions that are installed."""
     brought = (entry.module for group in GROUPS for entry in list_entries(group).values())
     return frozenset({"coalign", *(module.partition(".")[0] for module in brought)})
+
+
+def load(group: str, name: str, title: str) -> Any:
+    """Load what a companion brings; None for a name that no companion has.
+
+    Raises ImportError, which calls it ``title``, if its companion is not installed.
+    """
+    if (entry := list_entries(group).get(name)) is not None:
+        return entry.load()
+    if companion := name_missing(group, name):
+        raise ImportError(f"{title} comes with a companion of Coalign: pip install {companion}")
+    return None
 
 
 def ask(group: str, name: str, *arguments: Any) -> Any:

@@ -22,7 +22,8 @@ class NoKernels:
     has_layer_kernel = has_copy_kernel = has_kernel
 
 
-operations: Any = list_entries(KERNELS)["operations"].load() if "operations" in list_entries(KERNELS) else NoKernels
+_kernels = list_entries(KERNELS).get("operations")
+operations: Any = NoKernels if _kernels is None else _kernels.load()
 
 
 def use_kernels(model: nn.Module) -> None:

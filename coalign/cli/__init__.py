@@ -22,7 +22,7 @@ from coalign.cli import models, train
 from coalign.cli.problems import describe_error, find_user_error
 from coalign.cli.usage import WITH_OPTIONS, describe_usage, name_options
 from coalign.companions import COMMANDS as GROUP
-from coalign.companions import list_entries, name_missing
+from coalign.companions import list_entries, load
 
 
 class CommandLine(TyperGroup):
@@ -37,11 +37,8 @@ class CommandLine(TyperGroup):
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             return command
-        if (entry := list_entries(GROUP).get(cmd_name)) is not None:
-            return _build_command(cmd_name, entry.load())
-        if companion := name_missing(GROUP, cmd_name):
-            raise ImportError(f"`coalign {cmd_name}` comes with a companion of Coalign: pip install {companion}")
-        return None
+        brought = load(GROUP, cmd_name, f"`coalign {cmd_name}`")
+        return None if brought is None else _build_command(cmd_name, brought)
 
 
 app = typer.Typer(

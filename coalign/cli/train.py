@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coalign.companions import CHECKS, ask, name_missing
+from coalign.companions import CHECKS, ask, load
 
 if TYPE_CHECKING:
     from coalign.report.display import Display
@@ -115,9 +115,7 @@ def _examine(
 ) -> None:
     if ask(CHECKS, "pipeline", config, overrides or [], cluster, display):
         return
-    if cluster and (companion := name_missing(CHECKS, "cluster")):
-        raise ImportError(f"--cluster comes with a companion of Coalign: pip install {companion}")
-    simulated = ask(CHECKS, "cluster", cluster) if cluster else None
+    simulated = load(CHECKS, "cluster", "--cluster")(cluster) if cluster else None
     from coalign.api import load_config
 
     loaded = load_config(config, overrides, planned=True)

@@ -23,7 +23,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_snake
 from pydantic.errors import PydanticUserError
 
-from coalign.companions import EXPLAINS, ask, list_entries, list_modules, name_missing
+from coalign.companions import EXPLAINS, ask, list_entries, list_modules, load
 from coalign.config.errors import (
     ConfigError,
     ConfigProblem,
@@ -105,8 +105,7 @@ def resolve(name: str, home: str) -> Any:
     names = [*_public(module), *brought]
     if match := _match_case(name, names) or _match_case(name.replace("_", ""), names):
         return brought[match].load() if match in brought else getattr(module, match)
-    if companion := name_missing(home, name):
-        raise ImportError(f"'{name}' comes with a companion of Coalign: pip install {companion}")
+    load(home, name, f"'{name}'")  # refuses what a missing companion has
     raise ValueError(f"'{name}' is not in {home}{_correct(name, names)} (a function of your own: `my.module:name`)")
 
 
@@ -121,8 +120,7 @@ def resolve_class(name: str, home: str) -> type:
     classes = list_classes(home)
     if short := _match_case(name, list(classes)):
         return _import_dotted(classes[short])
-    if companion := name_missing(home, name):
-        raise ImportError(f"'{name}' comes with a companion of Coalign: pip install {companion}")
+    load(home, name, f"'{name}'")  # refuses what a missing companion has
     raise ValueError(f"'{name}' is not in {home}{_correct(name, classes)} (a class of your own: `my.module:Class`)")
 
 

@@ -437,7 +437,7 @@ class Engine:
         with self.cluster.defer_errors() as error:
             if error is not None:  # a rollout failed; no weight has changed yet
                 raise error
-            self.progress.begin_training()
+            self.progress.keep_state(None)  # weights change from here on
             trained, learned = self.training.step(batch)
         if self.ptx_loader is not None and not self.ptx_loader.drawn:
             raise ValueError(

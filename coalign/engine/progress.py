@@ -45,10 +45,6 @@ class Progress:
         """Let go of the last step's batch."""
         self.learned = None
 
-    def begin_training(self) -> None:
-        """Note that weights change from here on: there is no consistent state until the step ends."""
-        self.consistent_state = None
-
     def count_step(self, tokens: int, stats: list[Stats]) -> Stats:
         """Count a step that trained on so many tokens; return its metrics with those that came late."""
         self.step += 1
@@ -61,7 +57,7 @@ class Progress:
         self._late_metrics = {}
 
     def keep_state(self, state: dict[str, Any] | None) -> None:
-        """Keep the state that the loop can return to; None: there is none until a saved one is loaded."""
+        """Keep the state that the loop can return to; None: there is none until the step ends, or one is loaded."""
         self.consistent_state = state
 
     def return_to(self, step: int, tokens: int) -> None:

@@ -22,13 +22,17 @@ STEPS = 3
 
 
 def build_archives(folder: Path) -> tuple[Path, Path]:
-    """Build the source archive, the wheel from it, and the wheels of companions; return wheel and archive."""
-    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], folder)
+    """Build the source archive, the wheel from it, and those of companions; return Coalign's wheel and archive."""
+    build(ROOT, folder)
     [wheel], [archive] = folder.glob("*.whl"), folder.glob("*.tar.gz")
     for companion in sorted(ROOT.glob("packages/*/pyproject.toml")):
-        build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder)]
-        run([*build, str(companion.parent)], folder)
+        build(companion.parent, folder)
     return wheel, archive
+
+
+def build(project: Path, folder: Path) -> None:
+    """Build a source archive, and the wheel from that: so no folder `build` stays beside the sources."""
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(project)], folder)
 
 
 def write_task(folder: Path, coalign: list[str], environment: dict[str, str]) -> None:

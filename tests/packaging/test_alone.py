@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.packaging.installation import run
+from tests.packaging.installation import build, run
 from tests.packaging.licences import ROOT
 
 FASTEST = 0.5  # seconds to start, beyond those of an interpreter
@@ -42,9 +41,9 @@ def python(tmp_path_factory) -> Path:
     """An environment with these companions and nothing else of ours."""
     folder = tmp_path_factory.mktemp("alone")
     run([sys.executable, "-m", "venv", str(folder / "venv")], folder)
-    for name in ("diagnose", "graders", "plan"):  # copies, since a build leaves its files beside the sources
-        shutil.copytree(ROOT / "packages" / name, folder / name, ignore=shutil.ignore_patterns("tests", "build"))
-    packages = [str(folder / name) for name in ("diagnose", "graders", "plan")]
+    for name in ("diagnose", "graders", "plan"):
+        build(ROOT / "packages" / name, folder)
+    packages = map(str, folder.glob("*.whl"))
     python = folder / "venv" / "bin" / "python"
     run(
         [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), *packages],

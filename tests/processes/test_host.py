@@ -7,16 +7,33 @@ import sys
 import pytest
 
 from coalign.processes import host
+from coalign_graders import processors
 
 V1, PERIOD = "cpu__box", "100000"  # us
+
+
+QUOTAS = [  # membership, files, processors
+    ("0::/\n", {}, 64),
+    ("0::/\n", {"cpu_dot_max": "max 100000\n"}, 64),
+    ("0::/\n", {"cpu_dot_max": "200000 100000\n"}, 2),
+    ("0::/\n", {"cpu_dot_max": "250000 100000\n"}, 2),
+    ("0::/\n", {"cpu_dot_max": "50000 100000\n"}, 1),
+    ("0::/\n", {"cpu_dot_max": "nonsense\n"}, 64),
+    ("0::/\n", {"cpu_dot_max": "12800000 100000\n"}, 64),
+    ("0::/pod/box\n", {"pod__box__cpu_dot_max": "max 100000\n", "pod__cpu_dot_max": "300000 100000\n"}, 3),
+    ("4:cpu,cpuacct:/box\n", {f"{V1}__cpu_dot_cfs_quota_us": "400000", f"{V1}__cpu_dot_cfs_period_us": PERIOD}, 4),
+    ("4:cpu,cpuacct:/box\n", {"cpu__cpu_dot_cfs_quota_us": "-1", "cpu__cpu_dot_cfs_period_us": PERIOD}, 64),
+    ("4:memory:/box\n", {"cpu__cpu_dot_cfs_quota_us": "500000", "cpu__cpu_dot_cfs_period_us": PERIOD}, 5),
+]
 
 
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
     """An empty tree of control groups on a machine of 64 processors."""
-    monkeypatch.setattr(host, "CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(host, "count_visible_processors", lambda: 64)
+    for module in (host, processors):
+        monkeypatch.setattr(module, "CGROUP", tmp_path / "cgroup")
+        monkeypatch.setattr(module, "MEMBERSHIP", tmp_path / "membership")
+        monkeypatch.setattr(module, "count_visible_processors", lambda: 64)
 
     def write(membership, **files):
         (tmp_path / "membership").write_text(membership)
@@ -28,25 +45,10 @@ def groups(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "expected"),
-    [
-        ("0::/\n", {}, 64),
-        ("0::/\n", {"cpu_dot_max": "max 100000\n"}, 64),
-        ("0::/\n", {"cpu_dot_max": "200000 100000\n"}, 2),
-        ("0::/\n", {"cpu_dot_max": "250000 100000\n"}, 2),
-        ("0::/\n", {"cpu_dot_max": "50000 100000\n"}, 1),
-        ("0::/\n", {"cpu_dot_max": "nonsense\n"}, 64),
-        ("0::/\n", {"cpu_dot_max": "12800000 100000\n"}, 64),
-        ("0::/pod/box\n", {"pod__box__cpu_dot_max": "max 100000\n", "pod__cpu_dot_max": "300000 100000\n"}, 3),
-        ("4:cpu,cpuacct:/box\n", {f"{V1}__cpu_dot_cfs_quota_us": "400000", f"{V1}__cpu_dot_cfs_period_us": PERIOD}, 4),
-        ("4:cpu,cpuacct:/box\n", {"cpu__cpu_dot_cfs_quota_us": "-1", "cpu__cpu_dot_cfs_period_us": PERIOD}, 64),
-        ("4:memory:/box\n", {"cpu__cpu_dot_cfs_quota_us": "500000", "cpu__cpu_dot_cfs_period_us": PERIOD}, 5),
-    ],
-)
+@pytest.mark.parametrize(("membership", "files", "expected"), QUOTAS)
 def test_processors_are_the_fewer_of_affinity_and_quota(groups, membership, files, expected):
     groups(membership, **files)
-    assert host.count_processors() == expected
+    assert host.count_processors() == processors.count_processors() == expected
     environment = {}
     host.prepare_threads(environment)
     assert environment.get("OMP_NUM_THREADS") == (None if expected == 64 else str(expected))

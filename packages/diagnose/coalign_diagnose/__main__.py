@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
-from coalign_diagnose.report import to_json, write_report
-from coalign_diagnose.verdict import judge_paths
+from coalign_diagnose.report import diagnose
 
 
 def main() -> None:
@@ -19,11 +17,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     try:
-        verdict, logs = judge_paths(arguments.logs)
+        answer, code = diagnose(arguments.logs, as_json=arguments.json)
     except (OSError, ValueError) as problem:
         parser.exit(2, f"error: {problem}\n")
-    print(json.dumps(to_json(verdict, logs), indent=1) if arguments.json else write_report(verdict, logs))  # noqa: T201
-    sys.exit(int(verdict.cause is None or verdict.cause.rule is None))
+    print(answer)  # noqa: T201
+    sys.exit(code)
 
 
 if __name__ == "__main__":

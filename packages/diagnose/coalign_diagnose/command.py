@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -49,10 +48,8 @@ def diagnose(
 
     Exit code 1 if the logs hold no cause that it knows.
     """
-    from coalign_diagnose.report import to_json, write_report
-    from coalign_diagnose.verdict import judge_paths
+    from coalign_diagnose.report import diagnose as find_cause
 
-    verdict, read = judge_paths(logs)
-    typer.echo(json.dumps(to_json(verdict, read), indent=1) if as_json else write_report(verdict, read))
-    if verdict.cause is None or verdict.cause.rule is None:
-        raise typer.Exit(1)
+    answer, code = find_cause(logs, as_json=as_json)
+    typer.echo(answer)
+    raise typer.Exit(code)

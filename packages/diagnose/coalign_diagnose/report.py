@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from coalign_diagnose.logs import LogFile
-from coalign_diagnose.verdict import RunDiagnosis
+from coalign_diagnose.verdict import RunDiagnosis, judge_paths
 
 _WIDTH = 240  # characters of a line of evidence
+
+
+def diagnose(paths: Sequence[str], *, as_json: bool = False) -> tuple[str, int]:
+    """Judge logs; return the answer as text or JSON, and the exit code: 1 if they hold no cause that a rule knows.
+
+    Raises OSError or ValueError for logs that cannot be read.
+    """
+    verdict, logs = judge_paths(paths)
+    answer = json.dumps(to_json(verdict, logs), indent=1) if as_json else write_report(verdict, logs)
+    return answer, int(verdict.cause is None or verdict.cause.rule is None)
 
 
 def write_report(verdict: RunDiagnosis, logs: Sequence[LogFile]) -> str:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from coalign.backends import lora as adapters
 from coalign.backends import pretrained, process_group
 from coalign.backends.base import HEADS
-from coalign.backends.hf import linear_layers as layers
+from coalign.backends.hf import linear_layers
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.row_sharding import RankAxis, RowSharding
 from coalign.config.errors import suggest
@@ -224,7 +224,7 @@ def build_pipeline(
     rows = RowSharding(
         RankAxis.of(cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())),
         RankAxis(),
-        multiple=config.tensor_parallel * (layers.FLOAT8_MULTIPLE if config.fp8 else 1),
+        multiple=config.tensor_parallel * (linear_layers.FLOAT8_MULTIPLE if config.fp8 else 1),
     )
     distributed = config.megatron.distributed_optimizer
     return MegatronPipeline(chunks, rows, adapted, trained=not config.frozen, distributed_optimizer=distributed)
@@ -301,7 +301,7 @@ def check_machine(config: ModelConfig, device: torch.device) -> None:
     """Raise ValueError for a missing Transformer Engine or GPU, and for fields that megatron-core does not have."""
     te = uses_transformer_engine(config, device)
     if config.fp8:
-        layers.check_float8_device(device, "fp8")
+        linear_layers.check_float8_device(device, "fp8")
         if not te:
             raise ValueError(
                 "fp8 of Megatron's layers needs Transformer Engine (pip install 'transformer-engine[pytorch]')"

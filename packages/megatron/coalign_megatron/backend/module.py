@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from coalign.backends import lora, pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
-from coalign.backends.hf import linear_layers as layers
+from coalign.backends.hf import linear_layers
 from coalign.backends.process_group import all_reduce_values
 from coalign.backends.routers import RouterCoefficients
 from coalign.backends.trainer_state import BackgroundSaves
@@ -64,7 +64,7 @@ class MegatronModule(BackgroundSaves, TrainableModule):
         for key, reason in (*find_problems(config), *_find_problems(config, device)):
             raise ValueError(f"models.{name}.{key}{reason}")
         if config.fp8:
-            layers.check_float8_device_type(device, f"models.{name}.fp8")
+            linear_layers.check_float8_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
