@@ -30,7 +30,7 @@ except ModuleNotFoundError as missing:
 MAX_HEAD_BYTES = 16 * 2**10  # request line and headers; more is answered by 400
 
 
-class BoundedConnection(H11Protocol):
+class _BoundedConnection(H11Protocol):
     """A connection that is cut when the client keeps it waiting for ``timeout`` seconds.
 
     The clock runs until a request is complete and while its answer is taken, not while the application computes.
@@ -208,7 +208,7 @@ def build_server(application: Starlette, *, timeout: float, connections: int, gr
     """Return a server that keeps to the limits. ``grace``: seconds that requests get to finish when it stops."""
     config = Config(
         application,
-        http=cast(Any, partial(BoundedConnection, timeout=timeout, limit=connections)),
+        http=cast(Any, partial(_BoundedConnection, timeout=timeout, limit=connections)),
         ws="none",
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         proxy_headers=False,

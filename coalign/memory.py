@@ -31,7 +31,7 @@ class OutOfDeviceMemory(MemoryError):
 
 
 @dataclass(slots=True)
-class ManagedStorage:
+class _ManagedStorage:
     """A storage of ``size`` bytes, its users in order of registration, and its host buffer (u8[size]), if any."""
 
     storage: UntypedStorage
@@ -56,8 +56,8 @@ class Arena:
         self.limit = limit
         self.used = self.peak = 0
         # By the address of the storage's record, which does not change when its bytes are freed.
-        self._storages: dict[int, ManagedStorage] = {}
-        self._components: dict[Key, list[ManagedStorage]] = {}
+        self._storages: dict[int, _ManagedStorage] = {}
+        self._components: dict[Key, list[_ManagedStorage]] = {}
         self._offloaded: set[Key] = set()
         self._reserved: dict[Key, int] = {}
         self._books = threading.RLock()  # never held while bytes move
@@ -77,14 +77,14 @@ class Arena:
         Raises OutOfDeviceMemory if the total exceeds the limit.
         """
         tensors, key = [t for t in tensors if t.device.type == self.device.type], (model, component)
-        make_resizable(tensors)
+        _make_resizable(tensors)
         storages = {storage._cdata: storage for storage in map(get_storage, tensors)}
         with self._books:
             for address in [a for a, managed in self._storages.items() if key in managed.users and a not in storages]:
                 self._drop(key, address)
             for address, storage in storages.items():
                 if address not in self._storages:
-                    self._storages[address] = ManagedStorage(storage, storage.nbytes())
+                    self._storages[address] = _ManagedStorage(storage, storage.nbytes())
                     self._count(storage.nbytes())
                 if key not in self._storages[address].users:
                     self._storages[address].users[key] = None
@@ -191,7 +191,7 @@ class Arena:
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
-    def _save(self, storages: list[ManagedStorage]) -> None:
+    def _save(self, storages: list[_ManagedStorage]) -> None:
         """Copy storages to their host buffers, which are allocated the first time and then kept."""
         new = [managed for managed in storages if managed.host is None]
         buffers = allocate_host([managed.size for managed in new], pinned=is_accelerator(self.device))
@@ -202,10 +202,10 @@ class Arena:
                 assert managed.host is not None
                 managed.host.copy_(view_bytes(managed.storage), non_blocking=True)
 
-    def _storages_of(self, keys: Iterable[Key]) -> list[ManagedStorage]:
+    def _storages_of(self, keys: Iterable[Key]) -> list[_ManagedStorage]:
         return list({id(s): s for key in keys for s in self._components[key]}.values())
 
-    def _owner(self, storage: ManagedStorage) -> Key | None:
+    def _owner(self, storage: _ManagedStorage) -> Key | None:
         """The component that the bytes of a storage count to."""
         return next((key for key in storage.users if key not in self._offloaded), None)
 
@@ -282,7 +282,7 @@ def view_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def make_resizable(tensors: Iterable[Tensor]) -> None:
+def _make_resizable(tensors: Iterable[Tensor]) -> None:
     """Move tensors to memory that torch can free, where they lie in a mapped file or in shared memory."""
     moved: dict[tuple[object, ...], Tensor] = {}
     for tensor in tensors:

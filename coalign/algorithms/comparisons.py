@@ -160,7 +160,7 @@ def compare_responses(
     ``nll_coef`` adds that much of the winner's negative log-likelihood, the mean over its own tokens (RPO, 2404.19733).
     """
     logprobs = response_logprobs(x)
-    stats = {**reward_stats(pairs, rewards.detach()), **chosen_rejected("logps", pairs, logprobs.detach())}
+    stats = {**reward_stats(pairs, rewards.detach()), **_chosen_rejected("logps", pairs, logprobs.detach())}
     if nll_coef:
         nll = -(logprobs / lengths(x))[pairs.winner]
         losses = losses + nll_coef * nll
@@ -175,7 +175,7 @@ def reward_stats(pairs: PreferencePairs, rewards: Tensor) -> Stats:
     """
     margin = pairs.difference(rewards)
     return {
-        **chosen_rejected("rewards", pairs, rewards),
+        **_chosen_rejected("rewards", pairs, rewards),
         "accuracy": accuracy(margin),
         "margin": Stat.of(margin),
     }
@@ -186,7 +186,7 @@ def accuracy(margin: Tensor) -> Stat:
     return Stat.of(torch.heaviside(margin, margin.new_tensor(0.5)))
 
 
-def chosen_rejected(name: str, pairs: PreferencePairs, values: Tensor) -> Stats:
+def _chosen_rejected(name: str, pairs: PreferencePairs, values: Tensor) -> Stats:
     """The means of ``values`` [N] over winners and over losers."""
     winner, loser = pairs.split(values)
     return {f"{name}/chosen": Stat.of(winner), f"{name}/rejected": Stat.of(loser)}

@@ -147,7 +147,7 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
     ``old_logprobs`` column the anchor of the importance ratio is the current policy itself."""
     mask = get_loss_mask(micro)
     device = next(iter(outputs.values())).device
-    groups = groups_of(micro)
+    groups = _groups_of(micro)
     token = {("column", name): column[mask] for name, column in micro.token.items()}
     sequence = {("column", name): column for name, column in micro.sequence.items() if isinstance(column, Tensor)}
     derived = {("derived", "segment"): micro.segment[mask], ("derived", "group"): groups}
@@ -167,7 +167,7 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
     )
 
 
-def groups_of(batch: Batch) -> Tensor:
+def _groups_of(batch: Batch) -> Tensor:
     """i64[N], from 0: the number of each sequence's group, a run of equal neighbours in the column ``group``. Without
     that column each sequence is a group."""
     if "group" not in batch:
@@ -518,7 +518,7 @@ class TrainableModule(Module):
             return self._compare_with_sampler(batch)
         objective = self._objective(loss)
         batch = batch if objective.compares else self._with_old_logprobs(batch)
-        logprobs = TrainedLogprobs(batch) if self.context.records_logprobs and self.config.head == "lm" else None
+        logprobs = _TrainedLogprobs(batch) if self.context.records_logprobs and self.config.head == "lm" else None
         batch = batch if logprobs is None else logprobs.batch
         updates, epochs = self.config.updates_per_batch, self.config.epochs_per_batch
         batches = epochs * _split_updates(batch, updates)
@@ -546,7 +546,7 @@ class TrainableModule(Module):
     # ---- one update
 
     def _update(
-        self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float, logprobs: TrainedLogprobs | None
+        self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float, logprobs: _TrainedLogprobs | None
     ) -> Stats:
         first = float(self.context.rank == 0)
         if self.config.reduction == "exact" and self.context.world_size > 1 and "leaf" not in batch:
@@ -587,12 +587,12 @@ class TrainableModule(Module):
         return {"loss/ptx": merge_stats(seen).get("loss/nll", Stat(0.0, 0.0))}
 
     def _count_totals(self, batch: Batch) -> LossTotals:
-        segment, group = batch.segment[get_loss_mask(batch)], groups_of(batch)
+        segment, group = batch.segment[get_loss_mask(batch)], _groups_of(batch)
         counts = len(segment), count_trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
         return LossTotals(*self.all_reduce([float(count) for count in counts]))
 
     def _prepare(
-        self, batch: Batch, objective: Objective, totals: LossTotals, logprobs: TrainedLogprobs | None = None
+        self, batch: Batch, objective: Objective, totals: LossTotals, logprobs: _TrainedLogprobs | None = None
     ) -> tuple[list[Batch], Measure, list[Stats]]:
         """The micro-batches, the function from (micro-batch, outputs) to a loss, and the list it adds statistics to.
         ``logprobs`` records those of the trained tokens."""
@@ -639,7 +639,7 @@ class TrainableModule(Module):
         return [micro if len(micro := update.select(leaf == number)) else IDLE for number in numbers]
 
     def _pack_micros(self, batch: Batch, *, keep_groups: bool) -> list[Batch]:
-        sizes = torch.bincount(groups_of(batch) if keep_groups else torch.arange(len(batch)), batch.lengths)
+        sizes = torch.bincount(_groups_of(batch) if keep_groups else torch.arange(len(batch)), batch.lengths)
         budget = self.token_budget(int(sizes.max()) if len(sizes) else 0)
         patches = None if "images" not in batch else self.config.max_patches_per_micro
         return batch.micro(budget, keep=_group_column(batch), intact=keep_groups, max_patches=patches)
@@ -675,7 +675,7 @@ class TrainableModule(Module):
         return batch.with_(**self.forward_step(batch, into="old_logprobs")) if needed else batch
 
 
-class TrainedLogprobs:
+class _TrainedLogprobs:
     """Records the log-probs of a batch's trained tokens before the first update, which a training step computes anyway.
 
     ``values`` f32[T], NaN where there is none. ``batch`` is the one to cut into micro-batches.

@@ -84,8 +84,8 @@ class DeepSpeedModule(HuggingFaceModule):
         if cls.one_group(config):
             require_package("deepspeed", "DeepSpeed", SUPPORTED, "deepspeed", "deepspeed")
             if config.deepspeed.zero:
-                import_deepspeed(device)
-                check_zero_keys(config.deepspeed.zero, name)
+                _import_deepspeed(device)
+                _check_zero_keys(config.deepspeed.zero, name)
 
     def setup(self) -> None:
         """Join the other ranks and load the model. Raises what the checks of Module and pretrained.load raise."""
@@ -93,7 +93,7 @@ class DeepSpeedModule(HuggingFaceModule):
         if not self.one_group(self.config):
             self.model = self._read(self.device)
             return
-        deepspeed = import_deepspeed(self.device)
+        deepspeed = _import_deepspeed(self.device)
         if not dist.is_initialized():  # by another model of this process
             if self.context.world_size > 1:
                 join_process_group(self.context)
@@ -266,7 +266,7 @@ def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
             yield f"deepspeed.zero.{option}", f" is set by Coalign: {OWNED[option]}"
 
 
-def import_deepspeed(device: torch.device) -> Any:
+def _import_deepspeed(device: torch.device) -> Any:
     """Import the package for ``device``. ValueError where this process uses it on another type of device already."""
     os.environ["LOCAL_RANK"] = "0"  # a process sees only its own device
     if device.type == "cpu":
@@ -282,7 +282,7 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def check_zero_keys(options: Iterable[str], model: str) -> None:
+def _check_zero_keys(options: Iterable[str], model: str) -> None:
     """Raises ValueError for a key that DeepSpeed's section `zero_optimization` does not have."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

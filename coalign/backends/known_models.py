@@ -74,7 +74,7 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class KnownModel:
+class _KnownModel:
     """A decoder with causal attention over all tokens and plain rotary positions.
 
     ``context``: tokens of the longest sequence. ``shapes``: the language model's, by the tensors' names in files.
@@ -102,7 +102,7 @@ class KnownModel:
         return there == wanted
 
 
-def find_known_model(config: ModelConfig) -> KnownModel | None:
+def find_known_model(config: ModelConfig) -> _KnownModel | None:
     """Return what config.json says of the model in ``config.load``; None where only transformers knows all of it."""
     if config.load is None or config.vision is not None:
         return None
@@ -114,7 +114,7 @@ def find_known_model(config: ModelConfig) -> KnownModel | None:
     width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     if not _is_consistent(fields, width):
         return None
-    return KnownModel(fields["max_position_embeddings"], _list_shapes(fields, width), fields["tie_word_embeddings"])
+    return _KnownModel(fields["max_position_embeddings"], _list_shapes(fields, width), fields["tie_word_embeddings"])
 
 
 def _is_consistent(fields: Mapping[str, Any], width: int) -> bool:

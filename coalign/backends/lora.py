@@ -81,7 +81,7 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
         rank_pattern=loaded.rank_pattern if loaded else {},
         alpha_pattern=loaded.alpha_pattern if loaded else {},
         lora_dropout=lora.dropout,
-        target_modules=find_target_layers(model, lora.target, f"models.{name}.lora.target"),
+        target_modules=_find_target_layers(model, lora.target, f"models.{name}.lora.target"),
         target_parameters=experts or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
@@ -131,7 +131,7 @@ def _check_experts(lora: LoraSettings, target: str, name: str) -> None:
             )
 
 
-def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
+def _find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
     """The full names of the linear layers that ``patterns`` match. ``key`` is the setting that errors name."""
     names = {module: name for name, module in model.named_modules()}
     head, embeddings = names[_head(model)], names[model.get_input_embeddings()]

@@ -44,13 +44,13 @@ def build_optimizer(
     if config.name == "adafactor":
         return Adafactor(_groups(trained, config, scales), lr=config.lr)
     if config.name == "adamw_8bit":
-        return build_adamw_8bit(_groups(trained, config, scales), config)
+        return _build_adamw_8bit(_groups(trained, config, scales), config)
     if config.name == "muon":
         if scales:
             raise ValueError("optimizer.name is muon, which has one learning rate: leave out vision.*_lr_scale")
         inside = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
         builders = (
-            (build_muon, [p for p in trained if p in inside]),
+            (_build_muon, [p for p in trained if p in inside]),
             (build_adamw, [p for p in trained if p not in inside]),
         )
         return CombinedOptimizer(*(make(members, config) for make, members in builders if members))
@@ -78,7 +78,7 @@ def build_adamw(
     return optimizer
 
 
-def build_muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
+def _build_muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
     """Muon with steps of AdamW's size (2502.16982), so that one learning rate suits both. torch gathers sharded
     matrices to orthogonalise them."""
     settings = {"weight_decay": config.weight_decay, "momentum": MUON_MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
@@ -213,7 +213,7 @@ def check_adamw_8bit() -> None:
         raise ImportError("optimizer.name: `adamw_8bit` needs bitsandbytes (pip install coalign[qlora])")
 
 
-def build_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _build_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW with the moments of tensors of 4096 and more entries in 8 bits, in blocks of 256 (2110.02861). Smaller
     tensors have float32 moments. It cannot read sharded parameters. Raises what `check_adamw_8bit` raises."""
     check_adamw_8bit()

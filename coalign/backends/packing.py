@@ -69,7 +69,7 @@ class RowPlan:
 
     ``kernel``: how attention is computed (coalign.backends.attention.KERNELS). ``stacking[i]``: the indices i64[n ·
     longest] that stack the spans of block i, each padded with its last token, and those i64[tokens] that undo it;
-    (None, None) for spans of one length. ``index``: `index_stacking` of the blocks, if it is there already.
+    (None, None) for spans of one length. ``index``: `_index_stacking` of the blocks, if it is there already.
     ``two_way``: (start, stop) of positions in the row that see each other in both directions; a block that has any
     holds one span.
     """
@@ -84,7 +84,7 @@ class RowPlan:
     ) -> None:
         self.blocks, self.device, self.kernel, self.two_way = blocks, torch.device(device), kernel, tuple(two_way)
         self.sizes = [sum(block.lengths) for block in blocks]
-        left = (index_stacking(blocks) if index is None else index).to(self.device)
+        left = (_index_stacking(blocks) if index is None else index).to(self.device)
         self.stacking: list[tuple[Tensor, Tensor] | tuple[None, None]] = []
         for block, tokens in zip(blocks, self.sizes, strict=True):
             if not block.is_ragged:
@@ -167,7 +167,7 @@ class RowPlan:
         return owners[0], owners[1]
 
 
-def index_stacking(blocks: Iterable[Block]) -> Tensor:
+def _index_stacking(blocks: Iterable[Block]) -> Tensor:
     """i64: for each block of spans of several lengths, the indices of tokens that stack its spans, then the indices in
     the stack of its tokens; one block after the other."""
     indices = [torch.empty(0, dtype=torch.int64)]
@@ -215,7 +215,7 @@ class Layout:
     candidates: Tensor | None = None  # i64[T, K], the batch's column at the trained tokens
     copies: Tensor | None = None  # i64[P], how many sequences share the token; 0: padding
     experts: Tensor | None = None  # i16[P, L, k], the batch's column `routed_experts` at the tokens of the row
-    stacking: Tensor | None = None  # i64, `index_stacking` of the blocks
+    stacking: Tensor | None = None  # i64, `_index_stacking` of the blocks
     kernel: str = "auto"  # how attention over the row is computed (coalign.backends.attention.KERNELS)
     images: tuple[ImageSpan, ...] = ()  # where images stand in the whole row; those of a shared prompt once
     offset: int = 0  # the position in the row of the first of ``tokens``, where these are one rank's chunk of it
@@ -291,7 +291,7 @@ def pack(
         last=row_index[batch.offsets[1:] - 1],
         candidates=batch.token["candidates"][trained].to(torch.int64) if "candidates" in batch else None,
         copies=row_index.bincount(minlength=int(kept.sum())),
-        stacking=index_stacking(blocks),
+        stacking=_index_stacking(blocks),
         experts=batch.token["routed_experts"][kept] if "routed_experts" in batch else None,
         images=images,
         axes=None if axes is None else axes[:, kept],

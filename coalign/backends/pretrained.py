@@ -55,7 +55,7 @@ TRAINED_AT: ScoreAt = "last_trained"  # the token whose score the recipes train
 MIXERS = {"full_attention", "sliding_attention"}
 
 
-class BuildLock(ContextDecorator):
+class _BuildLock(ContextDecorator):
     """Lets only one thread of the process at a time build, read or write a model.
 
     transformers replaces functions of all models meanwhile: how weights are drawn and tied, the default dtype, the
@@ -72,7 +72,7 @@ class BuildLock(ContextDecorator):
         self._lock.release()
 
 
-building = BuildLock()
+building = _BuildLock()
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:

@@ -25,7 +25,7 @@ from coalign.companions import COMMANDS as GROUP
 from coalign.companions import list_entries, load
 
 
-class CommandLine(TyperGroup):
+class _CommandLine(TyperGroup):
     """The commands of Coalign, and those of its companions, which are imported when they are called or listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -42,7 +42,7 @@ class CommandLine(TyperGroup):
 
 
 app = typer.Typer(
-    cls=CommandLine,
+    cls=_CommandLine,
     name="coalign",
     help="Alignment training of language models: SFT, PPO, GRPO and relatives, from a laptop to a Ray cluster.\n\n"
     "Begin with `coalign init grpo run.yaml`, look at it with `coalign check run.yaml`, "
@@ -61,7 +61,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def show_options(
+def _show_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and end.")
     ] = False,

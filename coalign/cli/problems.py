@@ -67,7 +67,7 @@ def report_as_json(facts: dict[str, Any]) -> Iterator[None]:
         with redirect_stdout(sys.stderr):
             yield
     except Exception as error:
-        problems = list_problems(error, facts.get("places"))
+        problems = _list_problems(error, facts.get("places"))
     from coalign.config.secrets import hide_secrets
 
     shown = {key: value for key, value in facts.items() if key != "places"} | {"problems": problems}
@@ -76,7 +76,7 @@ def report_as_json(facts: dict[str, Any]) -> Iterator[None]:
         raise typer.Exit(1)
 
 
-def list_problems(error: Exception, locations: KeyLocations | None = None) -> list[dict[str, Any]]:
+def _list_problems(error: Exception, locations: KeyLocations | None = None) -> list[dict[str, Any]]:
     """Return the problems that an error tells of: `key`, `file` and `line` (null if not known), and `message`."""
     from coalign.config.errors import ConfigError, ConfigProblem, format_key, parse_key
 

@@ -45,7 +45,7 @@ class ShardRecord(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LeafRows(WorkerRows):
+class _LeafRows(WorkerRows):
     """The rows that a worker gets, and the leaf of its update to which each belongs: i32[N], a column of the batch."""
 
     leaf: np.ndarray | None = None
@@ -69,7 +69,7 @@ class Leaves:
     def label(self, shards: Sequence[WorkerRows], rows: Sequence[Tensor]) -> list[WorkerRows]:
         """The shards of a batch, with the ``rows`` of each, as workers get them."""
         return [
-            LeafRows(s.payloads, s.which, s.rows, self.update[shard_rows].numpy(), self.number[shard_rows].numpy())
+            _LeafRows(s.payloads, s.which, s.rows, self.update[shard_rows].numpy(), self.number[shard_rows].numpy())
             for s, shard_rows in zip(shards, rows, strict=True)
         ]
 
@@ -218,7 +218,7 @@ def shard_leaves(
     batch: BatchRef, count: int, updates: int, max_tokens: int | None, *, keep_groups: bool = False
 ) -> Shards:
     """Deal the leaves of each update of a batch to ``count`` shards in turn, so that a leaf never depends on them."""
-    leaves = cut_leaves(batch, updates, max_tokens, keep_groups=keep_groups)
+    leaves = _cut_leaves(batch, updates, max_tokens, keep_groups=keep_groups)
     return Shards(batch, leaves.split(count), leaves=leaves)
 
 
@@ -229,7 +229,7 @@ def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:
     return first[torch.searchsorted(groups, wanted)]
 
 
-def cut_leaves(batch: BatchRef, updates: int, max_tokens: int | None, *, keep_groups: bool) -> Leaves:
+def _cut_leaves(batch: BatchRef, updates: int, max_tokens: int | None, *, keep_groups: bool) -> Leaves:
     """Cut ``batch`` into updates (as Batch.split does) and these into leaves (as Batch.micro does, which may raise).
 
     ``keep_groups``: no group is cut.

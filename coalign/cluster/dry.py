@@ -88,7 +88,7 @@ RESPONSE = 3  # tokens that it generates
 HEAD_COLUMNS = {"lm": "ref_logprobs", "value": "values", "reward": "reward"}
 
 
-class TracedBatch(LocalReference):
+class _TracedBatch(LocalReference):
     """A reference to a batch that knows which call made each column."""
 
     __slots__ = ("sources",)
@@ -105,13 +105,13 @@ class DryCluster:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.models: dict[str, DryModel] = {}
+        self.models: dict[str, _DryModel] = {}
         self.graph = FlowGraph()
         self.on_call: Callable[[Future], None] | None = None
 
-    def spawn(self, name: str, config: ModelConfig, context: Context) -> DryModel:
+    def spawn(self, name: str, config: ModelConfig, context: Context) -> _DryModel:
         """Add a stand-in. Only a module of the user's own (a dotted path) is imported, for the names of its columns."""
-        model = self.models[name] = DryModel(name, config, context, self)
+        model = self.models[name] = _DryModel(name, config, context, self)
         return model
 
     def put(self, batch: Batch, label: str = "data") -> BatchRef:
@@ -186,10 +186,10 @@ class DryCluster:
         return future
 
     def _keep(self, batch: Batch, sources: Mapping[str, str]) -> BatchRef:
-        return BatchRef.of(Meta.of(batch), TracedBatch(batch, sources), self.store)
+        return BatchRef.of(Meta.of(batch), _TracedBatch(batch, sources), self.store)
 
 
-class DryModel:
+class _DryModel:
     """Has the interface of coalign.cluster.dist.DistModel; computes zeros."""
 
     def __init__(self, name: str, config: ModelConfig, context: Context, cluster: DryCluster) -> None:

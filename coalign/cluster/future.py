@@ -57,7 +57,7 @@ def merge_columns(batches: Sequence[Batch]) -> Batch:
     """Merge the columns of batches of the same sequences; a later column replaces an earlier one of the same name."""
     base = batches[0]
     for position, batch in enumerate(batches[1:], start=2):
-        check_same_sequences(base, batch, position)
+        _check_same_sequences(base, batch, position)
     token, sequence = dict(base.token), dict(base.sequence)
     for batch in batches[1:]:
         token = {k: v for k, v in token.items() if k not in batch.sequence} | dict(batch.token)
@@ -65,7 +65,7 @@ def merge_columns(batches: Sequence[Batch]) -> Batch:
     return Batch(base.lengths, token, sequence)
 
 
-def check_same_sequences(base: Batch | BatchRef, batch: Batch | BatchRef, position: int) -> None:
+def _check_same_sequences(base: Batch | BatchRef, batch: Batch | BatchRef, position: int) -> None:
     """ValueError if the batch at this ``position`` (from 1) has other lengths than the first one."""
     if not torch.equal(base.lengths, batch.lengths):
         raise ValueError(
@@ -197,7 +197,7 @@ class BatchRef:
         refs = [*{id(ref): ref for ref in refs}.values()]
         base = refs[0]
         for position, ref in enumerate(refs[1:], start=2):
-            check_same_sequences(base, ref, position)
+            _check_same_sequences(base, ref, position)
         if len(refs) == 1:
             return base
         payload = PayloadJoin(tuple(ref.worker_rows for ref in refs))

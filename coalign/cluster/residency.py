@@ -27,7 +27,7 @@ Sizes = Mapping[str, int]  # bytes by component
 
 
 @dataclass(eq=False)
-class ResidentModel:
+class _ResidentModel:
     """One process of a model: components ``on_device``, and those ``on_host`` with the bytes they would need there.
 
     ``movable``: the components that may leave the device. ``extra``: by method, the most bytes that a call took beyond
@@ -79,10 +79,10 @@ class Residency:
         limited = [slot for slot in slots.values() if slot.devices] or list(slots.values())
         leaves = [slot for name, slot in slots.items() if self.movable[name] and len(slot.positions) > 1]
         self.slots = {slot.name for slot in ([] if capacity is None else limited) + leaves}
-        self._residents: dict[str, list[ResidentModel]] = {}
-        self._by_position: dict[SlotPosition, list[ResidentModel]] = {}
-        self._by_name: dict[str, ResidentModel] = {}
-        self._computing: dict[SlotPosition, tuple[ResidentModel, str]] = {}
+        self._residents: dict[str, list[_ResidentModel]] = {}
+        self._by_position: dict[SlotPosition, list[_ResidentModel]] = {}
+        self._by_name: dict[str, _ResidentModel] = {}
+        self._computing: dict[SlotPosition, tuple[_ResidentModel, str]] = {}
         self._numbers = count(1)
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._peak = self._waited = 0.0
@@ -95,7 +95,7 @@ class Residency:
         self._residents[model] = []
         for indices, worker in zip(slot.positions[model], workers, strict=True):
             positions = tuple((slot.name, index) for index in indices)
-            resident = ResidentModel(model, positions, worker, self.movable[model])
+            resident = _ResidentModel(model, positions, worker, self.movable[model])
             self._residents[model].append(resident)
             self._by_name[worker.name] = resident
             for position in resident.positions:
@@ -132,7 +132,7 @@ class Residency:
             return
         start = time.perf_counter()
         self._await_fetches(future, wanted)
-        asked: set[tuple[ResidentModel, str]] = set()
+        asked: set[tuple[_ResidentModel, str]] = set()
         while leaving := self._choose_evictions(callers, method, wanted, asked):
             self._move(future, "host", leaving)
         neighbours = {resident for caller in callers for resident in self._neighbours(caller)}
@@ -182,17 +182,17 @@ class Residency:
 
     def _choose_evictions(
         self,
-        callers: Sequence[ResidentModel],
+        callers: Sequence[_ResidentModel],
         method: str,
-        wanted: Mapping[ResidentModel, Sequence[str]],
-        asked: set[tuple[ResidentModel, str]],
-    ) -> dict[ResidentModel, list[str]]:
+        wanted: Mapping[_ResidentModel, Sequence[str]],
+        asked: set[tuple[_ResidentModel, str]],
+    ) -> dict[_ResidentModel, list[str]]:
         """Which components leave the callers' positions: none if everything that is wanted fits.
 
         A component may free less memory than its size (tensors that it shares stay), so this is called until everything
         fits; ``asked`` has the components that were already chosen.
         """
-        leaving: dict[ResidentModel, list[str]] = {}
+        leaving: dict[_ResidentModel, list[str]] = {}
         with self._lock:
             for caller in callers:
                 free = self._free_bytes(caller, method, wanted)
@@ -206,7 +206,7 @@ class Residency:
         return leaving
 
     def _free_bytes(
-        self, caller: ResidentModel, method: str, wanted: Mapping[ResidentModel, Sequence[str]]
+        self, caller: _ResidentModel, method: str, wanted: Mapping[_ResidentModel, Sequence[str]]
     ) -> float | None:
         """Bytes free on a caller's fullest position at the call's peak, with all ``wanted`` there (None: unknown)."""
         if self.capacity is None or method not in caller.extra:
@@ -214,15 +214,15 @@ class Residency:
         extra = GROWTH * caller.extra[method] / len(caller.positions)
         return min(self.capacity - self._load(position, wanted) - extra for position in caller.positions)
 
-    def _load(self, position: SlotPosition, wanted: Mapping[ResidentModel, Sequence[str]]) -> float:
+    def _load(self, position: SlotPosition, wanted: Mapping[_ResidentModel, Sequence[str]]) -> float:
         """Bytes at a position once all wanted components are there."""
         residents = self._by_position[position]
         coming = sum(sum(r.on_host[c] for c in r.missing(wanted.get(r, ()))) / len(r.positions) for r in residents)
         return coming + sum(resident.size for resident in residents)
 
     def _candidates(
-        self, caller: ResidentModel, wanted: Mapping[ResidentModel, Sequence[str]]
-    ) -> Iterator[tuple[ResidentModel, str]]:
+        self, caller: _ResidentModel, wanted: Mapping[_ResidentModel, Sequence[str]]
+    ) -> Iterator[tuple[_ResidentModel, str]]:
         """The components that may leave the caller's positions, in order.
 
         A training step is a cycle, so the model that was called last is needed last and leaves first. Models that were
@@ -234,11 +234,11 @@ class Residency:
                 if name in resident.movable and name in resident.on_device and name not in wanted.get(resident, ()):
                     yield resident, name
 
-    def _neighbours(self, caller: ResidentModel) -> list[ResidentModel]:
+    def _neighbours(self, caller: _ResidentModel) -> list[_ResidentModel]:
         """The processes at a resident's positions, itself included."""
         return list(dict.fromkeys(resident for p in caller.positions for resident in self._by_position[p]))
 
-    def _fits_beside(self, resident: ResidentModel, components: Sequence[str]) -> bool:
+    def _fits_beside(self, resident: _ResidentModel, components: Sequence[str]) -> bool:
         """Whether components of a resident fit on its positions beside the call that runs there."""
         if self.capacity is None:
             return False
@@ -255,8 +255,8 @@ class Residency:
         self,
         future: Future,
         to: str,
-        moves: Mapping[ResidentModel, Sequence[str]],
-        callers: Sequence[ResidentModel] = (),
+        moves: Mapping[_ResidentModel, Sequence[str]],
+        callers: Sequence[_ResidentModel] = (),
     ) -> None:
         """Move components of several processes at once, and wait. Callers are sent a memory limit that has changed."""
         with self._lock:
@@ -271,7 +271,7 @@ class Residency:
         for resident in tasks:
             resident.eviction = None
 
-    def _await_fetches(self, future: Future, residents: Iterable[ResidentModel]) -> None:
+    def _await_fetches(self, future: Future, residents: Iterable[_ResidentModel]) -> None:
         """Wait for prefetched components. Their memory reports may be outdated, so they are not recorded."""
         tasks = {resident: resident.fetch for resident in residents if resident.fetch}
         metas = wait(future, list(tasks.values()), self.deadlines)
@@ -279,7 +279,7 @@ class Residency:
         for resident in tasks:
             resident.fetch = None
 
-    def _send(self, resident: ResidentModel, to: str, components: Sequence[str]) -> WorkerTask:
+    def _send(self, resident: _ResidentModel, to: str, components: Sequence[str]) -> WorkerTask:
         """Start a move, and record its result at once."""
         on_device, on_host = dict(resident.on_device), dict(resident.on_host)
         source, target = (on_host, on_device) if to == "device" else (on_device, on_host)
@@ -288,7 +288,7 @@ class Residency:
         resident.limit = self._limit(resident)
         return resident.worker.execute("move", to, tuple(components), resident.limit)
 
-    def _limit(self, resident: ResidentModel) -> int | None:
+    def _limit(self, resident: _ResidentModel) -> int | None:
         """Bytes that a process may use on its devices beside other processes (None: no limit is known)."""
         if self.capacity is None or not resident.process_models:
             return resident.limit
@@ -300,7 +300,7 @@ class Residency:
         )
         return int(self.capacity * len(resident.positions) - sum(foreign))
 
-    def _record_use(self, resident: ResidentModel, use: DeviceMemoryUse) -> None:
+    def _record_use(self, resident: _ResidentModel, use: DeviceMemoryUse) -> None:
         """Record a process's report, which has all models that it has on its devices."""
         neighbours = self._neighbours(resident)
         for neighbour in neighbours:
@@ -311,7 +311,7 @@ class Residency:
         elsewhere = [neighbour.size for neighbour in neighbours if neighbour.model not in use.on_device]
         self._peak = max(self._peak, use.peak / len(resident.positions) + sum(elsewhere))
 
-    def _count(self, moved: Iterable[ResidentModel], metas: Sequence[Meta], *names: str) -> None:
+    def _count(self, moved: Iterable[_ResidentModel], metas: Sequence[Meta], *names: str) -> None:
         """Count one move for each model that moved any byte, however many processes and components it has."""
         with self._lock:
             sizes = [(resident.model, meta.value) for resident, meta in zip(moved, metas, strict=True)]

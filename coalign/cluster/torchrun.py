@@ -99,7 +99,7 @@ class TorchrunRank:
             os.environ[device_type.visible] = names[self.local_rank]
 
 
-class RankConnection:
+class _RankConnection:
     """The driver's connection to another process: calls are sent at once, and answered in their order."""
 
     def __init__(self, rank: int, connection: Connection) -> None:
@@ -144,10 +144,10 @@ class RankConnection:
                 self._waiting.popleft().meta.set_exception(RuntimeError(f"the process of rank {self._rank} has ended"))
 
 
-class RankWorker:
+class _RankWorker:
     """A handle to the worker of one model in another process."""
 
-    def __init__(self, name: str, model: str, threads: int | None, connection: RankConnection) -> None:
+    def __init__(self, name: str, model: str, threads: int | None, connection: _RankConnection) -> None:
         self.name, self._model, self._threads, self._connection = name, model, threads, connection
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
@@ -156,7 +156,7 @@ class RankWorker:
     def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
         return [self.execute(*verb) for verb in verbs]  # a model's calls come from one thread
 
-    def replace(self) -> RankWorker:
+    def replace(self) -> _RankWorker:
         raise RuntimeError(f"{self.name} is a process that torchrun started, and torchrun alone can start it again")
 
 
@@ -201,7 +201,7 @@ class TorchrunCluster(LocalCluster):
         count, role = len(self.placements[name]), "rank" if spmd else "replica"
         first = LocalWorker(f"{name}, {role} 0", Worker(self.store, threads), self._cpu)
         remote = [
-            RankWorker(f"{name}, {role} {rank}", name, threads, self._connections[rank]) for rank in range(1, count)
+            _RankWorker(f"{name}, {role} {rank}", name, threads, self._connections[rank]) for rank in range(1, count)
         ]
         ranks: list[WorkerHandle] = [first, *remote]
         device = f"{self._device}:0" if slot.devices else "cpu"  # each process sees only its own device
@@ -222,9 +222,9 @@ class TorchrunCluster(LocalCluster):
             connection.close()
 
 
-def _accept_ranks(local: TorchrunRank) -> dict[int, RankConnection]:
+def _accept_ranks(local: TorchrunRank) -> dict[int, _RankConnection]:
     """Wait for the other processes. ValueError if they do not come in time."""
-    connections: dict[int, RankConnection] = {}
+    connections: dict[int, _RankConnection] = {}
     if local.size == 1:
         return connections
     if isinstance(local.driver, str):
@@ -238,14 +238,14 @@ def _accept_ranks(local: TorchrunRank) -> dict[int, RankConnection]:
     return connections
 
 
-def _accept(listener: Listener, count: int, connections: dict[int, RankConnection]) -> None:
+def _accept(listener: Listener, count: int, connections: dict[int, _RankConnection]) -> None:
     while len(connections) < count:
         try:
             connection = listener.accept()
         except (AuthenticationError, EOFError, ConnectionError):
             continue  # a stranger, or a process that has left
         rank = pickle.loads(connection.recv_bytes())
-        connections[rank] = RankConnection(rank, cast(Connection, connection))
+        connections[rank] = _RankConnection(rank, cast(Connection, connection))
 
 
 def serve_rank(accelerator: str) -> int:

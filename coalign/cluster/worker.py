@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from coalign.backends.base import Module
 
 
-class Tracer:
+class _Tracer:
     """Traces the calls of a worker with torch's profiler or nsys, where each call is a range. One trace at a time."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Worker:
         self.node = node  # a NodePath leads to the memory of this node
         self._module: Module | None = None
         self.context = Context()
-        self.tracer = Tracer()
+        self.tracer = _Tracer()
         self._chunks: Iterator[Any] = iter(())  # results still to come, of the call that `first_part` started
 
     @property
@@ -327,7 +327,7 @@ def _answer(result: Any, base: Batch | None) -> Answer:
         return Meta.of(result), result
     if isinstance(result, tuple) and isinstance(result[0], Batch):
         return Meta.of(*result), result[0]
-    columns, stats, plain = sort_result(result) if isinstance(result, Mapping) else ({}, {}, {"": result})
+    columns, stats, plain = _sort_result(result) if isinstance(result, Mapping) else ({}, {}, {"": result})
     if plain or (columns and base is None):
         return Meta(value=result), None
     if not columns or base is None:
@@ -364,7 +364,7 @@ def apply_columns(
         raise ValueError(
             f"{name_of(function)} returned a {type(result).__name__}; expected a dict of columns and metrics"
         )
-    columns, metrics, unknown = sort_result(result)
+    columns, metrics, unknown = _sort_result(result)
     if unknown:
         raise ValueError(
             f"{name_of(function)} returned {', '.join(f'{k!r} of type {type(v).__name__}' for k, v in unknown.items())}"
@@ -400,7 +400,7 @@ def bind_columns(function: Callable[..., Any], batch: Batch) -> list[Any]:
     return columns
 
 
-def sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Metric], dict[str, Any]]:
+def _sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Metric], dict[str, Any]]:
     """Sort the values of a result into (columns, metrics, everything else)."""
     columns = {k: v for k, v in result.items() if isinstance(v, Tensor | list)}
     metrics = {k: v for k, v in result.items() if isinstance(v, Metric)}

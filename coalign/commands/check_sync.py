@@ -65,17 +65,17 @@ def check_run(config: RunConfig, display: Display) -> bool:
 
 def _check_tensors(source: DistModel, target: DistModel, display: Display) -> bool:
     title = f"{source.name} and {target.name}"
-    replicas = target.run(digest_weights, None).result()
+    replicas = target.run(_digest_weights, None).result()
     if replicas[0] is None:
         display.show(f"{title}: {target.config.module} does not export its weights; see the log-probs\n")
         return True
     dtypes = {name: digest.dtype for name, digest in replicas[0].items()}
-    shards = source.run(digest_weights, dtypes).result()
+    shards = source.run(_digest_weights, dtypes).result()
     digests = {name: digest for shard in shards for name, digest in (shard or {}).items()}
 
     def fetch(model: DistModel, name: str, rank: int | None = None) -> torch.Tensor:
         """Fetch a tensor from a rank, or from the first one that has it."""
-        tensors = model.run(fetch_tensor, name, dtypes).result()
+        tensors = model.run(_fetch_tensor, name, dtypes).result()
         return next(tensor for tensor in tensors if tensor is not None) if rank is None else tensors[rank]
 
     good = True
@@ -87,14 +87,14 @@ def _check_tensors(source: DistModel, target: DistModel, display: Display) -> bo
     return good
 
 
-def digest_weights(module: Module, store: Store, dtypes: Mapping[str, str] | None) -> dict[str, TensorDigest] | None:
+def _digest_weights(module: Module, store: Store, dtypes: Mapping[str, str] | None) -> dict[str, TensorDigest] | None:
     """Return digests of this rank's weights, cast to the ``dtypes`` of the other side; None without an export."""
     if not hasattr(module, "export_weights"):
         return None
     return {name: TensorDigest.of(tensor) for name, tensor in _export(module, dtypes or {})}
 
 
-def fetch_tensor(module: Module, store: Store, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:
+def _fetch_tensor(module: Module, store: Store, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:
     """Return one tensor, if this rank has it."""
     matches = [tensor.cpu() for tensor_name, tensor in _export(module, dtypes) if tensor_name == name]
     return matches[0] if matches else None
@@ -113,7 +113,7 @@ def _check_logprobs(engine: Engine, source: DistModel, target: DistModel, displa
     prompts = engine.cluster.put(engine.environment.loader.next(PROMPTS))
     samples = target.generate(prompts, samples=1, max_new_tokens=TOKENS)
     scored = source.forward_step(samples, into="ref_logprobs")
-    comparison = engine.cluster.apply(compare_logprobs, samples, scored)
+    comparison = engine.cluster.apply(_compare_logprobs, samples, scored)
     comparison.result()
     dtypes = {model.config.compute_dtype or model.config.dtype for model in (source, target)}
     limit = LIMITS["bfloat16" if "bfloat16" in dtypes else "float32"]
@@ -127,7 +127,7 @@ def _check_logprobs(engine: Engine, source: DistModel, target: DistModel, displa
     return good
 
 
-def compare_logprobs(
+def _compare_logprobs(
     rollout_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> dict[str, Stat]:
     """Return the mean |Δ| over the sampled tokens."""

@@ -285,7 +285,7 @@ def _check_value(value: Any, annotation: Any) -> Any:
     return adapter.validate_json(json.dumps(value), strict=True)
 
 
-class TraceFrame(NamedTuple):
+class _TraceFrame(NamedTuple):
     """A frame in the text of a traceback."""
 
     file: str
@@ -300,7 +300,7 @@ class TraceFrame(NamedTuple):
         return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
 
 
-def find_own_frame(trace: str) -> TraceFrame | None:
+def find_own_frame(trace: str) -> _TraceFrame | None:
     """Find the last frame of people's own code: no file of Coalign, of an installed package or of Python."""
     installed = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
     for frame in reversed(_list_frames(trace)):
@@ -309,10 +309,10 @@ def find_own_frame(trace: str) -> TraceFrame | None:
     return None
 
 
-def find_last_frame(trace: str) -> TraceFrame | None:
+def find_last_frame(trace: str) -> _TraceFrame | None:
     """Find the last frame in the text of a traceback."""
     return next(reversed(_list_frames(trace)), None)
 
 
-def _list_frames(trace: str) -> list[TraceFrame]:
-    return [TraceFrame(file, int(line), function, source) for file, line, function, source in _FRAME.findall(trace)]
+def _list_frames(trace: str) -> list[_TraceFrame]:
+    return [_TraceFrame(file, int(line), function, source) for file, line, function, source in _FRAME.findall(trace)]

@@ -58,7 +58,7 @@ class DamagedCache(ValueError):
 
 
 class ExampleStore:
-    """The examples that `store_examples` wrote to ``folder``, by the number of a usable row."""
+    """The examples that `_store_examples` wrote to ``folder``, by the number of a usable row."""
 
     def __init__(self, folder: Path) -> None:
         """DamagedCache if a file is missing or has changed."""
@@ -103,7 +103,7 @@ class ExampleStore:
         return Example(self._tokens[token:token_end].tolist(), {**row, **rest["row"]}, mask, rest["columns"], images)
 
 
-def store_examples(folder: Path, scan: SourceScan) -> None:
+def _store_examples(folder: Path, scan: SourceScan) -> None:
     """Write everything that ``scan`` yields to the empty ``folder``, row by row.
 
     ValueError for a row that got a value which JSON cannot represent.
@@ -178,7 +178,7 @@ def open_cached(
     else:
         log.info("data.cache: %s has no %s of this content, tokenizer and keys; tokenising", directory, encoder.name)
     with _temporary_folder(directory) as folder:
-        store_examples(folder, SourceScan(encoder, rows, phase))
+        _store_examples(folder, SourceScan(encoder, rows, phase))
         try:
             os.rename(folder, entry)
         except OSError:

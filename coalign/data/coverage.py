@@ -67,7 +67,7 @@ class CoverageCheck:
                     f"message {i} of role '{message['role']}' has {', '.join(unknown)}, which neither Coalign nor "
                     f"{self.name} reads; remove or rename that"
                 )
-        standing, expected = write_stand_ins(messages)
+        standing, expected = _write_stand_ins(messages)
         try:
             text = render(standing)
         except BadRow:  # the messages themselves were rendered: this template depends on their words
@@ -103,7 +103,7 @@ def list_unknown_keys(message: Message, jinja: str = "") -> list[str]:
     return [f"'{key}'" for key in keys if not re.search(rf"\b{re.escape(key)}\b", jinja)]
 
 
-def write_stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[StandIn]]:
+def _write_stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[StandIn]]:
     """Return the messages with stand-ins for all of their texts, and the stand-ins."""
     expected: list[StandIn] = []
     numbers = count()

@@ -69,7 +69,7 @@ QWEN_MODEL = {
 }
 
 
-class FileTokenizer:
+class _FileTokenizer:
     """Encodes and decodes as transformers' tokenizer of the same files does. ``special``: names of special tokens."""
 
     is_fast = True
@@ -147,7 +147,7 @@ class FileTokenizer:
         )
 
 
-def open_file_tokenizer(directory: Path) -> FileTokenizer | None:
+def open_file_tokenizer(directory: Path) -> _FileTokenizer | None:
     """Read the tokenizer of a model's directory. None for one that transformers has to read."""
     files = [directory / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
     if not version("transformers").startswith(COMPARED_VERSIONS) or not all(file.is_file() for file in files):
@@ -166,8 +166,8 @@ def open_file_tokenizer(directory: Path) -> FileTokenizer | None:
             return None
         if class_name == "Qwen2Tokenizer":
             text = json.dumps({**content, **QWEN, "model": content["model"] | QWEN_MODEL})
-            return FileTokenizer(Tokenizer.from_str(text), special, template, str(directory))
-        return FileTokenizer(Tokenizer.from_file(str(files[-1])), special, template, str(directory))
+            return _FileTokenizer(Tokenizer.from_str(text), special, template, str(directory))
+        return _FileTokenizer(Tokenizer.from_file(str(files[-1])), special, template, str(directory))
     except Exception:  # transformers says what is wrong with the files
         return None
 
@@ -200,7 +200,7 @@ def _is_plain(content: Mapping[str, Any], special: set[Any]) -> bool:
     )
 
 
-class GenerationTag(Extension):
+class _GenerationTag(Extension):
     """Parses `{% generation %}`, which marks the learned text, and renders its content."""
 
     tags = {"generation"}
@@ -213,7 +213,7 @@ class GenerationTag(Extension):
 @lru_cache
 def _compile(template: str) -> jinja2.Template:
     """Compile a chat template as transformers does: the same sandbox, whitespace, filters and functions."""
-    extensions = [GenerationTag, "jinja2.ext.loopcontrols"]
+    extensions = [_GenerationTag, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _write_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}

@@ -18,7 +18,7 @@ from coalign.data.templates import encode_learned, get_bos, get_eos
 from coalign.types import ImageSpan
 
 
-class ResponseEncoder(RowEncoder):
+class _ResponseEncoder(RowEncoder):
     """Base of encoders whose rows hold a prompt with one or more responses.
 
     All sequences of a row begin with the same prompt; the column ``prompt_length`` is the number of tokens that they
@@ -46,7 +46,7 @@ class ResponseEncoder(RowEncoder):
             trim_after_last_trained(*encode_learned(self.template, [*prompt, *response], tools, since=len(prompt)))
             for response in responses
         ]
-        shared = count_shared_tokens(encoded)
+        shared = _count_shared_tokens(encoded)
         images = [
             self.locate_images(tokens, [*prompt, *response])
             for (tokens, _), response in zip(encoded, responses, strict=True)
@@ -105,14 +105,14 @@ def trim_after_last_trained(tokens: list[int], mask: list[bool]) -> tuple[list[i
     return tokens[:length], mask[:length]
 
 
-def count_shared_tokens(encoded: Iterable[tuple[list[int], list[bool]]]) -> int:
+def _count_shared_tokens(encoded: Iterable[tuple[list[int], list[bool]]]) -> int:
     """Count the tokens that all (tokens, loss mask) share before the first trained token of any."""
     prompts = [tokens[: mask.index(True)] for tokens, mask in encoded]
     differing = (i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
     return next(differing, min(map(len, prompts)))
 
 
-class PromptEncoder(RowEncoder):
+class _PromptEncoder(RowEncoder):
     """Encodes rows as prompts to continue.
 
     The row gets these keys: ``prompt`` (its plain text, without the template), ``messages`` and ``tools`` (as the
@@ -133,7 +133,7 @@ class PromptEncoder(RowEncoder):
         return [Example(tokens, row, images=self.locate_images(tokens, messages))]
 
 
-class ConversationEncoder(RowEncoder):
+class _ConversationEncoder(RowEncoder):
     """Encodes rows as conversations; the loss mask covers the assistant's words and the end of its turns.
 
     ``data.train_on`` narrows the mask to the assistant's last message, or widens it to all tokens. A conversation that
@@ -219,7 +219,7 @@ class DocumentEncoder(RowEncoder):
             raise BadRow(f"'{key}' is {type(text).__name__}; expected a string")
         if not text.strip():
             raise BadRow(f"'{key}' is empty", "empty")
-        tokens = tokenize_document(text, self.template.guard)
+        tokens = _tokenize_document(text, self.template.guard)
         size = self.max_tokens or len(tokens)
         pieces = [tokens[start : start + size] for start in range(0, max(1, len(tokens) - 1), max(1, size - 1))]
         return [Example(piece, dict(row), [True] * len(piece), {"index": i}) for i, piece in enumerate(pieces)]
@@ -228,7 +228,7 @@ class DocumentEncoder(RowEncoder):
         return {"split": int(len(examples) > 1)}
 
 
-def tokenize_document(text: str, guard: ContentGuard) -> list[int]:
+def _tokenize_document(text: str, guard: ContentGuard) -> list[int]:
     """Tokenise a document, with exactly one EOS, and one BOS if the tokenizer adds one or the text may write it."""
     tokens = guard.read(text, special=True)
     bos, eos = get_bos(guard.tokenizer), get_eos(guard.tokenizer)
@@ -240,7 +240,7 @@ def tokenize_document(text: str, guard: ContentGuard) -> list[int]:
     return [*begin, *tokens, eos]
 
 
-class PreferenceEncoder(ResponseEncoder):
+class _PreferenceEncoder(_ResponseEncoder):
     """Encodes rows as groups of sequences, one for each response to the prompt.
 
     Sequence columns: ``preference``, higher is better within the row (a pair: 1 and 0; several responses: their scores,
@@ -290,7 +290,7 @@ class PreferenceEncoder(ResponseEncoder):
         return [float(score) for score in scores]
 
 
-class LabelledEncoder(ResponseEncoder):
+class _LabelledEncoder(_ResponseEncoder):
     """Encodes rows as one sequence, or as two if the row holds a pair.
 
     Sequence columns: ``preference``, 1.0 for a desirable response and 0.0 otherwise; ``index``; ``prompt_length``.
@@ -323,7 +323,7 @@ class LabelledEncoder(ResponseEncoder):
         return float(value)
 
 
-class StepEncoder(ResponseEncoder):
+class _StepEncoder(_ResponseEncoder):
     """Encodes rows as a prompt and the steps of its solution, each ended by ``data.step_separator``, then EOS.
 
         prompt   1 + 1 = 2 \\n   2 + 1 = 3 \\n  EOS
@@ -400,10 +400,10 @@ class StepEncoder(ResponseEncoder):
 
 
 KINDS: Mapping[str, type[RowEncoder]] = {
-    "prompts": PromptEncoder,
-    "conversations": ConversationEncoder,
+    "prompts": _PromptEncoder,
+    "conversations": _ConversationEncoder,
     "documents": DocumentEncoder,
-    "preferences": PreferenceEncoder,
-    "labelled": LabelledEncoder,
-    "steps": StepEncoder,
+    "preferences": _PreferenceEncoder,
+    "labelled": _LabelledEncoder,
+    "steps": _StepEncoder,
 }

@@ -89,10 +89,10 @@ def trim_to_assistant(messages: list[Message]) -> list[Message]:
 
 def has_content(messages: Iterable[Message]) -> bool:
     """Whether any message has text, an image or a tool call."""
-    return any(get_text(message).strip() or has_images(message) or message.get("tool_calls") for message in messages)
+    return any(get_text(message).strip() or _has_images(message) or message.get("tool_calls") for message in messages)
 
 
-def has_images(message: Message) -> bool:
+def _has_images(message: Message) -> bool:
     content = message["content"]
     return isinstance(content, list) and any(part.get("type") in SEEN for part in content)
 
@@ -104,7 +104,7 @@ def get_text(message: Message) -> str:
 
 def replace_text(message: Message, text: str) -> str | list[dict[str, Any]]:
     """Return the content of a message with another text, after its images if it has any."""
-    if not has_images(message):
+    if not _has_images(message):
         return text
     return [*(part for part in message["content"] if part.get("type") in SEEN), {"type": "text", "text": text}]
 

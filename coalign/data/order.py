@@ -146,7 +146,7 @@ class ShuffledOrder:
         now = self.source.fingerprint()
         check_same_settings(state, {"stream": False, "shuffle": self._key is not None})
         if (state["rows"], state["hash"]) != (now["rows"], now["hash"]):
-            report_change(
+            _report_change(
                 f"{self.name} is not the data that the checkpoint was made with: {state['rows']} usable rows of "
                 f"{state['name']} then, {now['rows']} now, or other content, tokenizer or template",
                 allow_changed,
@@ -227,7 +227,7 @@ class StreamedOrder:
         check_same_settings(state, self._settings())
         file, start, number = state["start"]
         if state["hash"] != self._identity:
-            report_change(
+            _report_change(
                 f"{self.name} is not the stream that the checkpoint was made with ({state['name']}): its files, the "
                 "tokenizer, the template or the keys of `data` differ",
                 allow_changed,
@@ -278,7 +278,7 @@ class StreamedOrder:
 DrawOrder = ShuffledOrder | StreamedOrder
 
 
-def report_change(problem: str, allowed: bool) -> None:
+def _report_change(problem: str, allowed: bool) -> None:
     """Log that a checkpoint was made with other data. ValueError unless that is ``allowed``."""
     if not allowed:
         raise ValueError(

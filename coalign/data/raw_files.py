@@ -25,14 +25,14 @@ _MIN_BYTES_PER_BRACKET = 8  # in rows
 _MAX_DENSE_BRACKETS = 100_000  # so many may be denser
 
 
-class DataBomb(ValueError):
+class _DataBomb(ValueError):
     """A file expands to more than a reader accepts."""
 
 
 def open_binary(path: DataPath, max_line: int | None = MAX_LINE) -> BinaryIO:
     """Open a file to be read from its beginning on, decompressed if its ending says so (`.gz`, `.bz2`, `.zst`, …).
 
-    Reading raises DataBomb for a line of more than ``max_line`` bytes, and where a file decompresses to more than 200
+    Reading raises _DataBomb for a line of more than ``max_line`` bytes, and where a file decompresses to more than 200
     times its size. Raises NotRegularFile for a FIFO, a device or a directory.
     """
     file: BinaryIO = open_regular(path) if isinstance(path, Path) else path.open("rb")
@@ -56,24 +56,24 @@ def read_first_byte(path: DataPath) -> bytes:
 
 
 def read_array(path: DataPath) -> bytes:
-    """Return the content of a file of JSON that is one array. Raises DataBomb for more than 2 GiB."""
+    """Return the content of a file of JSON that is one array. Raises _DataBomb for more than 2 GiB."""
     with open_binary(path, None) as file:
         content = file.read(MAX_ARRAY + 1)
     if len(content) > MAX_ARRAY:
-        raise DataBomb(f"it is an array of more than {MAX_ARRAY:,} bytes; write an object a line, as .jsonl")
+        raise _DataBomb(f"it is an array of more than {MAX_ARRAY:,} bytes; write an object a line, as .jsonl")
     refuse_brackets(content)
     return content
 
 
 def refuse_brackets(text: bytes) -> None:
-    """Raise DataBomb for JSON that is mostly brackets: each becomes an object of 64 bytes."""
+    """Raise _DataBomb for JSON that is mostly brackets: each becomes an object of 64 bytes."""
     brackets = text.count(b"[") + text.count(b"{")
     if brackets > _MAX_DENSE_BRACKETS and brackets * _MIN_BYTES_PER_BRACKET > len(text):
-        raise DataBomb(f"it has {brackets:,} brackets in {len(text):,} bytes, more than any row needs")
+        raise _DataBomb(f"it has {brackets:,} brackets in {len(text):,} bytes, more than any row needs")
 
 
 class _BoundedBytes(io.RawIOBase):
-    """The bytes of a file; raises DataBomb beyond its limits."""
+    """The bytes of a file; raises _DataBomb beyond its limits."""
 
     def __init__(self, file: BinaryIO, max_line: int | None, max_bytes: int | None) -> None:
         self._file, self._max_line, self._max_bytes = file, max_line, max_bytes
@@ -103,7 +103,7 @@ class _BoundedBytes(io.RawIOBase):
         end = data.rfind(b"\n")
         self._line = len(data) - end - 1 if end >= 0 else self._line + len(data)
         if self._max_line is not None and self._line > self._max_line:
-            raise DataBomb(f"it has a line of more than {self._max_line:,} bytes, the most that a row may have")
+            raise _DataBomb(f"it has a line of more than {self._max_line:,} bytes, the most that a row may have")
         if self._max_bytes is not None and self._read > self._max_bytes:
-            raise DataBomb(f"it decompresses to more than {self._max_bytes:,} bytes, {MAX_RATIO} times its size")
+            raise _DataBomb(f"it decompresses to more than {self._max_bytes:,} bytes, {MAX_RATIO} times its size")
         return len(data)

@@ -96,7 +96,7 @@ class JsonLines:
         if file.seekable():
             return file
         unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this object)
-        with refuse_damage(self.path):
+        with _refuse_damage(self.path):
             shutil.copyfileobj(file, unpacked, 1 << 20)
         return cast(BinaryIO, unpacked)
 
@@ -131,7 +131,7 @@ class JsonLines:
 
     def _lines(self, start: int) -> Iterator[tuple[int, bytes]]:
         """Yield (byte offset, line) of the rows from byte ``start`` on."""
-        with refuse_damage(self.path), open_binary(self.path) as file:
+        with _refuse_damage(self.path), open_binary(self.path) as file:
             skip(file, start)
             for line in file:
                 if line.removeprefix(BOM_UTF8).strip():
@@ -158,7 +158,7 @@ def read_blocks(file: BinaryIO, count: int) -> Iterator[bytes]:
         yield block
 
 
-class TextLines(JsonLines):
+class _TextLines(JsonLines):
     """A file with one document per line, under the key `text`; blank lines are skipped."""
 
     @staticmethod
@@ -169,7 +169,7 @@ class TextLines(JsonLines):
             raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
 
 
-class ObjectRows:
+class _ObjectRows:
     """The rows of a list in memory."""
 
     def __init__(self, path: DataPath, rows: Sequence[Any]) -> None:
@@ -189,7 +189,7 @@ class ObjectRows:
             yield partial(self.__getitem__, index), partial(self.where, index), index + 1
 
 
-class TableRows(ABC):
+class _TableRows(ABC):
     """A file of a table, read sequentially by batches of rows.
 
     For access by number, its first ``max_samples`` rows are unpacked once to a temporary Arrow file (TMPDIR), which is
@@ -216,11 +216,11 @@ class TableRows(ABC):
         return f"{self.path} row {index}"
 
     def read(self, start: int) -> Iterator[FileEntry]:
-        with refuse_damage(self.path):
+        with _refuse_damage(self.path):
             schema, index, batches = self.read_batches(start)
         decode = self._decode(schema)
         while True:
-            with refuse_damage(self.path):
+            with _refuse_damage(self.path):
                 if (batch := next(batches, None)) is None:
                     return
                 rows = batch.slice(max(0, start - index)).to_pylist()
@@ -235,7 +235,7 @@ class TableRows(ABC):
         descriptor, name = tempfile.mkstemp(suffix=".arrow")
         os.close(descriptor)
         try:
-            with refuse_damage(self.path):
+            with _refuse_damage(self.path):
                 schema, _, batches = self.read_batches(0)
                 with ipc.new_stream(name, schema) as out:
                     rows = 0
@@ -254,7 +254,7 @@ class TableRows(ABC):
         return lambda row: {name: _drop_filled(value, schema.field(name).type) for name, value in decode(row).items()}
 
 
-class ParquetRows(TableRows):
+class ParquetRows(_TableRows):
     """A parquet file; reading from the middle begins at a row group."""
 
     def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
@@ -268,7 +268,7 @@ class ParquetRows(TableRows):
         return file.schema_arrow, ends[begin - 1] if begin else 0, batches
 
 
-class CsvRows(TableRows):
+class _CsvRows(_TableRows):
     """A file of comma-separated values (`.tsv`: tabs) whose first row names the columns. All values are texts."""
 
     def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
@@ -283,7 +283,7 @@ class CsvRows(TableRows):
         return reader.schema, 0, iter(reader)
 
 
-class ArrowRows(TableRows):
+class _ArrowRows(_TableRows):
     """An Arrow file of either format, mapped if it is local. Each batch is validated before it is read."""
 
     def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
@@ -303,7 +303,7 @@ class ArrowRows(TableRows):
     def _unpacked(self) -> pyarrow.Table:
         import pyarrow
 
-        with refuse_damage(self.path):
+        with _refuse_damage(self.path):
             schema, _, batches = self.read_batches(0)
             return pyarrow.Table.from_batches(batches, schema).slice(0, self._limit)
 
@@ -335,7 +335,7 @@ def _validate(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
 
 
 @contextmanager
-def refuse_damage(path: DataPath) -> Iterator[None]:
+def _refuse_damage(path: DataPath) -> Iterator[None]:
     """Name the file in the errors of a reader: ValueError and OSError, among others."""
     try:
         with explain(path.repository, "dataset") if isinstance(path, HubFile) else nullcontext():
@@ -350,7 +350,7 @@ def refuse_damage(path: DataPath) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-RowFile = JsonLines | ObjectRows | TableRows
+RowFile = JsonLines | _ObjectRows | _TableRows
 ReadPosition = tuple[int, int, int]  # number of the file, position in it, number of the row that starts there
 START: ReadPosition = (0, 0, 0)
 
@@ -463,10 +463,10 @@ def _open(path: DataPath, max_samples: int | None) -> RowFile:
     endings = [ending.lower() for ending in path.suffixes[-2:]]
     packed = bool(endings) and endings[-1] in CODECS
     if isinstance(path, Path):
-        with refuse_damage(path):
+        with _refuse_damage(path):
             open_regular(path).close()  # the readers of tables would wait for a FIFO
     opener = OPENERS.get("".join(endings[:-1][-1:] if packed else endings[-1:]))
-    if opener is None or (packed and opener in (ParquetRows, ArrowRows)):
+    if opener is None or (packed and opener in (ParquetRows, _ArrowRows)):
         raise ValueError(
             f"{path}: expected a name that ends in {', '.join(OPENERS)} (texts also in {', '.join(CODECS)}), or a "
             "`datasets` directory"
@@ -475,7 +475,7 @@ def _open(path: DataPath, max_samples: int | None) -> RowFile:
 
 
 def _open_json(path: DataPath, max_samples: int | None) -> RowFile:
-    with refuse_damage(path):
+    with _refuse_damage(path):
         if read_first_byte(path) != b"[":
             return JsonLines(path, max_samples)
         content = read_array(path)
@@ -485,7 +485,7 @@ def _open_json(path: DataPath, max_samples: int | None) -> RowFile:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {describe_problem(error)}") from error
-    return ObjectRows(path, rows)
+    return _ObjectRows(path, rows)
 
 
 def _list_tables(path: Path) -> list[Path]:
@@ -513,11 +513,11 @@ OPENERS: Mapping[str, Callable[[DataPath, int | None], RowFile]] = {
     ".jsonl": JsonLines,
     ".ndjson": JsonLines,
     ".json": _open_json,
-    ".csv": CsvRows,
-    ".tsv": CsvRows,
+    ".csv": _CsvRows,
+    ".tsv": _CsvRows,
     ".parquet": ParquetRows,
-    ".arrow": ArrowRows,
-    ".txt": TextLines,
+    ".arrow": _ArrowRows,
+    ".txt": _TextLines,
 }
 
 

@@ -122,7 +122,7 @@ class Trainer:
         with self.cluster.watch() as calls:
             self.flow(batch)
         stats = calls.stats(self.main)
-        learned = find_learned(calls, batch) if self.finds_learned else None
+        learned = _find_learned(calls, batch) if self.finds_learned else None
         return merge_stats([stats, {"time/train": Total(time.perf_counter() - started_at)}]), learned
 
     def sync(self, version: int) -> Stats:
@@ -152,7 +152,7 @@ class Trainer:
             sync.reconnect()
 
 
-def find_learned(calls: WatchedCalls, batch: BatchRef) -> BatchRef:
+def _find_learned(calls: WatchedCalls, batch: BatchRef) -> BatchRef:
     """Return ``batch`` with the columns `advantages` and `old_logprobs`, if the calls of its step computed them."""
     newest: dict[str, BatchRef] = {}
     for future in calls.futures:
@@ -456,7 +456,7 @@ class Engine:
         finally:
             if restarts := self.cluster.take_restarts():
                 stats["faults/restarts"] = Total(restarts)
-            stats |= compute_rates(stats, time.perf_counter() - started_at)
+            stats |= _compute_rates(stats, time.perf_counter() - started_at)
 
     def _recover(self, lost: WorkerLost) -> None:
         """Recover from lost processes, also if more are lost meanwhile.
@@ -510,7 +510,7 @@ class Engine:
         self.environment.note_resumed(self.step)
 
 
-def compute_rates(stats: Stats, seconds: float) -> Stats:
+def _compute_rates(stats: Stats, seconds: float) -> Stats:
     """Return the step's wall time (s) and its rates (tokens/s, samples/s)."""
     rates = {f"throughput/{what}": stats.get(f"tokens/{what}") for what in ("generated", "trained")}
     rates["throughput/samples"] = stats.get("samples/count")

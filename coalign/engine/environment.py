@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyGroups:
+class _ReadyGroups:
     """Neighbouring groups whose oldest token was sampled by the weights of ``version``."""
 
     batch: BatchRef
@@ -47,7 +47,7 @@ class ReadyGroups:
     @property
     def ends(self) -> list[int]:
         """The row at which each group ends; without groups every row is one."""
-        return find_group_ends(self.batch.group, len(self.batch))
+        return _find_group_ends(self.batch.group, len(self.batch))
 
 
 class GroupPool:
@@ -55,7 +55,7 @@ class GroupPool:
 
     def __init__(self, max_age: int) -> None:
         self.max_age = max_age
-        self._ready: deque[ReadyGroups] = deque()
+        self._ready: deque[_ReadyGroups] = deque()
 
     def __len__(self) -> int:
         """Count the groups."""
@@ -63,12 +63,12 @@ class GroupPool:
 
     def add(self, batch: BatchRef, versions: Tensor | int) -> None:
         """Add groups; ``versions`` i64[groups], or one for all, are those of their oldest tokens."""
-        ends = find_group_ends(batch.group, len(batch))
+        ends = _find_group_ends(batch.group, len(batch))
         ages = torch.as_tensor(versions).expand(len(ends)).tolist()
         start = 0
         for i, end in enumerate(ends):
             if i + 1 == len(ends) or ages[i + 1] != ages[i]:
-                self._ready.append(ReadyGroups(batch.slice(start, end), ages[i]))
+                self._ready.append(_ReadyGroups(batch.slice(start, end), ages[i]))
                 start = end
 
     def find_expired(self, version: int) -> list[int]:
@@ -97,21 +97,21 @@ class GroupPool:
             taken.append(ready.batch.slice(0, cut))
             missing -= len(ends)
             if cut < len(ready.batch):
-                self._ready.appendleft(ReadyGroups(ready.batch.slice(cut, len(ready.batch)), ready.version))
+                self._ready.appendleft(_ReadyGroups(ready.batch.slice(cut, len(ready.batch)), ready.version))
         if not taken:
             raise RuntimeError("there is no group to train on")
         return BatchRef.concat(taken)
 
-    def entries(self) -> list[ReadyGroups]:
+    def entries(self) -> list[_ReadyGroups]:
         """Return all entries, oldest first (for a checkpoint)."""
         return list(self._ready)
 
-    def restore(self, entries: list[ReadyGroups]) -> None:
+    def restore(self, entries: list[_ReadyGroups]) -> None:
         """Replace the content by the result of ``entries``."""
         self._ready = deque(entries)
 
 
-def find_group_ends(group: Tensor | None, rows: int) -> list[int]:
+def _find_group_ends(group: Tensor | None, rows: int) -> list[int]:
     """Return where each run of equal neighbours in ``group`` i64[N] ends; without groups every row is one."""
     if group is None:
         return list(range(1, rows + 1))
@@ -125,7 +125,7 @@ METRIC_TYPES = {metric.__name__: metric for metric in get_args(Metric)}
 class Bundle:
     """Groups that go through the flow together.
 
-    ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (group_ages),
+    ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (_group_ages),
     `shares` (selection.pass_rates), `lengths` (selection.response_lengths), `samples` (journal.describe_samples). It is
     empty if there was nothing to generate.
     """
@@ -289,7 +289,7 @@ class Environment:
                     filter_groups, groups, keep=keep.func, arguments=keep.keywords, by_source=several
                 )
             if self.unfinished.continues or may_be_older:
-                batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
+                batches["ages"] = self.cluster.transform(_group_ages, groups, default=version)
         if self.journal:  # outside of `watch`, which would add it to the metrics of the step
             batches["samples"] = self.cluster.transform(describe_samples, complete)
         return Bundle(version, target, prompts, {"groups": groups, **batches}, calls, stats)
@@ -454,7 +454,7 @@ class Environment:
         self.loader.load_state_dict(state["loader"])
         self.kept_share, self.drawn = state["kept"], state["drawn"]
         self.under_way = deque((entry["step"], self._restore(entry)) for entry in state["under_way"])
-        self.pool.restore([ReadyGroups(self.cluster.put(entry["batch"]), entry["version"]) for entry in state["pool"]])
+        self.pool.restore([_ReadyGroups(self.cluster.put(entry["batch"]), entry["version"]) for entry in state["pool"]])
         self.unfinished.restore(state["unfinished"])
         if self.selection.replay:
             self.selection.replay.restore(state["replay"])
@@ -524,7 +524,7 @@ def describe_sources(rows: list[dict[str, Any]], group: Tensor, reward: Tensor |
     return stats
 
 
-def group_ages(batch: Batch, *, default: int) -> Batch:
+def _group_ages(batch: Batch, *, default: int) -> Batch:
     """Return one row without tokens for each group; column ``oldest``: see ``find_oldest_versions``."""
     oldest = find_oldest_versions(batch, default=default)
     return Batch(torch.zeros(len(oldest)), {}, {"oldest": oldest})

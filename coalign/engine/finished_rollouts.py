@@ -204,10 +204,10 @@ class FinishedRollouts:
 
     # ---- of calls --------------------------------------------------------------------------------------------------
 
-    def open_call(self, options: Mapping[str, Any]) -> RecordedCall:
+    def open_call(self, options: Mapping[str, Any]) -> _RecordedCall:
         """Return the record of a call of ``generate`` with these options."""
         digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:16]
-        return RecordedCall(self, digest, *self.window)
+        return _RecordedCall(self, digest, *self.window)
 
     def find(self, prompts: BatchRef, options: str, oldest: int, newest: int) -> tuple[Meta, Any] | None:
         """Return the description and the reference of the samples of these prompts; None unless all are there."""
@@ -336,7 +336,7 @@ def _read_pieces(file: Any) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCall:
+class _RecordedCall:
     """A call of ``generate`` whose samples are kept; those kept by an earlier run are not generated again."""
 
     rollouts: FinishedRollouts

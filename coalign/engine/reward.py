@@ -88,7 +88,7 @@ class Reward:
             return self._cluster.transform(combine_rewards, batch, *scored, **settings)
         if into is None:
             self._seen = self._cluster.transform(observe_rewards, self._seen, batch, *scored, terms=self._terms)
-        return self._cluster.transform(combine_with_moments, self._seen, batch, *scored, **settings)
+        return self._cluster.transform(_combine_with_moments, self._seen, batch, *scored, **settings)
 
     def snapshot(self) -> BatchRef | Future | None:
         """Return a reference to the moments of the `running` terms, whose calls may not have ended."""
@@ -118,7 +118,7 @@ def combine_rewards(
     seen: Mapping[str, Moments] = MappingProxyType({}),
 ) -> tuple[Batch, Stats]:
     """Compute the columns and metrics of Reward.forward_step from the samples ``out`` and the results of the terms."""
-    combined = CombinedRewards.of(out, scored, terms)
+    combined = _CombinedRewards.of(out, scored, terms)
     _refuse_bugs(scored, combined, terms)
     if (combined.finished & combined.training).any() and not combined.complete.any():
         lacking = ", ".join(f"{name} {count}" for name, count in combined.count_failed(terms).items() if count)
@@ -171,7 +171,7 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running:
     return total
 
 
-def _refuse_bugs(scored: Sequence[Batch], combined: CombinedRewards, terms: Sequence[RewardTerm]) -> None:
+def _refuse_bugs(scored: Sequence[Batch], combined: _CombinedRewards, terms: Sequence[RewardTerm]) -> None:
     """Raise RewardBug for a function with weight that has a bug on more than the share `max_bugs` of its rows."""
     lacking = combined.count_failed(terms)
     for term, applies in zip(terms, combined.applies, strict=True):
@@ -204,7 +204,7 @@ def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
 
 def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm]) -> Batch:
     """Add the rows that are trained on to the moments ``seen`` of `running` terms."""
-    combined = CombinedRewards.of(out, scored, terms)
+    combined = _CombinedRewards.of(out, scored, terms)
     names = _list_running(terms)
     earlier = _from_batch(seen, names)
     rows = combined.complete & combined.training
@@ -214,7 +214,7 @@ def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[Rew
     )
 
 
-def combine_with_moments(
+def _combine_with_moments(
     seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm], into: str
 ) -> tuple[Batch, Stats]:
     """Call `combine_rewards` with the moments ``seen`` of `running` terms."""
@@ -222,7 +222,7 @@ def combine_with_moments(
 
 
 @dataclass(frozen=True)
-class CombinedRewards:
+class _CombinedRewards:
     """The values of all terms: f32[terms, N], NaN where one is missing. The masks are bool[N]."""
 
     values: Tensor
@@ -232,7 +232,7 @@ class CombinedRewards:
     training: Tensor  # samples that are trained on, not evaluated
 
     @staticmethod
-    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> CombinedRewards:
+    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> _CombinedRewards:
         columns = merge_columns([out, *scored])
         finished = is_finished(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
@@ -243,7 +243,7 @@ class CombinedRewards:
         values = values.masked_fill(~(values.isfinite() & finished & applies), float("nan"))
         weighted = torch.tensor([term.weight != 0 for term in terms])
         complete = finished & (values.isfinite() | ~applies)[weighted].all(0) & _is_rewarded(applies, terms)
-        return CombinedRewards(values, applies, finished, complete, out["group"] >= 0)
+        return _CombinedRewards(values, applies, finished, complete, out["group"] >= 0)
 
     def count_failed(self, terms: Sequence[RewardTerm]) -> dict[str, int]:
         """Count the finished rows without a value, for each term."""

@@ -87,11 +87,11 @@ def pass_rates(batch: Batch, *, solved: float) -> Batch:
     groups, member = torch.unique(batch["group"], return_inverse=True)
     count = torch.bincount(member, minlength=len(groups))
     right: Tensor = torch.bincount(member, weights=(batch["reward"] >= solved).double(), minlength=len(groups))
-    keys = [hash_row(row) for row in list_first_rows(batch, member)]
+    keys = [hash_row(row) for row in _list_first_rows(batch, member)]
     return Batch(torch.zeros(len(groups)), {}, {"share": right / count, "key": keys})
 
 
-def list_first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
+def _list_first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
     """Return the row of data of each group; ``member`` i64[N] numbers the groups."""
     first: dict[int, Mapping[str, Any]] = {}
     for group, row in zip(member.tolist(), batch["rows"], strict=True):
@@ -170,7 +170,7 @@ def response_lengths(batch: Batch) -> Batch:
     groups, member = torch.unique(batch["group"], return_inverse=True)
     chosen = torch.bincount(member[batch.segment[batch["loss_mask"]]], minlength=len(groups))
     length = chosen.double() / torch.bincount(member, minlength=len(groups))
-    keys = [hash_row(row) for row in list_first_rows(batch, member)]
+    keys = [hash_row(row) for row in _list_first_rows(batch, member)]
     return Batch(torch.zeros(len(groups)), {}, {"length": length, "key": keys})
 
 
@@ -248,20 +248,20 @@ def check_limits(config: RunConfig) -> None:
         )
 
 
-def count_rounds_per_response(config: RunConfig) -> int:
+def _count_rounds_per_response(config: RunConfig) -> int:
     """Return how many rollouts the longest response takes."""
     if config.rollout.round_tokens is None:
         return 1
     return math.ceil(config.models["policy"].sampling.max_new_tokens / config.rollout.round_tokens)
 
 
-def compute_max_age(config: RunConfig) -> int:
+def _compute_max_age(config: RunConfig) -> int:
     """Return how many weight versions the oldest token of a group may lag behind the step that trains on it."""
     if config.rollout.max_age is not None:
         return config.rollout.max_age
     if config.rollout.round_tokens is None:
         return config.runtime.max_staleness
-    return config.runtime.max_staleness + max(count_rounds_per_response(config) - 1, MIN_CONTINUED_VERSIONS)
+    return config.runtime.max_staleness + max(_count_rounds_per_response(config) - 1, MIN_CONTINUED_VERSIONS)
 
 
 def build_group_selection(plan: Plan, cluster: Cluster, loader: Loader) -> GroupSelection:
@@ -278,8 +278,8 @@ def build_group_selection(plan: Plan, cluster: Cluster, loader: Loader) -> Group
     return GroupSelection(
         groups=config.runtime.prompts_per_step if has_fixed_number else None,
         max_rounds=config.filter.max_rounds if config.filter else DEFAULT_MAX_ROUNDS,
-        rounds_per_response=count_rounds_per_response(config),
-        max_age=compute_max_age(config),
+        rounds_per_response=_count_rounds_per_response(config),
+        max_age=_compute_max_age(config),
         filter=plan.filter,
         replay=Replay(cluster, plan.replay, config.replay.steps) if plan.replay and config.replay else None,
         curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,

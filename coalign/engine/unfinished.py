@@ -85,8 +85,8 @@ class UnfinishedGroups:
             prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
         )
         if self.continues:
-            self._unfinished = self.cluster.transform(unfinished_groups, out)
-        return self.cluster.transform(complete_groups, out, continues=self.continues)
+            self._unfinished = self.cluster.transform(_unfinished_groups, out)
+        return self.cluster.transform(_complete_groups, out, continues=self.continues)
 
     @contextmanager
     def roll_out(self) -> Iterator[None]:
@@ -122,7 +122,7 @@ def continue_groups(unfinished: Batch, prompts: Batch, *, samples: int, oldest_v
     """
     _, member = torch.unique_consecutive(unfinished["group"], return_inverse=True)
     old = (find_oldest_versions(unfinished, default=oldest_version) < oldest_version)[member]
-    stats = count_dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
+    stats = _count_dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
     rest = unfinished.select(~old)
     if "expected_tokens" in rest:  # ended samples need no more
         ended = rest["status"] != Status.PARTIAL
@@ -130,20 +130,20 @@ def continue_groups(unfinished: Batch, prompts: Batch, *, samples: int, oldest_v
     return Batch.concat([rest, begin_samples(prompts, samples)]), stats
 
 
-def complete_groups(samples: Batch, *, continues: bool) -> tuple[Batch, Stats]:
+def _complete_groups(samples: Batch, *, continues: bool) -> tuple[Batch, Stats]:
     """Keep the complete groups. Others count as dropped (rollout/cut), unless the next rollout ``continues`` them."""
     waiting = _find_unfinished(samples)
-    stats = {} if continues else count_dropped(samples.select(waiting), "cut")
+    stats = {} if continues else _count_dropped(samples.select(waiting), "cut")
     return samples.select(~waiting), stats
 
 
-def unfinished_groups(samples: Batch) -> tuple[Batch, Stats]:
+def _unfinished_groups(samples: Batch) -> tuple[Batch, Stats]:
     """Keep the groups with an unfinished sample, their finished samples included. rollout/carried: groups."""
     rest = samples.select(_find_unfinished(samples))
     return rest, {"rollout/carried": Max(float(len(torch.unique(rest["group"]))))}
 
 
-def count_dropped(samples: Batch, why: str) -> Stats:
+def _count_dropped(samples: Batch, why: str) -> Stats:
     """Count dropped samples: rollout/<why> in groups, rollout/<why>_tokens in generated tokens."""
     return {
         f"rollout/{why}": Total(float(len(torch.unique(samples["group"])))),

@@ -35,11 +35,11 @@ from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode, Turn
 
 
-class HistoryRewritten(ValueError):
+class _HistoryRewritten(ValueError):
     """The messages do not continue the conversation that the episode holds."""
 
 
-class ChatCompletions:
+class _ChatCompletions:
     """Answers requests that each repeat the conversation so far. ``parser``: the format of the model's tool calls."""
 
     def __init__(self, episode: Episode, parser: Parser) -> None:
@@ -64,7 +64,7 @@ class ChatCompletions:
         """Return the policy's answer to ``messages``, which begin with the conversation so far, its own turns included.
 
         The run decides how tokens are sampled: ``temperature``, ``top_p``, ``seed`` and the like have no effect. Raises
-        HistoryRewritten if the messages do not continue the conversation, ValueError for n > 1 and for streams.
+        _HistoryRewritten if the messages do not continue the conversation, ValueError for n > 1 and for streams.
         """
         if n != 1 or stream:
             raise ValueError("a training episode gives one answer at a time (n=1), whole (stream=False)")
@@ -102,16 +102,18 @@ class ChatCompletions:
         earlier = len(self._history)
         for i, (then, now) in enumerate(zip(self._history, map(_comparison_key, sent), strict=False)):
             if then != now:
-                raise HistoryRewritten(
+                raise _HistoryRewritten(
                     f"message {i} is not what it was: {now[:2]} instead of {then[:2]}. Tokens that were sampled "
                     "cannot be changed: send the whole conversation and append to it"
                 )
         new = sent[earlier:]
         if not new or any(message["role"] == "assistant" for message in new):
             what = "an answer that the policy did not give" if new else "no new message"
-            raise HistoryRewritten(f"after {earlier} messages there is {what}; an episode has one answer at each point")
+            raise _HistoryRewritten(
+                f"after {earlier} messages there is {what}; an episode has one answer at each point"
+            )
         if tools != self._tools:
-            raise HistoryRewritten("the tools are not those of the first call; they are part of the prompt")
+            raise _HistoryRewritten("the tools are not those of the first call; they are part of the prompt")
         self.episode.say(*new)
 
 
@@ -129,7 +131,7 @@ _CLIENT_TIMEOUT, _MAX_CONNECTIONS = 60.0, 64  # timeout in seconds
 
 
 @contextlib.asynccontextmanager
-async def serve_chat(completions: ChatCompletions) -> AsyncIterator[str]:
+async def _serve_chat(completions: _ChatCompletions) -> AsyncIterator[str]:
     """Serve POST <address>/chat/completions to this machine within this context.
 
     The address ends in /v1 and holds a key, since every user and program of the machine reaches its port.
@@ -171,7 +173,7 @@ async def agent(
     fn = resolve(run, "coalign.environments.chat")
     settings = bind(fn, arguments, "rollout.arguments")
     completions, events = (
-        ChatCompletions(episode, resolve(parser, "coalign.environments.parsers")),
+        _ChatCompletions(episode, resolve(parser, "coalign.environments.parsers")),
         asyncio.get_running_loop(),
     )
 
@@ -180,7 +182,7 @@ async def agent(
         return asyncio.run_coroutine_threadsafe(completions.create(**request), events).result()
 
     if serve_http:
-        async with serve_chat(completions) as address:
+        async with _serve_chat(completions) as address:
             value = await call_function(fn, address, episode.row, **settings)
     else:
         suited = completions if inspect.iscoroutinefunction(fn) else SimpleNamespace(create=create)

@@ -25,20 +25,20 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class CalledFunction(_Record):
+class _CalledFunction(_Record):
     name: str
     arguments: str  # JSON
 
 
-class ToolCall(_Record):
+class _ToolCall(_Record):
     id: str
-    function: CalledFunction
+    function: _CalledFunction
     type: Literal["function"] = "function"
 
 
 class ChatMessage(_Record):
     content: str | None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[_ToolCall] | None = None
     role: Literal["assistant"] = "assistant"
 
 
@@ -86,8 +86,8 @@ def read_answer(turn: Turn, parser: Parser, prefix: str) -> tuple[ChatMessage, i
         return ChatMessage(content=turn.text), unreadable
     requests = []
     for i, call in enumerate(calls):
-        function = CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
-        requests.append(ToolCall(id=f"{prefix}_{i}", function=function))
+        function = _CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
+        requests.append(_ToolCall(id=f"{prefix}_{i}", function=function))
     return ChatMessage(content=text or None, tool_calls=requests), 0
 
 

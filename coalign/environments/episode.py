@@ -69,7 +69,7 @@ class EnvironmentClock:
 _NOT_BOTH = "between two turns an environment says messages (Episode.say) or writes text (Episode.write), not both"
 
 
-class EpisodePolicy(Protocol):
+class _EpisodePolicy(Protocol):
     """Generates the turns of episodes."""
 
     capacity: int | None  # tokens of the longest sequence that fits; None: unlimited
@@ -99,7 +99,7 @@ class EpisodePolicy(Protocol):
     def decode(self, tokens: Sequence[int], *, special: bool) -> str: ...
 
 
-class EpisodeOver(RuntimeError):
+class _EpisodeOver(RuntimeError):
     """The environment continued an episode that was ended from outside (a timeout, or enough complete groups)."""
 
 
@@ -162,7 +162,7 @@ class Episode:
         seed: int,
         prompt: Sequence[int],
         max_new_tokens: int,
-        policy: EpisodePolicy,
+        policy: _EpisodePolicy,
         rendering: Rendering,
         images: Sequence[ImageSpan] = (),
     ) -> None:
@@ -342,7 +342,7 @@ class Episode:
 
     def _check_open(self) -> None:
         if self._over:
-            raise EpisodeOver(f"group {self.group}, index {self.index} has ended")
+            raise _EpisodeOver(f"group {self.group}, index {self.index} has ended")
 
     def _tokens_left(self, context: int) -> int:
         """Tokens that the policy may still sample after a ``context`` of so many."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-class SimulatedCluster(Protocol):
+class _SimulatedCluster(Protocol):
     """A cluster that need not be there, as coalign-plan describes it."""
 
     @property
@@ -54,7 +54,7 @@ class CheckReport:
 
 
 def check(
-    config: RunConfig, display: Display, cluster: SimulatedCluster | None = None, facts: dict[str, Any] | None = None
+    config: RunConfig, display: Display, cluster: _SimulatedCluster | None = None, facts: dict[str, Any] | None = None
 ) -> None:
     """Print what the run would do. Raises ValueError for whatever would stop it.
 
@@ -119,7 +119,7 @@ def _check_models(plan: Plan, present: Sequence[PlannedModel], *, simulated: boo
     return [f"{model.name}: {note}" for model in loaded for note in model.module.notes(model.config)]
 
 
-def _report_placement(report: CheckReport, plan: Plan, fetched: RunConfig, cluster: SimulatedCluster | None) -> None:
+def _report_placement(report: CheckReport, plan: Plan, fetched: RunConfig, cluster: _SimulatedCluster | None) -> None:
     """Add where the models compute. ConfigError for devices that are not there."""
     with locate_problems(plan.config):
         report.add(describe_requested_layout(plan.started, plan.config), models=describe_models(plan))

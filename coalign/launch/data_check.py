@@ -50,7 +50,7 @@ class RowLengths:
 
 
 @dataclass
-class RowSample:
+class _RowSample:
     """The first rows of a source, encoded. ``is_complete``: the source has no other rows."""
 
     key: Key
@@ -91,7 +91,7 @@ class RowSample:
 
 
 @dataclass
-class DataFindings:
+class _DataFindings:
     """Lines that describe the data, and warnings. ``lengths`` of the training rows, if all sources were read.
 
     ``sources``: the facts about each source that was read, for JSON.
@@ -102,14 +102,14 @@ class DataFindings:
     lengths: RowLengths | None = None
 
 
-def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool = False) -> DataFindings:
+def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool = False) -> _DataFindings:
     """Read the first rows of the data. ``present``: the models whose directories are there.
 
     ``simulated``: the run is placed on a cluster that is not there, so a model's config.json is enough.
 
     Raises ConfigError, with the key and the row's file and line, for what would end the run or teach it nothing.
     """
-    findings, samples = DataFindings(), list[RowSample]()
+    findings, samples = _DataFindings(), list[_RowSample]()
     findings.lines += _check_sources(plan, present, samples, simulated=simulated)
     findings.sources += [sample.describe() for sample in samples]
     train = [sample for sample in samples if sample.key[1] == "train"]
@@ -126,7 +126,7 @@ def list_warnings(lines: Sequence[str]) -> list[str]:
 
 
 def _check_sources(
-    plan: Plan, present: Sequence[PlannedModel], samples: list[RowSample], *, simulated: bool
+    plan: Plan, present: Sequence[PlannedModel], samples: list[_RowSample], *, simulated: bool
 ) -> Iterator[str]:
     """Yield lines that describe the data; add what was read to ``samples``."""
     config = plan.config
@@ -165,11 +165,11 @@ def _check_sources(
 
 def _read(
     key: Key, source: SourceConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, limits: Sequence[RowLimit]
-) -> RowSample:
+) -> _RowSample:
     """Encode the first rows. ValueError or OSError for what the run would refuse."""
     config, is_train = plan.config.data, key[1] == "train"
     encoder = build_encoder(plan.recipe.source, config, source, tokenizer, limits)
-    sample, tokens = RowSample(key, source.path, encoder), 0
+    sample, tokens = _RowSample(key, source.path, encoder), 0
     phase = DataPhase(config.phases, config.phase) if config.phase and is_train else None
     for entry, _ in open_rows(source.path, source.max_samples, stream=True).read():
         if phase is not None and entry.number not in phase:
@@ -195,7 +195,7 @@ def _find_prompt(example: Example) -> list[int]:
     return example.tokens[: example.columns.get("prompt_length", example.loss_mask.index(True))]
 
 
-def _check_prompts(sample: RowSample, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_prompts(sample: _RowSample, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a format or a template that makes the same prompt of different rows."""
     prompts = {tuple(prompt) for prompt in sample.prompts}
     if len(prompts) != 1 or len(sample.raw) < 2 or plan.config.rollout.fn != SINGLE_TURN:
@@ -209,7 +209,7 @@ def _check_prompts(sample: RowSample, plan: Plan, tokenizer: PreTrainedTokenizer
     raise ConfigError([ConfigProblem(key, message)])
 
 
-def _compare_room(sample: RowSample, present: Sequence[PlannedModel]) -> Iterator[str]:
+def _compare_room(sample: _RowSample, present: Sequence[PlannedModel]) -> Iterator[str]:
     """Yield a warning for prompts that leave a policy less room than the longest response needs."""
     for model in present:
         if model.role is not Rollout or not model.config.load:
@@ -223,7 +223,7 @@ def _compare_room(sample: RowSample, present: Sequence[PlannedModel]) -> Iterato
             )
 
 
-def _check_answers(sample: RowSample, plan: Plan) -> None:
+def _check_answers(sample: _RowSample, plan: Plan) -> None:
     """Refuse a reward for all sources that compares with a key (its argument `answer_key`) that no row has."""
     rows = [examples[0].row for examples in sample.used]
     for index, reward in enumerate(plan.rewards):
@@ -239,7 +239,7 @@ def _check_answers(sample: RowSample, plan: Plan) -> None:
             raise ConfigError([ConfigProblem(("reward", index), message)])
 
 
-def _compare_numbers(samples: Sequence[RowSample], plan: Plan) -> Iterator[str]:
+def _compare_numbers(samples: Sequence[_RowSample], plan: Plan) -> Iterator[str]:
     """Yield warnings about settings that ask for more rows than there are."""
     runtime, rows = plan.config.runtime, sum(len(sample.used) for sample in samples)
     if runtime.tokens_per_step is not None:
@@ -258,7 +258,7 @@ def _compare_numbers(samples: Sequence[RowSample], plan: Plan) -> Iterator[str]:
             )
 
 
-def _describe(sample: RowSample, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _describe(sample: _RowSample, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield what was read, how long it is, and how the first row begins."""
     read = sample.encoder.counts["rows"]
     rows = f"{read} rows" if sample.is_complete else f"of the first {read} rows"

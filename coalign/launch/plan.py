@@ -94,7 +94,7 @@ class Plan:
     @property
     def compared(self) -> int:
         """The responses to a prompt that a loss over groups reads together."""
-        return count_compared(self.pairs, self.config)
+        return _count_compared(self.pairs, self.config)
 
     @property
     def learning(self) -> list[PlannedModel]:
@@ -116,7 +116,7 @@ class Plan:
         return replace(self, models=models, syncs=syncs, rewards=self.rewards if reward_models else ())
 
 
-def count_compared(pairs: Callable[..., Any] | None, config: RunConfig) -> int:
+def _count_compared(pairs: Callable[..., Any] | None, config: RunConfig) -> int:
     """Count the responses to a prompt that a loss over groups reads together; ``pairs`` may choose some of them."""
     return getattr(getattr(pairs, "func", None), "compares", config.runtime.samples_per_prompt)
 
@@ -127,7 +127,7 @@ def find_recipe(algorithm: str) -> type[Engine]:
 
 
 @dataclass(frozen=True)
-class RunOutline:
+class _RunOutline:
     """The recipe of a run, its loss, the roles that the recipe names, and the rewards. No backend is chosen yet."""
 
     recipe: type[Engine]
@@ -142,7 +142,7 @@ class RunOutline:
         return {name: (role, configs[name]) for name, role in roles.items()}
 
 
-def outline_run(config: RunConfig) -> RunOutline:
+def outline_run(config: RunConfig) -> _RunOutline:
     """Find the recipe of a run and the roles of its models. ValueError names the key that is wrong."""
     recipe = find_recipe(config.algorithm)
     if recipe.source not in KINDS:
@@ -155,7 +155,7 @@ def outline_run(config: RunConfig) -> RunOutline:
         roles = dict(recipe.roles(config, loss))
         check_names(config, dict.fromkeys([*recipe.models, *roles, *judges]))
         rewards = list_reward_parts(config) if roles.get("reward") is Scorer else []
-    return RunOutline(recipe, loss, roles, rewards)
+    return _RunOutline(recipe, loss, roles, rewards)
 
 
 def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None) -> Plan:
@@ -185,7 +185,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         functions = {name: _bind(getattr(config, name), name) for name in names}
         configs = let_models_see(_configs_of_models(planned_roles, rewards, config), config)
         validate.check_images(config, recipe, configs)
-        compared = count_compared(functions["pairs"], config)
+        compared = _count_compared(functions["pairs"], config)
         syncs = [pair for pair in recipe.sync if configs.keys() >= {*pair}]
         models = _plan_models(planned_roles, configs, config, loss, environment, compared, syncs)
         validate.check_loads(models.values())

@@ -60,7 +60,7 @@ class ProcessDied(RuntimeError):
     """The process of a function ended during a call, or was killed."""
 
 
-class FunctionTraceback(Exception):
+class _FunctionTraceback(Exception):
     """The traceback of an exception in another process, as text."""
 
     def __str__(self) -> str:
@@ -122,13 +122,13 @@ class FunctionPool:
     ) -> None:
         self.is_async = is_coroutine_function(fn)
         function = cloudpickle.dumps((fn, dict(arguments)))
-        self._create = partial(FunctionProcess, name, function, self.is_async, memory_mb)
+        self._create = partial(_FunctionProcess, name, function, self.is_async, memory_mb)
         processes = getattr(fn, "at_once", None) or (_MAX_PROCESSES if inspect.isfunction(fn) else 1)
         self._max_processes = 1 if self.is_async else processes
         self._free: asyncio.Semaphore | None = None
         self._start_seconds = 0.0  # start-up time of the first process
-        self._idle: list[FunctionProcess] = []
-        self._all: set[FunctionProcess] = set()
+        self._idle: list[_FunctionProcess] = []
+        self._all: set[_FunctionProcess] = set()
 
     async def start(self) -> None:
         """Start a process if there is none. Raises what loading the function or making an instance raises."""
@@ -151,7 +151,7 @@ class FunctionPool:
         if self.is_async:
             return await self._run_async(calls, seconds)
         self._free = self._free or asyncio.Semaphore(self._max_processes)
-        work = PendingCalls(calls, seconds, self._max_processes)
+        work = _PendingCalls(calls, seconds, self._max_processes)
         async with asyncio.TaskGroup() as group:
             for number in range(min(self._max_processes, len(calls))):
                 # Another process is worth its start if calls wait for longer than that.
@@ -173,7 +173,7 @@ class FunctionPool:
         self._all.clear()
         self._idle.clear()
 
-    async def _work_off(self, work: PendingCalls, pause: float) -> None:
+    async def _work_off(self, work: _PendingCalls, pause: float) -> None:
         assert self._free is not None
         if pause:
             with suppress(TimeoutError):
@@ -211,7 +211,7 @@ class FunctionPool:
                 results[i] = result
         return results
 
-    def _take(self) -> FunctionProcess:
+    def _take(self) -> _FunctionProcess:
         self._idle = [process for process in self._idle if not process.is_dead]
         if not self._idle:
             self._all = {process for process in self._all if not process.is_dead}
@@ -220,17 +220,17 @@ class FunctionPool:
             return process
         return self._idle.pop()
 
-    def _share(self) -> FunctionProcess:
+    def _share(self) -> _FunctionProcess:
         process = self._take()
         self._put_back(process)
         return process
 
-    def _put_back(self, process: FunctionProcess) -> None:
+    def _put_back(self, process: _FunctionProcess) -> None:
         if not process.is_dead:
             self._idle.append(process)
 
 
-class PendingCalls:
+class _PendingCalls:
     """The calls that several processes share: those still to make, and the results by position."""
 
     def __init__(self, calls: Sequence[Call], seconds: float, processes: int) -> None:
@@ -248,7 +248,7 @@ class PendingCalls:
         return taken
 
 
-class FunctionProcess:
+class _FunctionProcess:
     """The parent's end of one process, which starts with the first call."""
 
     def __init__(self, name: str, function: bytes, is_async: bool, memory_mb: int | None) -> None:
@@ -271,7 +271,7 @@ class FunctionProcess:
             self._started = asyncio.get_running_loop().create_task(self._start())
         await asyncio.shield(self._started)
 
-    async def work_off(self, work: PendingCalls) -> None:
+    async def work_off(self, work: _PendingCalls) -> None:
         """Make calls of ``work``, some of them sent ahead, until none is left or the process is lost.
 
         A call's time begins with the previous answer. The call that times out, or during which the process dies, has
@@ -329,7 +329,7 @@ class FunctionProcess:
             self._process.kill()
         self._end("was killed")
 
-    async def _work_ahead(self, work: PendingCalls, sent: dict[int, tuple[int, Call]]) -> bool:
+    async def _work_ahead(self, work: _PendingCalls, sent: dict[int, tuple[int, Call]]) -> bool:
         """Send calls and wait for answers; whether one timed out. Calls of about _PREFETCH_SECONDS are sent ahead."""
         loop, prefetched, done = asyncio.get_running_loop(), 1, 0
         since = self._answered = loop.time()
@@ -427,7 +427,7 @@ class FunctionProcess:
             return content, None
         if tag == ERROR:
             error, trace = content
-            error.__cause__ = FunctionTraceback(trace)
+            error.__cause__ = _FunctionTraceback(trace)
             return None, error
         value, states = content
         for generator, state in zip(generators, states, strict=True):

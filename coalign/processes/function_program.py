@@ -34,10 +34,10 @@ _PR_SET_PDEATHSIG = 1
 _SAMPLE = "coalign.types"
 
 
-class SampleView:
+class _SampleView:
     """A sample in a process without torch, which it imports when the function reads a tensor or the status."""
 
-    def __init__(self, connection: ParentConnection, fields: dict[str, Any], lazy: dict[str, Any]) -> None:
+    def __init__(self, connection: _ParentConnection, fields: dict[str, Any], lazy: dict[str, Any]) -> None:
         self.__dict__.update(fields, _lazy=lazy, _connection=connection)
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ def _unpack(packed: Any) -> Any:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
-class ParentConnection:
+class _ParentConnection:
     """The program's end of the socket."""
 
     def __init__(self, descriptor: int) -> None:
@@ -94,10 +94,10 @@ class ParentConnection:
             self.send(0, FAST)
 
 
-class IsolatedFunction:
+class _IsolatedFunction:
     """The function, the arguments that its configuration binds, and the limit of its memory."""
 
-    def __init__(self, connection: ParentConnection, pickled: bytes, memory_mb: int | None) -> None:
+    def __init__(self, connection: _ParentConnection, pickled: bytes, memory_mb: int | None) -> None:
         self._connection, self._memory_mb = connection, memory_mb
         if memory_mb is not None:
             # Not RLIMIT_AS: torch and CUDA reserve far more addresses than they use.
@@ -129,10 +129,10 @@ class IsolatedFunction:
         self._connection.send(number, VALUE, pickle.dumps((value, states)))
 
     def send_error(self, number: int, error: BaseException) -> None:
-        self._connection.send(number, ERROR, pack_error(error, self._memory_mb))
+        self._connection.send(number, ERROR, _pack_error(error, self._memory_mb))
 
 
-def pack_error(error: BaseException, memory_mb: int | None) -> bytes:
+def _pack_error(error: BaseException, memory_mb: int | None) -> bytes:
     """(error, traceback). An exception that does not survive the journey becomes a RuntimeError that quotes it."""
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)  # their variables are the memory that the next lines need
@@ -147,7 +147,7 @@ def pack_error(error: BaseException, memory_mb: int | None) -> bytes:
         return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), trace))
 
 
-def _unpack_argument(connection: ParentConnection, packed: tuple[str, Any]) -> Any:
+def _unpack_argument(connection: _ParentConnection, packed: tuple[str, Any]) -> Any:
     tag, value = packed
     if tag == "samples":
         return [_unpack_argument(connection, ("sample", one)) for one in value]
@@ -156,7 +156,7 @@ def _unpack_argument(connection: ParentConnection, packed: tuple[str, Any]) -> A
     fields, lazy = value
     if _SAMPLE in sys.modules:  # the function's module has imported it, so the class itself costs nothing
         return sys.modules[_SAMPLE].Sample(**fields, **{name: _unpack(value) for name, value in lazy.items()})
-    return SampleView(connection, fields, lazy)
+    return _SampleView(connection, fields, lazy)
 
 
 def _bind_to_parent() -> None:
@@ -169,13 +169,13 @@ def _bind_to_parent() -> None:
 
 def main() -> None:
     _bind_to_parent()
-    connection = ParentConnection(int(sys.argv[1]))
+    connection = _ParentConnection(int(sys.argv[1]))
     _, _, payload = connection.receive()
     sys.path[:], pickled, is_async, memory_mb = pickle.loads(payload)
     try:
-        function = IsolatedFunction(connection, pickled, memory_mb)
+        function = _IsolatedFunction(connection, pickled, memory_mb)
     except BaseException as error:
-        connection.send(0, ERROR, pack_error(error, memory_mb))
+        connection.send(0, ERROR, _pack_error(error, memory_mb))
         return
     connection.send(0, READY, pickle.dumps(getattr(function.fn, "at_once", None)))
     if is_async:
@@ -185,7 +185,7 @@ def main() -> None:
         function.answer(number, payload)
 
 
-async def _serve_async(connection: ParentConnection, function: IsolatedFunction) -> None:
+async def _serve_async(connection: _ParentConnection, function: _IsolatedFunction) -> None:
     loop, tasks = asyncio.get_running_loop(), {}
 
     def handle(number: int, tag: bytes, payload: bytes) -> None:

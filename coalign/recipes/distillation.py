@@ -93,7 +93,7 @@ class OnPolicyDistillation(Online):
     @classmethod
     def roles(cls, config, loss):
         roles = {name: role for name, role in cls.models.items() if name != "reward" or list_reward_parts(config)}
-        return roles | dict.fromkeys(list_teachers(config), Scorer)
+        return roles | dict.fromkeys(_list_teachers(config), Scorer)
 
     @classmethod
     def check(cls, config, loss):
@@ -101,7 +101,7 @@ class OnPolicyDistillation(Online):
             return
         student = config.models["policy"]
         distributions = loss is not None and "candidate_logprobs" in loss.needs
-        for name in list_teachers(config):
+        for name in _list_teachers(config):
             teacher = config.models[name]
             if not teacher.chat_template:
                 check_same_vocabulary(student, teacher, ("policy", name))
@@ -126,7 +126,7 @@ class OnPolicyDistillation(Online):
 
     def ask_teachers(self, out, method):
         """Return the columns of all samples, each computed by the teacher of its row."""
-        names = list_teachers(self.config)
+        names = _list_teachers(self.config)
         if len(names) == 1:
             return getattr(self.teacher, method)(out)
         answers = [
@@ -156,7 +156,7 @@ def teacher_kl(rollout_logprobs, ref_logprobs, loss_mask):
     return {"teacher_kl": Stat.of(rollout_logprobs - ref_logprobs, loss_mask)}
 
 
-def list_teachers(config: RunConfig) -> list[str]:
+def _list_teachers(config: RunConfig) -> list[str]:
     """List the teachers: `teacher`, then each `teacher_<name>` of the configuration."""
     return ["teacher", *(name for name in config.models if name.startswith("teacher_"))]
 

@@ -67,7 +67,7 @@ class Tracker(ABC):
         """Send the client's buffered records, and end the run."""
 
 
-class TensorBoardTracker(Tracker):
+class _TensorBoardTracker(Tracker):
     """Event files in `tensorboard/`, written here because torch's writer ends at the first error of the disk."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -106,7 +106,7 @@ class TensorBoardTracker(Tracker):
         self._file.append(record.getvalue())
 
 
-class WandbTracker(Tracker):
+class _WandbTracker(Tracker):
     """Metrics are drawn over the metric `step`: wandb's own counter refuses the steps that a rollback repeats."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -142,7 +142,7 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=int(failed))
 
 
-class MlflowTracker(Tracker):
+class _MlflowTracker(Tracker):
     """Samples are CSV files among the artifacts, which MLflow shows as tables."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -184,7 +184,7 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class SwanlabTracker(Tracker):
+class _SwanlabTracker(Tracker):
     """Its client leaves out a step that it has sent, until the run is opened again: so ``rewind`` does that."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -229,7 +229,7 @@ class SwanlabTracker(Tracker):
         self._client.finish("crashed" if failed else "success")
 
 
-class TrackioTracker(Tracker):
+class _TrackioTracker(Tracker):
     """Trackio resumes runs by name, so the id is a name with a random end. Spaces that it makes are private."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -261,11 +261,11 @@ class TrackioTracker(Tracker):
 
 
 CLASSES: Mapping[str, type[Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-    "swanlab": SwanlabTracker,
-    "trackio": TrackioTracker,
+    "tensorboard": _TensorBoardTracker,
+    "wandb": _WandbTracker,
+    "mlflow": _MlflowTracker,
+    "swanlab": _SwanlabTracker,
+    "trackio": _TrackioTracker,
 }
 
 

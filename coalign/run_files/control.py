@@ -71,7 +71,7 @@ class ControlResult:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingControl:
+class _PendingControl:
     """The content of `control.json`: requests that are not parsed yet."""
 
     id: str
@@ -130,7 +130,7 @@ def require_going(run: Path) -> None:
 # ---- the run -----------------------------------------------------------------------------------------------------
 
 
-def read_request(run: Path) -> PendingControl | None:
+def read_request(run: Path) -> _PendingControl | None:
     """Return the pending requests; None without any. An unreadable file counts as one request, with the problem."""
     path = run / NAME
     if not path.exists():
@@ -138,9 +138,9 @@ def read_request(run: Path) -> PendingControl | None:
     try:
         content = read_json_object(path)
     except ValueError as problem:
-        return PendingControl("", [describe_problem(problem)])
+        return _PendingControl("", [describe_problem(problem)])
     requests = content.get("requests")
-    return PendingControl(str(content.get("id", "")), requests if isinstance(requests, list) else [requests])
+    return _PendingControl(str(content.get("id", "")), requests if isinstance(requests, list) else [requests])
 
 
 def write_answer(run: Path, request_id: str, results: Sequence[ControlResult]) -> None:

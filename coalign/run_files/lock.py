@@ -26,7 +26,7 @@ class FolderInUse(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class LockOwner:
+class _LockOwner:
     """The process that holds the lock of a folder, or was the last to hold it; ``started``: seconds since the epoch.
 
     ``epoch`` counts the owners of the lock, this one included.
@@ -64,7 +64,7 @@ def lock_folder(folder: Path) -> IO[bytes]:
     file = lock_file(folder / NAME, f"{folder} belongs to a run that is still going; choose another `output`")
     previous = read_owner(folder)
     epoch = previous.epoch + 1 if previous else 1
-    owner = LockOwner(os.getpid(), socket.gethostname(), round(time.time(), 3), epoch)
+    owner = _LockOwner(os.getpid(), socket.gethostname(), round(time.time(), 3), epoch)
     file.truncate(0)
     file.write(json.dumps(asdict(owner)).encode())
     file.flush()
@@ -93,14 +93,14 @@ def is_held(file: IO[bytes]) -> bool:
     return False
 
 
-def read_owner(folder: Path) -> LockOwner | None:
+def read_owner(folder: Path) -> _LockOwner | None:
     """Return the newest owner of the folder's lock; None if nobody has had it, or it cannot be read."""
     try:
         content = read_json_object(folder / NAME)
         started = float(content["started"])
         if not 0 <= started < _MAX_TIME:
             return None
-        return LockOwner(int(content["pid"]), str(content["host"]), started, int(content.get("epoch", 1)))
+        return _LockOwner(int(content["pid"]), str(content["host"]), started, int(content.get("epoch", 1)))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 

@@ -42,7 +42,7 @@ START = FilePosition()
 
 
 @dataclass(frozen=True, slots=True)
-class FileGrowth:
+class _FileGrowth:
     """The complete ``lines`` that follow a position, without their ends, and the ``position`` after them.
 
     ``replaced``: the file was replaced, so these lines are its first, and all lines read earlier are void.
@@ -56,7 +56,7 @@ class FileGrowth:
     replaced: bool = False
 
 
-def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> FileGrowth:
+def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> _FileGrowth:
     """Read the lines added to a file after ``position``: at most ``chunk`` bytes, or one line. A missing file is empty.
 
     Raises OSError if it cannot be read, or is no regular file.
@@ -64,7 +64,7 @@ def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> FileG
     try:
         file = open_regular(path)
     except FileNotFoundError:
-        return FileGrowth([], START, replaced=position.offset > 0)
+        return _FileGrowth([], START, replaced=position.offset > 0)
     with file:
         inode = os.fstat(file.fileno()).st_ino
         replaced = position.offset > 0 and not _has_position(file, inode, position)
@@ -76,7 +76,7 @@ def read_growth(path: Path, position: FilePosition, chunk: int = CHUNK) -> FileG
     # The last byte of an overlong line stands for its end: positions stay right, and nobody parses it.
     data = data[: data.rfind(b"\n") + 1 or len(data) * (len(data) >= MAX_LINE)]
     after = FilePosition(inode, start.offset + len(data), (start.tail + data)[-_TAIL:])
-    return FileGrowth(data[:-1].split(b"\n") if data else [], after, replaced)
+    return _FileGrowth(data[:-1].split(b"\n") if data else [], after, replaced)
 
 
 def _has_position(file: IO[bytes], inode: int, position: FilePosition) -> bool:
@@ -85,7 +85,7 @@ def _has_position(file: IO[bytes], inode: int, position: FilePosition) -> bool:
     return inode == position.inode and file.read(len(position.tail)) == position.tail
 
 
-def follow_growth(path: Path, position: FilePosition) -> Iterator[FileGrowth]:
+def follow_growth(path: Path, position: FilePosition) -> Iterator[_FileGrowth]:
     """Yield the lines added to a file after ``position``, chunk by chunk, until its end."""
     growth = read_growth(path, position)
     while growth.lines or growth.replaced:
@@ -161,7 +161,7 @@ def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in record.items() if isinstance(value, bool) or is_number(value)}
 
 
-class FollowedFile(Generic[Value]):
+class _FollowedFile(Generic[Value]):
     """Follows a file of lines; ``values`` has the results of ``parse``, at most the newest ``limit``.
 
     Lines for which it returns None are left out.
@@ -184,11 +184,11 @@ class FollowedFile(Generic[Value]):
         return changed
 
 
-def follow_records(path: Path, limit: int | None = None) -> FollowedFile[dict[str, Any]]:
+def follow_records(path: Path, limit: int | None = None) -> _FollowedFile[dict[str, Any]]:
     """Follow metrics.jsonl or samples.jsonl: the objects of its lines that have a `step`."""
-    return FollowedFile(path, parse_record, limit)
+    return _FollowedFile(path, parse_record, limit)
 
 
-def follow_text(path: Path, limit: int | None = None) -> FollowedFile[str]:
+def follow_text(path: Path, limit: int | None = None) -> _FollowedFile[str]:
     """Follow log.txt."""
-    return FollowedFile(path, lambda line: line.decode(errors="replace"), limit)
+    return _FollowedFile(path, lambda line: line.decode(errors="replace"), limit)

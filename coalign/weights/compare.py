@@ -60,10 +60,12 @@ def find_differences(left: WeightSet, right: WeightSet, values: int = 100) -> It
         elif first.checksum != second.checksum:
             values -= 1
             exact = values >= 0
-            yield measure_difference(name, left.fetch(name), right.fetch(name)) if exact else Difference(name, "values")
+            yield (
+                _measure_difference(name, left.fetch(name), right.fetch(name)) if exact else Difference(name, "values")
+            )
 
 
-def measure_difference(name: str, first: Tensor, second: Tensor) -> Difference:
+def _measure_difference(name: str, first: Tensor, second: Tensor) -> Difference:
     """Compare the values of two tensors of one shape and dtype; NaN and infinities count as an infinite |Δ|."""
     size = first.element_size()
     pairs = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, size) for t in (first, second)]

@@ -1,7 +1,7 @@
 """Reads checkpoints of torch.distributed.checkpoint that are not trusted: nothing in them runs code.
 
 torch describes a directory in the pickle `.metadata`, which it loads as any pickle, calls included. Here a pickle makes
-no object but PickledObject, from which the expected records are built afterwards.
+no object but _PickledObject, from which the expected records are built afterwards.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def read_metadata(folder: Path) -> dcp.Metadata:
 # ---- the pickle
 
 
-class PickledObject:
+class _PickledObject:
     """An object as a pickle describes it: the class's name, the arguments of the call that makes it, and its state."""
 
     __slots__ = ("arguments", "name", "state")
@@ -110,7 +110,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         if not isinstance(name, _PickledName):
             raise pickle.UnpicklingError(f"a call of a {type(name).__name__}")
         dictionary = name.name == "collections.OrderedDict" and arguments == ()
-        self.append({} if dictionary else PickledObject(name.name, arguments))
+        self.append({} if dictionary else _PickledObject(name.name, arguments))
 
     def load_reduce(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
@@ -118,7 +118,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         state, built = self.stack.pop(), self.stack[-1]
-        if not isinstance(built, PickledObject):
+        if not isinstance(built, _PickledObject):
             raise pickle.UnpicklingError(f"a state for a {type(built).__name__}")
         built.state = state
 
@@ -157,7 +157,7 @@ def _set_items(container: Any, items: list[Any]) -> None:
     if type(container) is not dict:
         raise pickle.UnpicklingError(f"entries of a {type(container).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if not isinstance(key, (*_KEYS, PickledObject)):
+        if not isinstance(key, (*_KEYS, _PickledObject)):
             raise pickle.UnpicklingError(f"a {type(key).__name__} as a key")
         container[key] = value
 
@@ -173,7 +173,7 @@ def _build_metadata(pickled: Any) -> dcp.Metadata:
 
 
 def _build_entry(pickled: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-    if isinstance(pickled, PickledObject) and pickled.name == _name(dcp.BytesStorageMetadata):
+    if isinstance(pickled, _PickledObject) and pickled.name == _name(dcp.BytesStorageMetadata):
         return dcp.BytesStorageMetadata()
     fields = _read_state(pickled, dcp.TensorStorageMetadata)
     size = _build_size(fields["size"])
@@ -207,7 +207,7 @@ def _build_storage(pickled: Any) -> _StorageInfo:
 
 
 def _build_size(pickled: Any) -> torch.Size:
-    if isinstance(pickled, PickledObject) and pickled.name == "torch.Size":
+    if isinstance(pickled, _PickledObject) and pickled.name == "torch.Size":
         pickled = _check(pickled.arguments, tuple)[0]
     sizes = _check(pickled, tuple)
     if len(sizes) > 64:
@@ -226,7 +226,7 @@ def _name(record: type) -> str:
 
 
 def _read_state(pickled: Any, record: type, state_type: type = dict) -> Any:
-    if not isinstance(pickled, PickledObject) or pickled.name != _name(record):
+    if not isinstance(pickled, _PickledObject) or pickled.name != _name(record):
         raise ValueError(f"a {type(pickled).__name__} where there must be a {record.__name__}")
     return _check(pickled.state, state_type)
 

@@ -21,30 +21,30 @@ from coalign.types import Loss, LossInput, LossOutput, Max, Stat, Stats
 Surrogate = tuple[Tensor, Tensor, Stats]  # surrogate [T], importance ratio [T], statistics
 
 
-def bounded_exp(log_ratio: Tensor) -> Tensor:
+def _bounded_exp(log_ratio: Tensor) -> Tensor:
     """e^x with x clamped to ±20, where the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
     """(1 - clip_low, 1 + clip_high). ValueError for a negative setting: the ratio 1 must lie between."""
-    check_clips(clip_low, clip_high)
+    _check_clips(clip_low, clip_high)
     return 1.0 - clip_low, 1.0 + clip_high
 
 
-def check_clips(clip_low: float, clip_high: float) -> None:
+def _check_clips(clip_low: float, clip_high: float) -> None:
     """Raise ValueError for a negative setting."""
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"loss.clip_low is {clip_low} and loss.clip_high is {clip_high}: neither may be below 0")
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Stats]:
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Stats]:
     """max(-ρA, -clip(ρ, low, high) A), and the share of values that the clip changes (`clip_fraction`)."""
     plain, clipped = -ratio * advantages, -ratio.clamp(low, high) * advantages
     return torch.maximum(plain, clipped), {"clip_fraction": Stat.of(clipped > plain)}
 
 
-def sequence_mean(x: LossInput, values: Tensor) -> Tensor:
+def _sequence_mean(x: LossInput, values: Tensor) -> Tensor:
     """[T]: at each token the mean of ``values`` [T] over its sequence, summed in float64."""
     sums = segment_sum(values.double(), x.segment, x.sequences)
     return (sums / segment_count(x.segment, x.sequences).clamp(min=1))[x.segment].to(values)
@@ -99,7 +99,7 @@ def add_policy_terms(
         value = torch.where(drifted, 0.0, value)
     if kl_coef:
         kl = estimate_kl(logprobs, x.require("ref", "kl_coef"), kl_estimator)
-        value = value + kl_coef * (kl * bounded_exp(logprobs - old) if kl_corrected else kl)
+        value = value + kl_coef * (kl * _bounded_exp(logprobs - old) if kl_corrected else kl)
     if entropy_coef:
         value = value - entropy_coef * x.require("entropy", "entropy_coef")
     return LossOutput(value, stats)
@@ -124,11 +124,11 @@ def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
 
     loss.__signature__ = Signature(list({**surrogate_parameters, **shared}.values()))  # pyright: ignore[reportAttributeAccessIssue]
     loss.__annotations__ = get_type_hints(add_policy_terms) | get_type_hints(surrogate) | {"return": LossOutput}
-    loss.needs = policy_needs  # pyright: ignore[reportAttributeAccessIssue]  (functions take attributes)
+    loss.needs = _policy_needs  # pyright: ignore[reportAttributeAccessIssue]  (functions take attributes)
     return loss
 
 
-def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, **_: object) -> tuple[str, ...]:
+def _policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, **_: object) -> tuple[str, ...]:
     """Return the inputs on request that a policy loss reads (its attribute `needs`)."""
     return (*(["entropy"] if entropy_coef or measure_entropy else []), *(["ref"] if kl_coef else []))
 
@@ -136,7 +136,7 @@ def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, 
 @torch.no_grad()
 def _find_drifted(x: LossInput, logprobs: Tensor, limit: float) -> Tensor:
     """bool[T]: tokens with negative advantage in sequences that have become unlikely under the policy."""
-    drift = sequence_mean(x, x.require("rollout", "drift_limit") - logprobs)
+    drift = _sequence_mean(x, x.require("rollout", "drift_limit") - logprobs)
     return (x.require("advantages") < 0) & (drift > limit)
 
 
@@ -179,8 +179,8 @@ def policy_gradient(
             f"loss.dual_clip is {dual_clip}: it bounds the ratio from above and must exceed 1 (3 is usual)"
         )
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
-    ratio = bounded_exp(logprobs - old)
-    surrogate, stats = clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
+    ratio = _bounded_exp(logprobs - old)
+    surrogate, stats = _clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
     if dual_clip is not None:
         bound = -dual_clip * advantages
         too_far = (advantages < 0) & (surrogate > bound)
@@ -218,13 +218,13 @@ def gspo(
     if form == "sequence" and is_level == "token":
         raise ValueError("loss.is_level is 'token': `gspo` in the form `sequence` takes `sequence` or `product`")
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
-    log_ratio = sequence_mean(x, logprobs - old)
+    log_ratio = _sequence_mean(x, logprobs - old)
     if form == "sequence":
-        advantages = sequence_mean(x, advantages)
+        advantages = _sequence_mean(x, advantages)
     else:
         log_ratio = log_ratio.detach() + (logprobs - logprobs.detach())
-    ratio = bounded_exp(log_ratio)
-    surrogate, stats = clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
+    ratio = _bounded_exp(log_ratio)
+    surrogate, stats = _clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
     return surrogate, ratio, stats
 
 
@@ -247,7 +247,7 @@ def cispo(
     Reads and raises as policy_gradient does; the other settings are those of `add_policy_terms`.
     """
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
-    ratio = bounded_exp(logprobs.detach() - old)
+    ratio = _bounded_exp(logprobs.detach() - old)
     weight = ratio.clamp(*clip_range(clip_low, clip_high))
     return -weight * advantages * logprobs, ratio, {"clip_fraction": Stat.of(weight != ratio)}
 
@@ -266,7 +266,7 @@ def sapo(x: LossInput, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrog
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg is {tau_neg}: both temperatures must exceed 0")
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
-    ratio = bounded_exp(logprobs - old)
+    ratio = _bounded_exp(logprobs - old)
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio)
     opened = (tau * (ratio - 1)).sigmoid()
     return -4 / tau * opened * advantages, ratio, {"gate": Stat.of(4 * opened * (1 - opened))}
@@ -285,14 +285,14 @@ def gmpo(x: LossInput, *, clip_low: float = 0.4, clip_high: float = 0.4, is_leve
 
     Reads and raises as policy_gradient does; the other settings are those of `add_policy_terms`.
     """
-    check_clips(clip_low, clip_high)
+    _check_clips(clip_low, clip_high)
     if is_level == "token":
         raise ValueError("loss.is_level is 'token': in `gmpo` a response has one ratio; take `sequence` or `product`")
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
-    advantages = sequence_mean(x, advantages)
+    advantages = _sequence_mean(x, advantages)
     log_ratio = logprobs - old
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    ratio = bounded_exp(sequence_mean(x, clipped))
+    ratio = _bounded_exp(_sequence_mean(x, clipped))
     return -ratio * advantages, ratio, {"clip_fraction": Stat.of((clipped != log_ratio) & (advantages != 0))}
 
 
@@ -313,7 +313,7 @@ def kl_cov(x: LossInput, *, cov_coef: float = 1.0) -> Surrogate:
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     marked = x.require_column("high_covariance")
     log_ratio = logprobs - old
-    ratio, distance = bounded_exp(log_ratio), log_ratio.abs()
+    ratio, distance = _bounded_exp(log_ratio), log_ratio.abs()
     penalty = torch.where(marked, cov_coef * distance, 0.0)
     stats: Stats = {"cov_fraction": Stat.of(marked), "cov_distance": Stat.of(distance, marked)}
     return penalty - ratio * advantages, ratio, stats
@@ -328,7 +328,7 @@ def reinforce(x: LossInput) -> Surrogate:
     Reads logprobs and advantages; the other settings are those of `add_policy_terms`.
     """
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
-    return -advantages * logprobs, bounded_exp(logprobs.detach() - old), {}
+    return -advantages * logprobs, _bounded_exp(logprobs.detach() - old), {}
 
 
 @policy_loss

@@ -47,8 +47,8 @@ def distillation(
         raise ValueError(f"loss.kd_coef is {kd_coef}: it is the share of distillation, from 0 to 1")
     if divergence == "jsd" and not 0 < jsd_beta < 1:
         raise ValueError(f"loss.jsd_beta is {jsd_beta}: it lies between 0 and 1 (`forward` and `reverse` are its ends)")
-    student = append_tail(x.require("candidate_logprobs"))
-    teacher = append_tail(x.require_column("teacher_logprobs").to(student.device))
+    student = _append_tail(x.require("candidate_logprobs"))
+    teacher = _append_tail(x.require_column("teacher_logprobs").to(student.device))
     distance = _divergence(teacher, student, divergence, jsd_beta)
     nll = -x.require("logprobs")
     stats: Stats = {"kd": Stat.of(distance), "nll": Stat.of(nll), "teacher_tail": Stat.of(teacher[:, -1].exp())}
@@ -58,7 +58,7 @@ def distillation(
 distillation.needs = lambda **_: ("candidate_logprobs",)
 
 
-def append_tail(logprobs: Tensor) -> Tensor:
+def _append_tail(logprobs: Tensor) -> Tensor:
     """f64[T, K + 1]: log-probs [T, K] of some events and of all others together, which is at least log 1e-6."""
     logprobs = logprobs.double()
     rest = -torch.expm1(logprobs.logsumexp(1, keepdim=True))

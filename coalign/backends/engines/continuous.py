@@ -17,7 +17,7 @@ from coalign.roles import Context
 from coalign.types import Response, Stats
 
 
-class ResponseBatch:
+class _ResponseBatch:
     """A batch whose samples are single responses, while a session computes them. ``samples``: as they were given.
 
     Raises ValueError for a prompt that can never fit.
@@ -59,13 +59,13 @@ class ResponseBatch:
         self.missing -= 1
 
 
-class OpenSession:
+class _OpenSession:
     """A session of an engine that is open until ``close``, and the batches that it computes, by number."""
 
     def __init__(self, engine: InferenceEngine, sampling: SamplingConfig) -> None:
         self._stack = ExitStack()
         self.session = self._stack.enter_context(engine.open(sampling))
-        self.batches: dict[int, ResponseBatch | EpisodeBatch] = {}
+        self.batches: dict[int, _ResponseBatch | EpisodeBatch] = {}
 
     def close(self) -> None:
         try:
@@ -93,7 +93,7 @@ class ContinuousGeneration:
         self.sampling = sampling
         self.context = context
         self.runner = runner
-        self._sessions: dict[str, OpenSession] = {}  # by their sampling, as JSON
+        self._sessions: dict[str, _OpenSession] = {}  # by their sampling, as JSON
 
     def add(self, number: int, prompts: Batch, *, samples: int | None = None, **overrides: Any) -> None:
         """Begin a batch, which ``advance`` returns by its ``number``; prompts and options as RolloutModule.generate's.
@@ -107,7 +107,7 @@ class ContinuousGeneration:
         unfinished, sampling = begin_generation(prompts, self.sampling, usual, samples=samples, **overrides)
         chosen = self._open(sampling)
         if self.runner is None:
-            batch = ResponseBatch(self.engine, chosen.session, unfinished, sampling, self.context.sample_tokens)
+            batch = _ResponseBatch(self.engine, chosen.session, unfinished, sampling, self.context.sample_tokens)
         else:
             batch = self.runner.begin(self.engine, chosen.session, unfinished, sampling)
         chosen.batches[number] = batch
@@ -151,16 +151,16 @@ class ContinuousGeneration:
             self._sessions = {}
 
     @property
-    def _batches(self) -> dict[int, ResponseBatch | EpisodeBatch]:
+    def _batches(self) -> dict[int, _ResponseBatch | EpisodeBatch]:
         return {number: batch for opened in self._sessions.values() for number, batch in opened.batches.items()}
 
-    def _open(self, sampling: SamplingConfig) -> OpenSession:
+    def _open(self, sampling: SamplingConfig) -> _OpenSession:
         """Open the session of a sampling unless it is open; close others that have no batch, to free their memory."""
         key = sampling.model_dump_json()
         for idle in [idle for idle, opened in self._sessions.items() if idle != key and not opened.batches]:
             self._sessions.pop(idle).close()
         if key not in self._sessions:
-            self._sessions[key] = OpenSession(self.engine, sampling)
+            self._sessions[key] = _OpenSession(self.engine, sampling)
         return self._sessions[key]
 
     def _step(self, seconds: float) -> None:
@@ -172,8 +172,8 @@ class ContinuousGeneration:
         if not able:
             self._wait(list(self._batches.values()), seconds)
 
-    def _wait(self, batches: Sequence[ResponseBatch | EpisodeBatch], seconds: float) -> None:
-        lost = sum(batch.missing for batch in batches if isinstance(batch, ResponseBatch))
+    def _wait(self, batches: Sequence[_ResponseBatch | EpisodeBatch], seconds: float) -> None:
+        lost = sum(batch.missing for batch in batches if isinstance(batch, _ResponseBatch))
         if lost:
             raise RuntimeError(f"the engine lost {lost} responses")
         for batch in batches:

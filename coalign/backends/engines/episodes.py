@@ -35,7 +35,7 @@ class EpisodesFailed(RuntimeError):
     """Every episode of a batch failed."""
 
 
-class EnginePolicy:
+class _EnginePolicy:
     """Answers the turns of episodes by requests to a session.
 
     ``longest``: the most tokens of a sample that later models can read.
@@ -105,7 +105,7 @@ class EpisodeBatch:
     runner: EpisodeRunner
     engine: InferenceEngine
     samples: Batch
-    policy: EnginePolicy
+    policy: _EnginePolicy
     episodes: list[Episode]
     running: EnvironmentBatch
 
@@ -173,7 +173,7 @@ class EpisodeRunner:
         min_groups: int | None = None,
     ) -> EpisodeBatch:
         """Start the episodes of samples without a response; the caller steps the ``session`` until they are done."""
-        policy = EnginePolicy(session, self.tokenizer, self.loop, self.longest)
+        policy = _EnginePolicy(session, self.tokenizer, self.loop, self.longest)
         episodes = self._create_episodes(samples, sampling, policy)
         running = EnvironmentBatch(self.loop, self.environment, episodes, min_groups)
         return EpisodeBatch(self, engine, samples, policy, episodes, running)
@@ -208,7 +208,7 @@ class EpisodeRunner:
                 batch.stop()
         return batch.result()
 
-    def _create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: EnginePolicy) -> list[Episode]:
+    def _create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: _EnginePolicy) -> list[Episode]:
         if not torch.equal(samples.lengths, samples["prompt_length"].long()):
             name = getattr(self.environment.fn, "__name__", "")
             raise ValueError(

@@ -47,7 +47,7 @@ BATCHINGS = ("padded", "equal", "whole")  # from the fastest to the one that ask
 
 
 @dataclass(slots=True, eq=False)
-class CachedRows:
+class _CachedRows:
     """Rows of tokens that a model has computed, padded on the left to one ``length``.
 
     padding: i64[B], leading entries of each row that hold no token. state: the model's cache. shift: i64[B], the row's
@@ -59,7 +59,7 @@ class CachedRows:
     length: int = 0
     state: Any = None
 
-    def select(self, rows: Sequence[int]) -> CachedRows:
+    def select(self, rows: Sequence[int]) -> _CachedRows:
         """Copy these rows; one may come several times. Padding that all of them share is dropped."""
         index = torch.tensor(rows, device=self.padding.device)
         padding = self.padding[index]
@@ -71,9 +71,9 @@ class CachedRows:
             # Only keys and values are ever padded. A sliding window holds fewer of them than the row is long.
             return chosen[..., -min(length, chosen.shape[-2]) :, :] if excess else chosen
 
-        return CachedRows(padding - excess, self.shift[index], length, _combine([self.state], change, length))
+        return _CachedRows(padding - excess, self.shift[index], length, _combine([self.state], change, length))
 
-    def join(self, below: CachedRows) -> CachedRows:
+    def join(self, below: _CachedRows) -> _CachedRows:
         """Put other rows below these; the shorter ones get more padding."""
         length = max(self.length, below.length)
         padding = torch.cat([rows.padding + (length - rows.length) for rows in (self, below)])
@@ -85,7 +85,7 @@ class CachedRows:
             return torch.cat(list(tensors))
 
         shift = torch.cat([self.shift, below.shift])
-        return CachedRows(padding, shift, length, _combine([self.state, below.state], change, length))
+        return _CachedRows(padding, shift, length, _combine([self.state, below.state], change, length))
 
     def count_bytes(self) -> int:
         sizes: list[int] = []
@@ -166,20 +166,20 @@ class TransformersModel(MetaModel):
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[ImageSpan]] | None = None
-    ) -> tuple[Tensor, CachedRows]:
+    ) -> tuple[Tensor, _CachedRows]:
         """Compute prompts, of one length unless rows are padded; ``images`` stand in them. Returns the logits f[B, V]
         after them."""
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
         tokens = self._as_tensor([[0] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)])
         absent = torch.tensor(padding, device=self.device)
-        rows = CachedRows(absent, torch.zeros_like(absent))
+        rows = _CachedRows(absent, torch.zeros_like(absent))
         if self.images is None or images is None or not any(images):
             return self.extend(rows, tokens), rows
         return self._extend_by_images(self.images, rows, tokens, images), rows
 
     def _extend_by_images(
-        self, images: ImageEmbedder, rows: CachedRows, tokens: Tensor, spans: Sequence[Sequence[ImageSpan]]
+        self, images: ImageEmbedder, rows: _CachedRows, tokens: Tensor, spans: Sequence[Sequence[ImageSpan]]
     ) -> Tensor:
         """`extend` for prompts i64[B, n] with images."""
         if self.batching == "whole":
@@ -210,7 +210,7 @@ class TransformersModel(MetaModel):
         with install_embeddings(find_body(self.module), embedded):
             return self.extend(rows, tokens, **inputs)
 
-    def extend(self, rows: CachedRows, tokens: Tensor, **more: Any) -> Tensor:
+    def extend(self, rows: _CachedRows, tokens: Tensor, **more: Any) -> Tensor:
         """Compute tokens i64[B, n] that follow ``rows``, and add them there. Returns the logits f[B, V] after them.
         ``more``: arguments of the model's forward."""
         start, rows.length = rows.length, rows.length + tokens.shape[1]
@@ -290,17 +290,17 @@ class TransformersModel(MetaModel):
         stepwise: list[list[Tensor]] = [[] for _ in texts]
         expected: list[list[Tensor]] = [[] for _ in texts]
 
-        def note(names: list[int], logits: Tensor, rows: CachedRows) -> CachedRows:
+        def note(names: list[int], logits: Tensor, rows: _CachedRows) -> _CachedRows:
             ends = (rows.length - rows.padding - 1).tolist()
             for name, row, end in zip(names, logits, ends, strict=True):
                 stepwise[name].append(row)
                 expected[name].append(plain[name][end])
             return rows
 
-        def begin(*names: int) -> CachedRows:
+        def begin(*names: int) -> _CachedRows:
             return note([*names], *self.prefill([texts[name][: _PROMPTS[name]] for name in names]))
 
-        def feed(names: list[int], rows: CachedRows, count: int = 1) -> CachedRows:
+        def feed(names: list[int], rows: _CachedRows, count: int = 1) -> _CachedRows:
             starts = (rows.length - rows.padding).tolist()
             tokens = [texts[name][start : start + count] for name, start in zip(names, starts, strict=True)]
             return note(names, self.extend(rows, self._as_tensor(tokens)), rows)
@@ -324,7 +324,7 @@ class TransformersModel(MetaModel):
 
 
 @dataclass(slots=True, eq=False)
-class SampleRow(PartialResponse):
+class _SampleRow(PartialResponse):
     """One sample in a row of a batch; ``key``: that of its random stream."""
 
     key: int = 0
@@ -339,21 +339,21 @@ class SampleRow(PartialResponse):
 
 
 @dataclass(slots=True, eq=False)
-class RowBatch:
+class _RowBatch:
     """Samples and the rows of the cache that they have, in one order. The last token of each is yet to be fed."""
 
-    samples: list[SampleRow]
-    rows: CachedRows
+    samples: list[_SampleRow]
+    rows: _CachedRows
 
 
-class TransformersSession(GenerationSession):
+class _TransformersSession(GenerationSession):
     """Schedules requests on batches of rows: one batch if rows can be padded, otherwise one for each length.
 
     Samples of a prompt share its prefill. Where rows can be padded, a conversation keeps its row between two turns, as
     long as no other sample needs the slot and the weights stay; otherwise every turn is computed from its beginning.
     """
 
-    def __init__(self, engine: TransformersEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
+    def __init__(self, engine: _TransformersEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
         super().__init__(engine.model.context)
         self.engine = engine
         self.model = engine.model
@@ -362,8 +362,8 @@ class TransformersSession(GenerationSession):
         self.arrived: deque[SubmittedRequest] = deque()
         self.waiting: deque[SubmittedRequest] = deque()
         self.ended: deque[tuple[int, int]] = deque()  # conversations that have had their last turn
-        self.batches: list[RowBatch] = []
-        self.kept: dict[tuple[int, int], tuple[list[int], CachedRows]] = {}  # sample -> its tokens and its row
+        self.batches: list[_RowBatch] = []
+        self.kept: dict[tuple[int, int], tuple[list[int], _CachedRows]] = {}  # sample -> its tokens and its row
 
     @property
     def unfinished(self) -> bool:
@@ -374,7 +374,7 @@ class TransformersSession(GenerationSession):
         return sum(pending.waiting for pending in [*self.arrived, *self.waiting])
 
     @property
-    def active(self) -> list[SampleRow]:
+    def active(self) -> list[_SampleRow]:
         return [answer for batch in self.batches for answer in batch.samples]
 
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
@@ -389,7 +389,7 @@ class TransformersSession(GenerationSession):
     def forget(self, group: int, index: int) -> None:
         self.ended.append((group, index))
 
-    def take_active(self) -> Sequence[SampleRow]:
+    def take_active(self) -> Sequence[_SampleRow]:
         active, self.batches = self.active, []
         return active
 
@@ -418,7 +418,7 @@ class TransformersSession(GenerationSession):
         for pending in [pending for pending in self.waiting if pending.cut]:
             self.waiting.remove(pending)
             for offset in range(pending.started, pending.request.samples):
-                self._finish(SampleRow(pending, offset, None), Status.PARTIAL)
+                self._finish(_SampleRow(pending, offset, None), Status.PARTIAL)
         batches, self.batches = self.batches, []
         for batch in batches:
             self._put(batch, [row for row, answer in enumerate(batch.samples) if not answer.submitted.cut])
@@ -448,17 +448,17 @@ class TransformersSession(GenerationSession):
                 self.kept.pop(next(iter(self.kept)))
             self._prefill(fresh)
 
-    def _take_kept(self, pending: SubmittedRequest) -> CachedRows | None:
+    def _take_kept(self, pending: SubmittedRequest) -> _CachedRows | None:
         """Take the row of the conversation's last turn, if it has been kept and the prompt goes on from there."""
         tokens, row = self.kept.pop(pending.sample, ([], None))
         follows = pending.request.first_turn is not None and pending.request.prompt[: len(tokens)] == tokens
         return row if follows else None
 
-    def _continue(self, pending: SubmittedRequest, row: CachedRows) -> None:
+    def _continue(self, pending: SubmittedRequest, row: _CachedRows) -> None:
         new = pending.request.prompt[row.length :]
         self.count_prompt(pending, prefilled=len(new), kept=row.length)
         logits = self.model.extend(row, torch.tensor([new], device=self.model.device))
-        self._choose(RowBatch(self._start(pending, 1), row), logits)
+        self._choose(_RowBatch(self._start(pending, 1), row), logits)
 
     def _prefill(self, fresh: Sequence[tuple[SubmittedRequest, int]]) -> None:
         by_length: dict[int, list[tuple[SubmittedRequest, int]]] = {}
@@ -472,13 +472,13 @@ class TransformersSession(GenerationSession):
             logits, rows = self.model.prefill(prompts, [pending.request.images for pending, _ in group])
             repeated = [row for row, (_, count) in enumerate(group) for _ in range(count)]
             samples = [answer for pending, count in group for answer in self._start(pending, count)]
-            self._choose(RowBatch(samples, rows.select(repeated)), logits[repeated])
+            self._choose(_RowBatch(samples, rows.select(repeated)), logits[repeated])
 
-    def _start(self, pending: SubmittedRequest, count: int) -> list[SampleRow]:
+    def _start(self, pending: SubmittedRequest, count: int) -> list[_SampleRow]:
         first = pending.started
         pending.started += count
         return [
-            SampleRow(
+            _SampleRow(
                 pending,
                 offset,
                 pending.find_stops(self.sampling, self.engine.decoder),
@@ -487,7 +487,7 @@ class TransformersSession(GenerationSession):
             for offset in range(first, first + count)
         ]
 
-    def _choose(self, batch: RowBatch, logits: Tensor) -> None:
+    def _choose(self, batch: _RowBatch, logits: Tensor) -> None:
         """Draw and record the next token of every sample; put those that go on into the session's batches."""
         samples, engine, logits = batch.samples, self.engine, self.model.forbid(logits)
         pairs = [[answer.key, answer.length] for answer in samples]
@@ -512,7 +512,7 @@ class TransformersSession(GenerationSession):
         for row, status in ended:
             self._finish(samples[row], status)
 
-    def _note_seen(self, samples: Sequence[SampleRow], logits: Tensor) -> Tensor | None:
+    def _note_seen(self, samples: Sequence[_SampleRow], logits: Tensor) -> Tensor | None:
         """Mark the tokens that the repetition penalty applies to; None without one. bool[B, V]"""
         if self.sampling.repetition_penalty == 1:
             return None
@@ -521,7 +521,7 @@ class TransformersSession(GenerationSession):
             seen[row, answer.text] = True
         return seen
 
-    def _keep(self, batch: RowBatch, row: int) -> None:
+    def _keep(self, batch: _RowBatch, row: int) -> None:
         """Keep the row of a conversation for its next turn, if all of it was computed by the current weights."""
         answer = batch.samples[row]
         if answer.submitted.request.first_turn is None or self.model.batching != "padded":
@@ -529,24 +529,24 @@ class TransformersSession(GenerationSession):
         if set(answer.versions) == {self.engine.version}:
             self.kept[answer.submitted.sample] = (answer.text, batch.rows.select([row]))
 
-    def _put(self, batch: RowBatch, rows: list[int]) -> None:
+    def _put(self, batch: _RowBatch, rows: list[int]) -> None:
         """Put these rows of a batch among the session's batches."""
         if not rows:
             return
         if len(rows) < len(batch.samples):
-            batch = RowBatch([batch.samples[row] for row in rows], batch.rows.select(rows))
+            batch = _RowBatch([batch.samples[row] for row in rows], batch.rows.select(rows))
         for target in self.batches:
             if self.model.batching == "padded" or target.rows.length == batch.rows.length:
                 target.samples, target.rows = target.samples + batch.samples, target.rows.join(batch.rows)
                 return
         self.batches.append(batch)
 
-    def _finish(self, answer: SampleRow, status: Status) -> None:
+    def _finish(self, answer: _SampleRow, status: Status) -> None:
         self.finished += 1
         answer.submitted.on_done(answer.offset, answer.response(status))
 
 
-class TransformersEngine(MetaModelEngine):
+class _TransformersEngine(MetaModelEngine):
     """Generates with ``model``, with transformers' own cache. ``common``: the arguments of MetaModelEngine."""
 
     model: TransformersModel
@@ -556,8 +556,8 @@ class TransformersEngine(MetaModelEngine):
         self.settings = settings
 
     @contextmanager
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[TransformersSession]:
-        session = TransformersSession(self, sampling, on_token)
+    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[_TransformersSession]:
+        session = _TransformersSession(self, sampling, on_token)
         try:
             yield session
         finally:
@@ -591,7 +591,7 @@ class TransformersModule(MetaModelModule):
         model = cls.build_model(pretrained.read_config(config), config, "cpu")
         return [*super().notes(config), f"sampled with transformers' cache, batching: {model.batching}"]
 
-    def build(self, architecture: PreTrainedConfig) -> TransformersEngine:
+    def build(self, architecture: PreTrainedConfig) -> _TransformersEngine:
         model = self.build_model(architecture, self.config, self.context.device, self.context.images)
         settings = self.find_engine_settings(architecture)
-        return TransformersEngine(model, settings=self.config.transformers, **settings)
+        return _TransformersEngine(model, settings=self.config.transformers, **settings)

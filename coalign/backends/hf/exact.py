@@ -51,14 +51,14 @@ class LeafReduction:
         self.is_last = False
         for module in model.modules():
             if isinstance(module, ShardedModule):
-                reduction = ModuleReduction(self)
+                reduction = _ModuleReduction(self)
                 if dist.get_world_size() > 1:
                     module.set_custom_reduce_scatter(reduction)  # pyright: ignore[reportArgumentType] (base is private)
                 else:  # FSDP has nothing to scatter
                     module.set_all_reduce_hook(reduction.reduce_alone)
 
 
-class ModuleReduction:
+class _ModuleReduction:
     """A reduce-scatter (torch.distributed.fsdp) of one module: an all-to-all of shards, and each rank's own sum."""
 
     def __init__(self, owner: LeafReduction) -> None:

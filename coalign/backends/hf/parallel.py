@@ -77,14 +77,14 @@ class RankMeshes:
         return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
 
 
-def apply_expert_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def _apply_expert_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Distribute the experts (on the meta device) of all layers over ``mesh``, which has one dimension."""
     from transformers.distributed.tensor_parallel import apply_expert_parallelism  # not in every version
 
     apply_expert_parallelism(model, mesh, cast(Any, None), model.ep_plan)  # no mesh of tensor parallelism
 
 
-def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def _apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Cut the weights and the computation of ``layers`` (on the meta device) over ``mesh``, which has one dimension.
     Raises ValueError for weights that do not divide."""
     names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
@@ -172,9 +172,9 @@ def _apply_to_row(function: type[AllGather] | type[ReduceScatter], x: Tensor, gr
 def cut_model(model: PackedModel, ranks: RankMeshes) -> None:
     """Distribute the experts of a model without weights, and cut its layers."""
     if ranks.experts is not ranks.full:
-        apply_expert_parallel(model.model, ranks.experts["expert"])
+        _apply_expert_parallel(model.model, ranks.experts["expert"])
     if ranks.layers is not ranks.full:
-        apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
+        _apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
 
 
 def shard_model(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:

@@ -45,14 +45,14 @@ class JudgeReply(NamedTuple):
     text: str = ""
 
 
-class JudgeQuestion(NamedTuple):
+class _JudgeQuestion(NamedTuple):
     """A question in the judge's tokens, and where images stand in them."""
 
     tokens: list[int]
     images: tuple[ImageSpan, ...] = ()
 
 
-def build_judging(config: ModelConfig, name: str) -> JudgeQuestions:
+def _build_judging(config: ModelConfig, name: str) -> JudgeQuestions:
     """Build what ``models.<name>.judge`` names. ValueError where it is missing, ConfigError for wrong arguments."""
     if config.judge is None:
         raise ValueError(f"models.{name}.judge is missing: what the model is asked (`pointwise`, `pairwise`)")
@@ -64,13 +64,13 @@ class JudgeRunner:
     """Asks the questions of ``config.judge``, with the judge's own tokenizer and ``config.chat_template``.
 
     ``reserved``: tokens of the judge's context that a question must leave free. Raises ValueError if the context names
-    no tokenizer of the responses, and what `build_judging` raises.
+    no tokenizer of the responses, and what `_build_judging` raises.
     """
 
     def __init__(self, config: ModelConfig, context: Context, reserved: int) -> None:
         if context.tokenizer is None:
             raise ValueError(f"model '{context.model}' reads responses, and the context names no tokenizer for them")
-        self.judging = build_judging(config, context.model)
+        self.judging = _build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
         self._template = load_template(
             self.tokenizer,
@@ -133,12 +133,12 @@ class JudgeRunner:
             for some in questions
         ]
 
-    def _write(self, messages: Messages, group: Sequence[Sample]) -> JudgeQuestion:
+    def _write(self, messages: Messages, group: Sequence[Sample]) -> _JudgeQuestion:
         """A question about a group in the judge's tokens. A judge that sees is shown the images of the prompt."""
         if self._template.placeholders is not None:
             messages = show_images(messages, list_images(group[0].meta.get("messages") or ()))
         tokens = self._template.prompt(messages)
-        return JudgeQuestion(tokens, locate_images(self._template, tokens, messages))
+        return _JudgeQuestion(tokens, locate_images(self._template, tokens, messages))
 
 
 def _failure(answers: Sequence[JudgeReply]) -> str:
@@ -148,7 +148,7 @@ def _failure(answers: Sequence[JudgeReply]) -> str:
     return next((f"{answer.reason}: {answer.text!r:.300}" for answer in answers if answer.verdict is None), "")
 
 
-def _pack_questions(questions: Sequence[tuple[int, JudgeQuestion]]) -> Batch:
+def _pack_questions(questions: Sequence[tuple[int, _JudgeQuestion]]) -> Batch:
     groups, asked = [group for group, _ in questions], [question for _, question in questions]
     return Batch(
         torch.tensor([len(question.tokens) for question in asked]),
@@ -171,7 +171,7 @@ class JudgeModule(NativeModule):
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        build_judging(config, context.model)
+        _build_judging(config, context.model)
         return ("reward", "status")
 
     def setup(self) -> None:
@@ -198,7 +198,7 @@ class PreferenceModule(FSDPModule):
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        build_judging(config, context.model)
+        _build_judging(config, context.model)
         return ("reward", "status")
 
     @classmethod

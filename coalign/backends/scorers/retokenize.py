@@ -159,7 +159,7 @@ class ConversationReader:
         if self._score_at == "last_trained" or truncated:
             tokens, mask = trim_after_last_trained(tokens, mask)
         if truncated:
-            tokens, _ = split_end(self.tokenizer, tokens)
+            tokens, _ = _split_end(self.tokenizer, tokens)
         return TokenizedConversation(tokens, min(mask.index(True), len(tokens)), images, mask[: len(tokens)])
 
     @property
@@ -300,7 +300,10 @@ def align(student: Any, mine: Sequence[int], teacher: Any, theirs: Sequence[int]
     White space around the text, which a template trims or adds, belongs to the first and the last span. The special
     tokens that end the turn are a span of their own, if both have them.
     """
-    (student_tokens, student_end), (teacher_tokens, teacher_end) = split_end(student, mine), split_end(teacher, theirs)
+    (student_tokens, student_end), (teacher_tokens, teacher_end) = (
+        _split_end(student, mine),
+        _split_end(teacher, theirs),
+    )
     sides = (student, student_tokens), (teacher, teacher_tokens)
     texts = [tokenizer.decode(tokens) for tokenizer, tokens in sides]
     leads = [0 if texts[0] == texts[1] else len(text) - len(text.lstrip()) for text in texts]
@@ -340,7 +343,7 @@ def find_token_ends(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     return ends
 
 
-def split_end(tokenizer: Any, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+def _split_end(tokenizer: Any, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
     """The tokens before the special ones at the end, and these."""
     special, count = list_special_tokens(tokenizer), len(tokens)
     while count and tokens[count - 1] in special:

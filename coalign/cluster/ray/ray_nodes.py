@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 CLOCK_CALLS = 5  # the quickest one tells a clock's offset best
 
 
-class NodeProcess:
+class _NodeProcess:
     """A process on one node that calls functions on request."""
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -49,7 +49,7 @@ class RayNodes:
             # Ray hides all devices from a process that reserves none, unless it is told not to.
             shown = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
             options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": on_node, "runtime_env": shown}
-            self._processes[name] = ray.remote(NodeProcess).options(**options).remote()
+            self._processes[name] = ray.remote(_NodeProcess).options(**options).remote()
 
     def __enter__(self) -> RayNodes:
         return self

@@ -42,17 +42,17 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class NumpyColumn:
+class _NumpyColumn:
     """A column as a numpy array; a dtype that numpy lacks is stored as integers of its size."""
 
     array: np.ndarray
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> NumpyColumn:
+    def of(tensor: Tensor) -> _NumpyColumn:
         tensor = tensor.detach().cpu().contiguous()
         raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-        return NumpyColumn(raw.numpy(), tensor.dtype)
+        return _NumpyColumn(raw.numpy(), tensor.dtype)
 
     def rows(self, index: np.ndarray | slice) -> Tensor:
         """Copy some rows; the copy may be written to."""
@@ -65,22 +65,22 @@ class NumpyBatch:
     """A Batch whose tensors are numpy arrays."""
 
     lengths: np.ndarray
-    token: Mapping[str, NumpyColumn]
-    sequence: Mapping[str, NumpyColumn | list[Any]]
+    token: Mapping[str, _NumpyColumn]
+    sequence: Mapping[str, _NumpyColumn | list[Any]]
 
     @staticmethod
     def of(batch: Batch) -> NumpyBatch:
         return NumpyBatch(
             batch.lengths.numpy(),
-            {name: NumpyColumn.of(column) for name, column in batch.token.items()},
-            {name: NumpyColumn.of(c) if isinstance(c, Tensor) else c for name, c in batch.sequence.items()},
+            {name: _NumpyColumn.of(column) for name, column in batch.token.items()},
+            {name: _NumpyColumn.of(c) if isinstance(c, Tensor) else c for name, c in batch.sequence.items()},
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays; what lists hold is not counted."""
         columns = (*self.token.values(), *self.sequence.values())
-        return self.lengths.nbytes + sum(column.array.nbytes for column in columns if isinstance(column, NumpyColumn))
+        return self.lengths.nbytes + sum(column.array.nbytes for column in columns if isinstance(column, _NumpyColumn))
 
     def select(self, rows: np.ndarray) -> Batch:
         """Copy the sequences ``rows`` (i64), in this order."""
@@ -92,7 +92,7 @@ class NumpyBatch:
         total = lengths.sum()
         tokens = slice(starts[0], starts[0] + total) if is_contiguous else moved.repeat(lengths) + np.arange(total)
         sequence: dict[str, Column] = {
-            name: column.rows(rows) if isinstance(column, NumpyColumn) else [column[i] for i in rows]
+            name: column.rows(rows) if isinstance(column, _NumpyColumn) else [column[i] for i in rows]
             for name, column in self.sequence.items()
         }
         return Batch(

@@ -96,7 +96,7 @@ def set_environment() -> None:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # a file or a pipe gets no control codes
 
 
-def hold_ray(file: Path, folder: Path, orphan_seconds: float) -> None:
+def _hold_ray(file: Path, folder: Path, orphan_seconds: float) -> None:
     """Start Ray, and hold it until it is not wanted any more."""
     import ray
 
@@ -127,4 +127,4 @@ def _is_same(path: Path, file: IO[bytes]) -> bool:
 
 
 if __name__ == "__main__":
-    hold_ray(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))
+    _hold_ray(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

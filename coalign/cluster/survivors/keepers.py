@@ -45,7 +45,7 @@ LOOK_SECONDS = 60.0  # how long it may take to list or delete files
 KILL_SECONDS = 10.0  # how long the keeper of an earlier driver may take to end
 
 
-class KeeperActor(Keeper):
+class _KeeperActor(Keeper):
     """A keeper in a process of its own on its node."""
 
     def fetch(self, directory: str, files: Mapping[str, int], source: Any) -> None:
@@ -213,7 +213,7 @@ class Keepers:
     def _start_actor(self, node: str, living: Collection[str]) -> Any:
         name = f"{Path(self._base).name}:{node[:DIGITS]}"
         _end_former(name)
-        remote = cast(Any, ray.remote)(KeeperActor).options(
+        remote = cast(Any, ray.remote)(_KeeperActor).options(
             name=name,
             num_cpus=0,
             max_restarts=0,

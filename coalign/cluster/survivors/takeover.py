@@ -27,7 +27,7 @@ def take_over(claim: RunClaim, record: WorkersRecord) -> dict[str, Any]:
     They obey this driver from then on. ValueError if another one still leads the run.
     """
     actors: dict[str, Any] = {}
-    for name in list_processes(record.name):
+    for name in _list_processes(record.name):
         with suppress(ValueError):  # it has just ended
             actors[name] = ray.get_actor(name)
     states = _ask(actors, "peek")
@@ -47,7 +47,7 @@ def take_over(claim: RunClaim, record: WorkersRecord) -> dict[str, Any]:
     return {name: actors[name] for name in chosen}
 
 
-def list_processes(run: str) -> list[str]:
+def _list_processes(run: str) -> list[str]:
     """Return the names of the living processes of a run."""
     return [name for name in ray.util.list_named_actors() if name.startswith(f"{run}:")]
 

@@ -35,7 +35,7 @@ class UnreadablePicture(ValueError):
     """A file holds no picture that can be decoded within the limits; the message names it."""
 
 
-class DecoderDied(UnreadablePicture):
+class _DecoderDied(UnreadablePicture):
     """A process ended over a file, or was ended by something else meanwhile."""
 
 
@@ -77,7 +77,7 @@ def decode(
     try:
         try:
             header, pixels = process.ask(request, content)
-        except DecoderDied:  # perhaps memory was short; a file that does it again is to blame
+        except _DecoderDied:  # perhaps memory was short; a file that does it again is to blame
             header, pixels = process.ask(request, content)
     finally:
         pool.put(process)
@@ -118,7 +118,7 @@ class DecodingProcess:
             how, timed_out = self._end(error)
             if timed_out:
                 how = f"cannot be decoded within {request['seconds']} seconds"
-            raise (UnreadablePicture if timed_out else DecoderDied)(f"the image {request['name']} {how}") from error
+            raise (UnreadablePicture if timed_out else _DecoderDied)(f"the image {request['name']} {how}") from error
         except BaseException:  # half an answer would be taken for the next one
             self._end(None)
             raise

@@ -26,7 +26,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "JPEG2000", "AVIF
 _BASE_BYTES, _PIXEL_BYTES = 512 * 2**20, 48  # memory for the process, and for each pixel of the largest picture
 
 
-class UnusablePicture(Exception):
+class _UnusablePicture(Exception):
     """A file cannot be used; the text says why."""
 
 
@@ -35,12 +35,12 @@ def decode(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], lis
     image = Image.open(io.BytesIO(content), formats=[name for name in FORMATS if name in Image.OPEN])
     name, max_pixels = request["name"], request["max_pixels"]
     if (pixels := image.width * image.height) > max_pixels:
-        raise UnusablePicture(f"the image {name} says that it has {image.width} x {image.height} {_limit(max_pixels)}")
+        raise _UnusablePicture(f"the image {name} says that it has {image.width} x {image.height} {_limit(max_pixels)}")
     count = getattr(image, "n_frames", 1)
     if count > 1 and not request["is_video"]:
-        raise UnusablePicture(f"the image {name} is animated ({count} frames); expected a single picture")
+        raise _UnusablePicture(f"the image {name} is animated ({count} frames); expected a single picture")
     if count * pixels > max_pixels:
-        raise UnusablePicture(f"the {count} frames of {name} have {count * pixels:,} {_limit(max_pixels)}")
+        raise _UnusablePicture(f"the {count} frames of {name} have {count * pixels:,} {_limit(max_pixels)}")
     sizes, frames, milliseconds = [], [], 0.0
     for number in range(count):
         image.seek(number)
@@ -71,7 +71,7 @@ def answer(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], lis
     name = request["name"]
     try:
         return decode(request, content)
-    except UnusablePicture as error:
+    except _UnusablePicture as error:
         problem = str(error)
     except UnidentifiedImageError:
         problem = f"{name} is no image that Pillow can read ({', '.join(FORMATS)})"

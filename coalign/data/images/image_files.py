@@ -112,7 +112,7 @@ class ImageFiles(FilesByContent):
 
     def _read(self, path: str) -> ImageFile:
         content = read_content(path)
-        size = measure_image(content, path, self.max_pixels)
+        size = _measure_image(content, path, self.max_pixels)
         return ImageFile(path, hashlib.sha256(content).hexdigest(), size)
 
     def _find_path(self, name: str) -> str:
@@ -157,7 +157,7 @@ def open_image(content: bytes, path: str, max_pixels: int) -> Image:
     return next(_decode(content, path, max_pixels).images())
 
 
-def measure_image(content: bytes, path: str, max_pixels: int) -> tuple[int, int]:
+def _measure_image(content: bytes, path: str, max_pixels: int) -> tuple[int, int]:
     """Return the width and height that `open_image` gives an image, which is decoded in full. BadRow (image)."""
     return _decode(content, path, max_pixels, has_pixels=False).sizes[0]
 

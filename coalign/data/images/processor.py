@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageShape:
+class _ImageShape:
     """Everything that follows from the size of an image alone.
 
     ``text`` represents it in a prompt, with ``features`` placeholders. ``grid``: the patches that the vision tower
@@ -66,7 +66,7 @@ class ImageProcessor:
         self._arguments = self._processor._merge_kwargs(
             self._processor.valid_processor_kwargs, tokenizer_init_kwargs={}, return_tensors="pt"
         )["images_kwargs"]
-        self._shapes: dict[tuple[int, int], ImageShape] = {}
+        self._shapes: dict[tuple[int, int], _ImageShape] = {}
         self.tokens, self.frames, self.video_placeholder = {token}, None, ""
         if self.config.model_type in VIDEO_DEFAULTS:
             self.frames = self._processor.video_processor = FrameProcessor(self.directory, self.config.model_type)
@@ -74,7 +74,7 @@ class ImageProcessor:
             self.tokens.add(self.config.video_token_id)
             self.identity += json.dumps([*self.frames.identity, settings.video_fps])
 
-    def measure_file(self, file: ImageFile) -> ImageShape:
+    def measure_file(self, file: ImageFile) -> _ImageShape:
         """Return the placeholders and the patches of an image or a video. BadRow (image) for one of unusable sizes."""
         if not file.is_video:
             try:
@@ -96,7 +96,7 @@ class ImageProcessor:
         text = self.write_video(grid, file.frames, rate)
         tokens = cast(list[int], self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         count = tokens.count(self.config.video_token_id)
-        return ImageShape(text, count, grid, self.frames.temporal_patch_size / rate)
+        return _ImageShape(text, count, grid, self.frames.temporal_patch_size / rate)
 
     def write_video(self, grid: tuple[int, int, int], frames: int, rate: float) -> str:
         """Return the text of the model's own processor for a video, which may name times between its placeholders."""
@@ -111,7 +111,7 @@ class ImageProcessor:
         assert self.frames is not None
         return self.frames.prepare([self._scale(frame) for frame in frames])
 
-    def measure(self, size: tuple[int, int]) -> ImageShape:
+    def measure(self, size: tuple[int, int]) -> _ImageShape:
         """Return the placeholders and the patches of an image of this (width, height).
 
         Raises what the processor raises for a size that it cannot use.
@@ -123,7 +123,7 @@ class ImageProcessor:
             inputs, text = self._process(Image.new("RGB", size))
             tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             features = cast(list[int], tokens).count(self.token)
-            self._shapes[size] = ImageShape(text, features, self._find_grid(inputs))
+            self._shapes[size] = _ImageShape(text, features, self._find_grid(inputs))
         return self._shapes[size]
 
     def prepare(self, image: Image) -> dict[str, Tensor]:

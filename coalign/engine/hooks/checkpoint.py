@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 MODELS = "models"  # folder of a checkpoint that the trained models' processes write
 
 
-class ModelFiles:
+class _ModelFiles:
     """The files that the workers of ``models`` write in the background: an UnfinishedFiles."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class ModelFiles:
 
 def write_engine_state(
     engine: Engine, directory: Path, snapshot: dict[str, Any] | None = None, *, exports: bool = True
-) -> ModelFiles:
+) -> _ModelFiles:
     """Write the files of a checkpoint, all but the manifest; return those that workers still write.
 
     ``snapshot`` is the newest step's (None: it is taken now). ``exports``: also write directories for other programs.
@@ -82,7 +82,7 @@ def write_engine_state(
     }
     (directory / "state.json").write_text(json.dumps(state, indent=1))
     torch.save(to_plain(environment), directory / "buffer.pt")
-    files, saves = ModelFiles(), []
+    files, saves = _ModelFiles(), []
     save_starts = [engine.running[name].call("begin_saves", fatal=False) for name in engine.learning]
     try:
         for i, (name, save_start) in enumerate(zip(engine.learning, save_starts, strict=True)):

@@ -56,7 +56,7 @@ class RolloutFiles:
         """Add the rows of some batches to the file of a step."""
         if not self.keep or not any(map(len, batches)):
             return
-        rollouts = [select_columns(batch, self._decode_pieces(batch, tokenizer)) for batch in batches]
+        rollouts = [_select_columns(batch, self._decode_pieces(batch, tokenizer)) for batch in batches]
         self._writer.submit(self._write, step, rollouts).add_done_callback(_report_problem)
 
     def cut(self, step: int) -> None:
@@ -112,7 +112,7 @@ def list_excess(sizes: Mapping[int, int], keep: int, max_bytes: int = MAX_TOTAL_
     return []
 
 
-def select_columns(batch: Batch, pieces: dict[int, str]) -> LoggedRollouts:
+def _select_columns(batch: Batch, pieces: dict[int, str]) -> LoggedRollouts:
     """Return the columns of a batch (with ``prompt_length``) that the file keeps."""
     trained = batch["loss_mask"]
     versions = batch.get("versions")

@@ -80,23 +80,23 @@ class BroadcastTransport(Transport):
             self.link = self._connect(f"broadcast {uuid.uuid4().hex}")
         sending = self.source.run(send, self.link, self.request(changing), self.bucket_bytes, fatal=False)
         arguments = self.labels, version, expected, self.config.timeout
-        receiving = self.target.run(receive_and_install, self.link, *arguments, fatal=False)
+        receiving = self.target.run(_receive_and_install, self.link, *arguments, fatal=False)
         try:
             wait_for_both(receiving, sending)  # a reader's error includes its sender's
             return sending.result()
         except BaseException:
-            for leaving in [model.run(leave_groups, self.link, fatal=False) for model in (self.source, self.target)]:
+            for leaving in [model.run(_leave_groups, self.link, fatal=False) for model in (self.source, self.target)]:
                 with suppress(Exception):  # the rank may have died
                     leaving.result()
             self.link = None
             raise
 
     def _connect(self, link: str) -> str:
-        addresses = self.source.run(open_rendezvous, link, self.device_type, fatal=False).result()
-        senders = self.source.run(join_own_group, link, len(self.readers), self.config.timeout, fatal=False)
+        addresses = self.source.run(_open_rendezvous, link, self.device_type, fatal=False).result()
+        senders = self.source.run(_join_own_group, link, len(self.readers), self.config.timeout, fatal=False)
         readers = [endpoint.identity for endpoint in self.readers]
         arguments = link, self.device_type, addresses, readers, self.config.timeout
-        wait_for_both(senders, self.target.run(join_sender_groups, *arguments, fatal=False))
+        wait_for_both(senders, self.target.run(_join_sender_groups, *arguments, fatal=False))
         return link
 
 
@@ -104,7 +104,7 @@ class BroadcastTransport(Transport):
 
 
 @dataclass
-class BroadcastLink:
+class _BroadcastLink:
     """A rank's groups: the one that it sends in, or those that it reads from, with ``device`` memory."""
 
     device: torch.device
@@ -132,24 +132,24 @@ class BroadcastLink:
         self.groups.append(cast("ProcessGroup", group))  # torch's stubs give only that class its `broadcast`
 
 
-def open_rendezvous(module: SyncModule, store: Store, link: str, device_type: str) -> RendezvousAddress:
+def _open_rendezvous(module: SyncModule, store: Store, link: str, device_type: str) -> RendezvousAddress:
     """Return where readers meet this rank, if it sends. ``device_type``: `cuda` if all ranks have GPUs, else `cpu`."""
     device = module.context.device if device_type == "cuda" else device_type
-    rank_link = module.links[link] = BroadcastLink(torch.device(device))
+    rank_link = module.links[link] = _BroadcastLink(torch.device(device))
     if not module.exports:
         return None
     rank_link.server = open_store(host := find_own_address())
     return host, rank_link.server.port
 
 
-def join_own_group(module: SyncModule, store: Store, link: str, readers: int, timeout: float) -> None:
+def _join_own_group(module: SyncModule, store: Store, link: str, readers: int, timeout: float) -> None:
     """Join a sender's group as rank 0. Raises RuntimeError if not all readers come within ``timeout`` s."""
-    rank_link: BroadcastLink = module.links[link]
+    rank_link: _BroadcastLink = module.links[link]
     if rank_link.server is not None:
         rank_link.join_group(rank_link.server, 0, 1 + readers, timeout)
 
 
-def join_sender_groups(
+def _join_sender_groups(
     module: SyncModule,
     store: Store,
     link: str,
@@ -160,16 +160,16 @@ def join_sender_groups(
 ) -> None:
     """Join the group of every sender. Raises RuntimeError if not all ranks come within ``timeout`` s."""
     device = module.context.device if device_type == "cuda" else device_type
-    rank_link = module.links[link] = BroadcastLink(torch.device(device))
+    rank_link = module.links[link] = _BroadcastLink(torch.device(device))
     rank = 1 + readers.index(identify_process())
     for host, port in filter(None, addresses):
         server = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
         rank_link.join_group(server, rank, 1 + len(readers), timeout)
 
 
-def leave_groups(module: SyncModule, store: Store, link: str) -> None:
+def _leave_groups(module: SyncModule, store: Store, link: str) -> None:
     """End the groups: after a failure their ranks would not agree on what comes next."""
-    for group in module.links.pop(link, BroadcastLink(torch.device("cpu"))).groups:
+    for group in module.links.pop(link, _BroadcastLink(torch.device("cpu"))).groups:
         group.shutdown()
 
 
@@ -183,14 +183,14 @@ def broadcast(group: ProcessGroup, tensor: Tensor) -> Work:
 
 def send(module: SourceModule, store: Store, link: str, request: ExportRequest, size: int) -> SentWeights:
     """Broadcast this rank's weights in buckets of up to ``size`` bytes."""
-    rank_link: BroadcastLink = module.links[link]
+    rank_link: _BroadcastLink = module.links[link]
     sizes: dict[str, int] = {}
     with open_export(module, request) as weights:
         if not rank_link.groups:
             if (item := next(weights, None)) is not None:
                 raise WeightError(f"rank {module.context.rank} yields '{item[0]}', but its `exports` is False")
             return SentWeights({})
-        sender = BroadcastSender(rank_link, size, request.timeout)
+        sender = _BroadcastSender(rank_link, size, request.timeout)
         try:
             for name, tensor in weights:
                 sizes[name] = tensor.nbytes
@@ -203,10 +203,10 @@ def send(module: SourceModule, store: Store, link: str, request: ExportRequest, 
     return SentWeights(sizes)
 
 
-class BroadcastSender:
+class _BroadcastSender:
     """The buckets of a sender: one is filled while another one is under way."""
 
-    def __init__(self, link: BroadcastLink, size: int, timeout: float) -> None:
+    def __init__(self, link: _BroadcastLink, size: int, timeout: float) -> None:
         self.link, self.size, self.timeout = link, size, timeout
         self._tensors: list[tuple[TensorEntry, Tensor]] = []
         self._filled = 0
@@ -270,7 +270,7 @@ def _read_entry(name: str, dtype: str, shape: list[int], offset: int, checksum: 
 # ---- a reader
 
 
-def receive_and_install(
+def _receive_and_install(
     module: TargetModule,
     store: Store,
     link: str,
@@ -280,17 +280,17 @@ def receive_and_install(
     timeout: float,
 ) -> None:
     """Install weights as they come. Unless all of them arrive, it raises WeightError and the replica is unfit."""
-    rank_link: BroadcastLink = module.links[link]
-    ready: queue.SimpleQueue[BroadcastReceiver] = queue.SimpleQueue()
+    rank_link: _BroadcastLink = module.links[link]
+    ready: queue.SimpleQueue[_BroadcastReceiver] = queue.SimpleQueue()
     pairs = zip(rank_link.groups, senders, strict=True)
-    streams = [BroadcastReceiver(group, rank_link.device, sender, timeout, ready) for group, sender in pairs]
-    with guard_installation(module, version), closing(merge_streams(streams, ready)) as weights:
+    streams = [_BroadcastReceiver(group, rank_link.device, sender, timeout, ready) for group, sender in pairs]
+    with guard_installation(module, version), closing(_merge_streams(streams, ready)) as weights:
         module.load_weights(weights, version=version, adopt=False)
         check_names([SentWeights(stream.sizes) for stream in streams], expected)
 
 
-def merge_streams(
-    streams: list[BroadcastReceiver], ready: queue.SimpleQueue[BroadcastReceiver]
+def _merge_streams(
+    streams: list[_BroadcastReceiver], ready: queue.SimpleQueue[_BroadcastReceiver]
 ) -> Generator[tuple[str, Tensor]]:
     """Yield the verified weights of all senders. If it is closed early, it drains the streams so that senders end.
 
@@ -313,7 +313,7 @@ def merge_streams(
             stream.drain()
 
 
-class BroadcastReceiver:
+class _BroadcastReceiver:
     """The buckets of one sender.
 
     A thread receives the next bucket while the last one is installed, and puts this object into ``ready`` for each.
@@ -325,7 +325,7 @@ class BroadcastReceiver:
         device: torch.device,
         sender: str,
         timeout: float,
-        ready: queue.SimpleQueue[BroadcastReceiver],
+        ready: queue.SimpleQueue[_BroadcastReceiver],
     ) -> None:
         self.group, self.device, self.sender, self.timeout, self.ready = group, device, sender, timeout, ready
         self.sizes: dict[str, int] = {}

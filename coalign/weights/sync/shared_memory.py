@@ -45,7 +45,7 @@ MIN_SEGMENT_BYTES = 16 * 2**20  # later segments are as large as all earlier one
 MAX_SEGMENT_BYTES = 2**30
 
 
-class DeviceSegment:
+class _DeviceSegment:
     """Bytes u8[size] of a GPU's memory.
 
     One process creates it; others open its ``address`` and may only read.
@@ -55,22 +55,22 @@ class DeviceSegment:
         self.address, self.bytes = address, data
 
     @staticmethod
-    def create(size: int, device: str) -> DeviceSegment:
+    def create(size: int, device: str) -> _DeviceSegment:
         """Raises torch.OutOfMemoryError."""
         data = torch.empty(size, dtype=torch.uint8, device=device)
-        return DeviceSegment(reduce_tensor(data), data)
+        return _DeviceSegment(reduce_tensor(data), data)
 
     @staticmethod
-    def open(address: Any) -> DeviceSegment:
+    def open(address: Any) -> _DeviceSegment:
         rebuild, arguments = address
-        return DeviceSegment(address, rebuild(*arguments))
+        return _DeviceSegment(address, rebuild(*arguments))
 
 
-Segment = SharedMemorySegment | DeviceSegment  # memory of one process that others can open
+Segment = SharedMemorySegment | _DeviceSegment  # memory of one process that others can open
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenTensor(TensorEntry):
+class _WrittenTensor(TensorEntry):
     """A tensor in the segment of this address, and the checksum of its bytes."""
 
     segment: Any
@@ -95,7 +95,7 @@ class SharedMemoryTransport(StagedTransport):
 
     def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
         if not self.journals:
-            self.journals = self.source.run(open_sender_memory, self.link, self.segment, fatal=False).result()
+            self.journals = self.source.run(_open_sender_memory, self.link, self.segment, fatal=False).result()
         self.syncs += 1
         served, self.served = self.served, [0, 0]  # until it has succeeded
         turn = served[self.side] if self.config.verify == "rotating" and served[self.side] else None
@@ -122,7 +122,7 @@ class SharedMemoryTransport(StagedTransport):
 # ---- in the workers
 
 
-class SenderMemory:
+class _SenderMemory:
     """A sender's journal and segments, and where each tensor lies on each side."""
 
     def __init__(self, segment: type[Segment], device: str) -> None:
@@ -146,26 +146,26 @@ class SenderMemory:
         return segment, offset
 
 
-class ReaderMemory:
+class _ReaderMemory:
     """The senders' journals and segments, which a reader has opened."""
 
     def __init__(self, segment: type[Segment], journals: list[Address]) -> None:
         self._open = segment.open
         self.journals = [SyncJournal(address) for address in journals]
-        self.entries: list[WrittenTensor] = []
+        self.entries: list[_WrittenTensor] = []
         self.received = 0  # the last sync that arrived complete
         self._segments: dict[Any, Segment] = {}
 
-    def memory(self, entry: WrittenTensor) -> Tensor:
+    def memory(self, entry: _WrittenTensor) -> Tensor:
         """Return the memory u8[n] that the tensor lies in."""
         if entry.segment not in self._segments:
             self._segments[entry.segment] = self._open(entry.segment)
         return self._segments[entry.segment].bytes
 
 
-def open_sender_memory(module: SyncModule, store: Store, link: str, segment: type[Segment]) -> Address:
+def _open_sender_memory(module: SyncModule, store: Store, link: str, segment: type[Segment]) -> Address:
     """Make this rank's memory; return the address of its journal."""
-    module.links[link] = SenderMemory(segment, module.context.device)
+    module.links[link] = _SenderMemory(segment, module.context.device)
     return module.links[link].journal.address
 
 
@@ -173,15 +173,15 @@ def send(
     module: SourceModule, store: Store, link: str, sync: int, request: ExportRequest, side: int, turn: int | None
 ) -> SentWeights:
     """Write this rank's weights, and a journal of them, to one side. ``turn``: see checksums.py."""
-    memory: SenderMemory = module.links[link]
+    memory: _SenderMemory = module.links[link]
     journal, sizes = memory.journal, {}
     journal.begin(sync)
 
-    def jobs(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[partial[WrittenTensor], Tensor, Tensor]]:
+    def jobs(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[partial[_WrittenTensor], Tensor, Tensor]]:
         for name, tensor in weights:
             sizes[name] = size = tensor.nbytes
             segment, offset = memory.place(side, name, size)
-            entry = partial(WrittenTensor, name, tensor.dtype, tuple(tensor.shape), offset, segment.address)
+            entry = partial(_WrittenTensor, name, tensor.dtype, tuple(tensor.shape), offset, segment.address)
             yield entry, tensor, segment.bytes[offset : offset + size]
 
     try:
@@ -212,12 +212,12 @@ def receive(
     Raises WeightError unless those that this reader verifies arrived as they were sent.
     """
     if link not in module.links:
-        module.links[link] = ReaderMemory(segment, journals)
-    memory: ReaderMemory = module.links[link]
+        module.links[link] = _ReaderMemory(segment, journals)
+    memory: _ReaderMemory = module.links[link]
     memory.entries, memory.received = [], 0
     reader = readers.index(identify_process())
 
-    def follow_share() -> Iterator[tuple[WrittenTensor, Tensor]]:
+    def follow_share() -> Iterator[tuple[_WrittenTensor, Tensor]]:
         for rank, journal in enumerate(memory.journals):
             for entry in journal.follow(sync, timeout, f"{source}, rank {rank}"):
                 memory.entries.append(entry)
@@ -231,7 +231,7 @@ def receive(
 
 
 def install(module: TargetModule, store: Store, link: str, sync: int, version: int, adopt: bool) -> None:
-    memory: ReaderMemory = module.links[link]
+    memory: _ReaderMemory = module.links[link]
     if memory.received != sync:
         raise WeightError(f"the weights of version {version} did not arrive complete, so they cannot be installed")
     weights = ((entry.name, entry.tensor(memory.memory(entry))) for entry in memory.entries)
@@ -242,7 +242,7 @@ def install(module: TargetModule, store: Store, link: str, sync: int, version: i
 class CudaIpcTransport(SharedMemoryTransport):
     """Shares GPU memory by CUDA IPC. Raises ValueError unless all ranks are on one GPU."""
 
-    segment = DeviceSegment
+    segment = _DeviceSegment
     memory = "cuda"
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ FILE = re.compile(r"rank_\d+-\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
+class _PackedTensor:
     """One tensor as ``data`` u8[n], and the checksum of it when it was packed."""
 
     name: str
@@ -63,19 +63,19 @@ class PackedTensor:
             return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[PackedTensor]]:
+def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[_PackedTensor]]:
     """Yield buckets of at most ``size`` bytes, in the order of the weights; a larger tensor has one of its own.
 
     Tensors on the host are not copied: a bucket shows later changes until it is stored.
     """
-    bucket: list[PackedTensor] = []
+    bucket: list[_PackedTensor] = []
     filled = 0
     for name, tensor in weights:
         if bucket and filled + tensor.nbytes > size:
             yield bucket
             bucket, filled = [], 0
         data = tensor_bytes(tensor)
-        bucket.append(PackedTensor(name, tensor.dtype, tuple(tensor.shape), data, checksum(data)))
+        bucket.append(_PackedTensor(name, tensor.dtype, tuple(tensor.shape), data, checksum(data)))
         filled += len(data)
     if bucket:
         yield bucket
@@ -85,13 +85,13 @@ class ObjectStoreTransport(StagedTransport):
     """Buckets in the cluster's object store."""
 
     def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
-        sent = self.source.run(export_buckets, self.request(changing), self.bucket_bytes, fatal=False).result()
+        sent = self.source.run(_export_buckets, self.request(changing), self.bucket_bytes, fatal=False).result()
         on_sent()
         self.target.run(verify_buckets, _references(sent), fatal=False).result()
         return sent
 
     def install(self, version: int, sent: list[SentWeights]) -> None:
-        self.target.run(install_buckets, _references(sent), version, fatal=False).result()
+        self.target.run(_install_buckets, _references(sent), version, fatal=False).result()
 
 
 class DiskTransport(StagedTransport):
@@ -101,7 +101,7 @@ class DiskTransport(StagedTransport):
         final, request = self._folder(version), self.request(changing)
         with write_atomically(final) as aside:
             aside.mkdir(parents=True)
-            sent = self.source.run(export_buckets, request, self.bucket_bytes, str(aside), fatal=False).result()
+            sent = self.source.run(_export_buckets, request, self.bucket_bytes, str(aside), fatal=False).result()
             if _is_version(final):
                 shutil.rmtree(final)
             elif final.exists():
@@ -112,7 +112,7 @@ class DiskTransport(StagedTransport):
 
     def install(self, version: int, sent: list[SentWeights]) -> None:
         final = self._folder(version)
-        self.target.run(install_buckets, _references(sent), version, str(final), fatal=False).result()
+        self.target.run(_install_buckets, _references(sent), version, str(final), fatal=False).result()
         for folder in final.parent.glob("version_*"):
             if folder != final and _is_version(folder):
                 shutil.rmtree(folder)
@@ -123,7 +123,7 @@ class DiskTransport(StagedTransport):
 
 
 def _is_version(folder: Path) -> bool:
-    """Whether a folder holds only what ``export_buckets`` writes: users may keep a `version_1` of their own there."""
+    """Whether a folder holds only what ``_export_buckets`` writes: users may keep a `version_1` of their own there."""
     return folder.is_dir() and all(FILE.fullmatch(file.name) for file in folder.iterdir())
 
 
@@ -134,7 +134,7 @@ def _references(sent: list[SentWeights]) -> list[Any]:
 # ---- in the workers; ``directory`` holds the files (None: the object store)
 
 
-def export_buckets(
+def _export_buckets(
     module: SourceModule, store: Store, request: ExportRequest, size: int, directory: str | None = None
 ) -> SentWeights:
     """Store this rank's weights in buckets of up to ``size`` bytes."""
@@ -152,7 +152,7 @@ def export_buckets(
     return SentWeights(sizes, references)
 
 
-def read_buckets(store: Store, references: list[Any], directory: str | None) -> Iterator[PackedTensor]:
+def _read_buckets(store: Store, references: list[Any], directory: str | None) -> Iterator[_PackedTensor]:
     for reference in references:
         if directory is None:
             yield from store.get(reference)
@@ -161,18 +161,18 @@ def read_buckets(store: Store, references: list[Any], directory: str | None) -> 
         with safe_open(Path(directory) / file, "pt") as tensors:
             for name, written in checksums.items():
                 tensor = tensors.get_tensor(name)
-                yield PackedTensor(name, tensor.dtype, tuple(tensor.shape), tensor_bytes(tensor), written)
+                yield _PackedTensor(name, tensor.dtype, tuple(tensor.shape), tensor_bytes(tensor), written)
 
 
 def verify_buckets(module: TargetModule, store: Store, references: list[Any], directory: str | None = None) -> None:
     """Raise WeightError unless everything arrived as it was sent."""
-    for packed in read_buckets(store, references, directory):
+    for packed in _read_buckets(store, references, directory):
         packed.verify()
 
 
-def install_buckets(
+def _install_buckets(
     module: TargetModule, store: Store, references: list[Any], version: int, directory: str | None = None
 ) -> None:
-    weights = ((packed.name, packed.tensor()) for packed in read_buckets(store, references, directory))
+    weights = ((packed.name, packed.tensor()) for packed in _read_buckets(store, references, directory))
     with guard_installation(module, version):
         module.load_weights(weights, version=version, adopt=False)

@@ -151,7 +151,7 @@ class WeightSync:
 
     def _move_once(self, version: int, on_sent: Callable[[], None]) -> int:
         if self.transport is None:
-            self.transport = choose_transport(self.source, self.target, self.config, self.overlap)
+            self.transport = _choose_transport(self.source, self.target, self.config, self.overlap)
         changing = self.complete
         try:
             sent = self.transport.move(version, changing, self._names.get(changing), on_sent)
@@ -166,7 +166,7 @@ class WeightSync:
         return sum(size for rank in sent for size in rank.sizes.values())
 
 
-def choose_transport(source: DistModel, target: DistModel, config: SyncConfig, overlap: bool) -> Transport:
+def _choose_transport(source: DistModel, target: DistModel, config: SyncConfig, overlap: bool) -> Transport:
     """Return the transport that ``config`` names or, for `auto`, the one that fits the placement of the ranks."""
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
         return (TensorCopyTransport if overlap else LiveTensorTransport)(source, target, config)

@@ -244,7 +244,7 @@ def check_sum(name: str, computed: int, sent: int) -> None:
         raise DamagedWeights(f"weight '{name}' arrived damaged: checksum {computed:016x}, sent with {sent:016x}")
 
 
-def check_unique(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+def _check_unique(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights; raise WeightError for a name that comes again."""
     seen: set[str] = set()
     for name, tensor in weights:
@@ -293,7 +293,7 @@ def open_export(module: SourceModule, request: ExportRequest) -> Iterator[Iterat
             after, asked = f"after '{name}'", monotonic()
 
     try:
-        yield check_unique(check_and_cast())
+        yield _check_unique(check_and_cast())
     finally:
         for _ in weights:
             pass
@@ -323,7 +323,7 @@ class LiveTensorTransport(Transport):
     def move(
         self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
     ) -> list[SentWeights]:
-        [weights] = self.source.run(open_live_weights, changing, fatal=False).result()
+        [weights] = self.source.run(_open_live_weights, changing, fatal=False).result()
         sent = self.target.run(load_weights, weights, version, self.adopt, fatal=False, beside=[self.source]).result()
         check_names(sent, expected)
         return [SentWeights(dict.fromkeys(rank.sizes, 0)) for rank in sent] if self.adopt else sent
@@ -335,9 +335,9 @@ class TensorCopyTransport(LiveTensorTransport):
     adopt = False
 
 
-def open_live_weights(module: SourceModule, store: Store, changing: bool) -> Weights:
+def _open_live_weights(module: SourceModule, store: Store, changing: bool) -> Weights:
     """Return the module's own tensors; a weight that is merged from several is made when the target takes it."""
-    return check_unique(module.export_weights(changing=changing))
+    return _check_unique(module.export_weights(changing=changing))
 
 
 def load_weights(module: TargetModule, store: Store, weights: Weights, version: int, adopt: bool) -> SentWeights:

@@ -106,7 +106,7 @@ class PrefillAttention:
                 storage[slots, past : past + stop - start] = x[0, :, start:stop].transpose(0, 1)
         return storages
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: _AttentionSettings) -> Tensor:
         keys, values = self.store(layer, key, value)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         if settings.use_flash(query, value) and not any(sequence.two_way for sequence in self.sequences):
@@ -132,12 +132,12 @@ class PrefillAttention:
                 end = min(row + _ROWS_AT_ONCE, stop)
                 rows = torch.arange(row, row + -(-(end - row) // ROWS) * ROWS, device=query.device).clamp(max=end - 1)
                 same = [x[slots.start].expand(len(rows), *x.shape[1:]) for x in (keys, values)]
-                single = SingleTokenAttention(rows - start + past, self.cache.length)
+                single = _SingleTokenAttention(rows - start + past, self.cache.length)
                 out[0, row:end] = single.attend(query[:, :, rows], same[0], same[1], settings)[0, : end - row]
         return out
 
     @cached_property
-    def spans(self) -> SlotSpans:
+    def spans(self) -> _SlotSpans:
         """The rows of each sequence, which are packed end to end, and its keys: those of its first slot."""
         first, length = self.sequences[0], self.cache.length
         used = [past + stop - start for start, stop, _, _, past, _ in self.sequences]
@@ -146,7 +146,7 @@ class PrefillAttention:
         device = next(iter(self.cache.layers.values()))[0].device
         both = torch.tensor([queries, keys, [*used, 0]], dtype=torch.int32).to(device)
         max_queries = max(stop - start for start, stop, *_ in self.sequences)
-        return SlotSpans(both[0], both[1], both[2, :-1], (max_queries, max(used)))
+        return _SlotSpans(both[0], both[1], both[2, :-1], (max_queries, max(used)))
 
 
 class DecodeAttention:
@@ -159,7 +159,7 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, positions: Tensor, columns: int, prefixes: Tensor | None = None) -> None:
         self.cache = cache
         self.prefixes = prefixes
-        self.single = SingleTokenAttention(positions, cache.length, columns)
+        self.single = _SingleTokenAttention(positions, cache.length, columns)
         self.rows = torch.arange(len(positions), device=positions.device) * cache.length + positions
 
     def store(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
@@ -170,7 +170,7 @@ class DecodeAttention:
             flat.index_copy_(0, self.rows, x[0].transpose(0, 1).reshape(len(self.rows), -1))
         return storages
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: _AttentionSettings) -> Tensor:
         flash = settings.use_flash(query, value)
         if not flash and operations.has_kernel(query, key, value):
             keys, values = self.cache.layer(layer, key, value)
@@ -183,14 +183,14 @@ class DecodeAttention:
         return self.single.attend(query, keys[:count], values[:count], settings)
 
     @cached_property
-    def spans(self) -> SlotSpans:
+    def spans(self) -> _SlotSpans:
         """One row for each sequence, and the keys of its slot up to that row's own."""
         rows = torch.arange(len(self.rows) + 1, device=self.rows.device, dtype=torch.int32)
         used = (self.single.positions + 1).to(torch.int32)
-        return SlotSpans(rows, rows * self.cache.length, used, (1, self.single.columns))
+        return _SlotSpans(rows, rows * self.cache.length, used, (1, self.single.columns))
 
 
-class SlotSpans(NamedTuple):
+class _SlotSpans(NamedTuple):
     """Locates N sequences for flash attention: sequence n has the rows queries[n]..queries[n + 1]-1, and its keys
     begin at keys[n] of all slots end to end."""
 
@@ -200,7 +200,7 @@ class SlotSpans(NamedTuple):
     longest: tuple[int, int]  # the most queries and keys of one
 
 
-class SingleTokenAttention:
+class _SingleTokenAttention:
     """Attention of single tokens at ``positions`` i64[B], each to the stored keys and values of its own sequence."""
 
     def __init__(self, positions: Tensor, length: int, columns: int | None = None) -> None:
@@ -209,7 +209,7 @@ class SingleTokenAttention:
         self.columns = min(-(-columns // STRIDE) * STRIDE, length)
         self.masks: dict[int | None, Tensor] = {}
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, settings: _AttentionSettings) -> Tensor:
         """query [1, heads, B, d]; keys, values [B, length, kv heads, d] -> [1, B, heads, d]."""
         batch, heads, groups = query.shape[2], query.shape[1], keys.shape[2]
         keys, values = (x[:, : self.columns].transpose(1, 2) for x in (keys, values))
@@ -232,7 +232,7 @@ class SingleTokenAttention:
         return self.masks[window]
 
 
-class AttentionSettings(NamedTuple):
+class _AttentionSettings(NamedTuple):
     """One layer's attention: scale, sliding window (tokens) and soft cap of the scores, as transformers passes them."""
 
     scale: float | None
@@ -244,7 +244,7 @@ class AttentionSettings(NamedTuple):
         plain = self.softcap is None and query.shape[3] == value.shape[3]
         return plain and has_varlen(*SLOT_ARGUMENTS) and choose_kernel(value.dtype, value.device) == "varlen"
 
-    def attend_slots(self, query: Tensor, keys: Tensor, values: Tensor, spans: SlotSpans) -> Tensor:
+    def attend_slots(self, query: Tensor, keys: Tensor, values: Tensor, spans: _SlotSpans) -> Tensor:
         """One call of flash attention: query [T, heads, d], keys and values [slots, length, kv heads, d] -> [T, heads,
         d]. A sequence's last row is aligned with its last key."""
         # Without splits of the keys a sequence gets the same bits beside longer ones.
@@ -287,7 +287,7 @@ class AttentionSettings(NamedTuple):
 class ShapeOnlyAttention:
     """Attention of a model on the meta device, where only the shape of the output matters."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: _AttentionSettings) -> Tensor:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -323,7 +323,7 @@ def attention(
         raise UnsupportedAttention(REFUSAL.format(layer_class, "it is not causal"))
     if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
         raise UnsupportedAttention(REFUSAL.format(layer_class, f"its attention asks for {unknown}"))
-    settings = AttentionSettings(scaling, sliding_window, softcap)
+    settings = _AttentionSettings(scaling, sliding_window, softcap)
     return kv.attend(cast(int, module.layer_idx), query, key, value, settings), None
 
 

@@ -240,7 +240,7 @@ log = logging.getLogger(__name__)
 _GROWTH = 5 / 4  # least factor by which the KV cache grows, so that it does not grow at every step
 
 
-class NativeSession(GenerationSession):
+class _NativeSession(GenerationSession):
     """Schedules requests on the slots of the KV cache.
 
     The cache is allocated for the longest sequence so far, with as many slots of that length as the engine's kv_tokens
@@ -558,9 +558,9 @@ class NativeEngine(MetaModelEngine):
         return self.model.experts
 
     @contextmanager
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[NativeSession]:
+    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[_NativeSession]:
         with self.model.packed():
-            session = NativeSession(self, sampling, on_token)
+            session = _NativeSession(self, sampling, on_token)
             try:
                 yield session
             finally:

@@ -241,7 +241,7 @@ def _compute_images(
     """Prefill the prompt, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V]."""
     cache = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None)
     fed, positions = _pad(model, tokens[:prompt].tolist(), list(range(prompt)))
-    rotary, shift = place_prompt(images, prompt, spans, positions)
+    rotary, shift = _place_prompt(images, prompt, spans, positions)
     two_way = join_neighbours(spans) if images.has_two_way_images else ()
     last = torch.tensor([prompt - 1], device=model.device)
     sequence = PrefillSequence(0, prompt, slice(0, 1), two_way=two_way)
@@ -253,7 +253,7 @@ def _compute_images(
     return torch.cat(out).float()
 
 
-def place_prompt(images: ImageEmbedder, length: int, spans: Sequence[ImageSpan], at: Tensor) -> tuple[Tensor, int]:
+def _place_prompt(images: ImageEmbedder, length: int, spans: Sequence[ImageSpan], at: Tensor) -> tuple[Tensor, int]:
     """The rotary positions of a prompt whose tokens have the indices ``at`` i64[T], padding behind it: i64[T],
     or with M-RoPE [3, T]. Then the difference of index and rotary position of a later token."""
     if (axes := images.find_positions(length, spans)) is None:

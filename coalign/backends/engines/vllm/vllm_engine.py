@@ -67,7 +67,7 @@ FORBIDDEN = "coalign_forbidden"  # in EngineArgs.additional_config
 
 
 @dataclass(frozen=True, slots=True)
-class SampledRow:
+class _SampledRow:
     """One sequence of vLLM's batch. ``chosen`` is vLLM's own growing list of response tokens."""
 
     key: int
@@ -76,7 +76,7 @@ class SampledRow:
     chosen: list[int]
 
 
-class CounterSampler(LogitsProcessor):
+class _CounterSampler(LogitsProcessor):
     """Chooses each token by (stream key, position), from the logits of its own row.
 
     It never chooses what a model must not say, the ids in the settings' ``additional_config``.
@@ -86,7 +86,7 @@ class CounterSampler(LogitsProcessor):
         ids = cast(dict[str, Any], vllm_config.additional_config)[FORBIDDEN]
         self.forbidden = torch.tensor(ids, dtype=torch.int64, device=device)
         self.device = device
-        self.rows: dict[int, SampledRow] = {}
+        self.rows: dict[int, _SampledRow] = {}
         self.samplings: list[SamplingConfig] = []  # those seen so far, so that equal ones are the same object
 
     def is_argmax_invariant(self) -> bool:
@@ -119,16 +119,16 @@ class CounterSampler(LogitsProcessor):
             tokens[index], logprobs[index] = sample(logits[index], uniform[index], samplings[rows[0]])
         return tokens, logprobs
 
-    def _create_row(self, params: SamplingParams, prompt: list[int] | None, chosen: list[int]) -> SampledRow:
+    def _create_row(self, params: SamplingParams, prompt: list[int] | None, chosen: list[int]) -> _SampledRow:
         assert params.extra_args is not None and prompt is not None
         sampling = params.extra_args[SAMPLING]  # in a worker of another process, a copy for each request
         if sampling not in self.samplings:
             self.samplings.append(sampling)
         shared = self.samplings[self.samplings.index(sampling)]
-        return SampledRow(params.extra_args[KEY], shared, len(prompt), chosen)
+        return _SampledRow(params.extra_args[KEY], shared, len(prompt), chosen)
 
 
-class VLLMSession(GenerationSession):
+class _VLLMSession(GenerationSession):
     """Submits every sample as one vLLM request.
 
     Samples of a prompt and turns of a conversation share keys and values through vLLM's prefix cache.
@@ -182,7 +182,7 @@ class VLLMSession(GenerationSession):
         if self._answers:
             outputs = self.engine.step()  # vLLM computes the requests of all sessions together
             for session in self.engine.sessions:
-                cast(VLLMSession, session).record(outputs)
+                cast(_VLLMSession, session).record(outputs)
 
     def close(self) -> None:
         """Abort unfinished requests."""
@@ -208,7 +208,7 @@ class VLLMSession(GenerationSession):
         engine = self.engine
         key = submitted.find_key(engine.seed, offset)
         return SamplingParams(
-            temperature=1.0,  # CounterSampler has left one token to choose
+            temperature=1.0,  # _CounterSampler has left one token to choose
             repetition_penalty=self.sampling.repetition_penalty,
             max_tokens=submitted.limit,
             stop_token_ids=sorted(engine.end_tokens),
@@ -270,7 +270,7 @@ REASON = 400  # characters of vLLM's error message that are shown: it may list a
 LOAD_SECONDS = 600.0  # time limit of a worker for one parcel of weights
 
 
-class WorkerProcesses:
+class _WorkerProcesses:
     """Watches vLLM's processes of a replica's ranks, to tell which one ended first.
 
     ``workers`` are vLLM's handles. As soon as one process ends, vLLM ends the others.
@@ -338,7 +338,7 @@ class VLLMEngine(InferenceEngine):
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
         self.llm, self.images = _start_engine(arguments, model, processor)
         client = cast(Any, self.llm.engine_core)  # an InprocClient, declared as its base class
-        self._workers = WorkerProcesses(client.engine_core.model_executor.workers) if self.remote else None
+        self._workers = _WorkerProcesses(client.engine_core.model_executor.workers) if self.remote else None
         config = self.llm.vllm_config
         self.eager = config.model_config.enforce_eager
         self.context = config.model_config.max_model_len
@@ -364,8 +364,8 @@ class VLLMEngine(InferenceEngine):
         self.llm.engine_core.shutdown()
 
     @contextmanager
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[VLLMSession]:
-        with closing(VLLMSession(self, sampling, on_token)) as session:
+    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[_VLLMSession]:
+        with closing(_VLLMSession(self, sampling, on_token)) as session:
             yield session
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
@@ -460,7 +460,7 @@ def create_engine_arguments(
         "load_format": "dummy",
         "language_model_only": config.vision is None,  # whether vLLM leaves out the towers
         "generation_config": "vllm",
-        "logits_processors": [f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
+        "logits_processors": [f"{_CounterSampler.__module__}:{_CounterSampler.__qualname__}"],
         "logprobs_mode": "processed_logits",
         "async_scheduling": False,
         "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",

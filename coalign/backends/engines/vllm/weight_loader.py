@@ -31,7 +31,7 @@ PARCEL_SIZE = 64 * 2**20  # bytes of a parcel; a larger tensor gets its own
 
 
 @dataclass(frozen=True, slots=True)
-class WeightParcel:
+class _WeightParcel:
     """Describes some weights in shared memory to other processes. Valid until the next parcel is made."""
 
     address: Address
@@ -51,14 +51,14 @@ class WeightOutlet:
         self.size = size
         self.segment: SharedMemorySegment | None = None
 
-    def parcels(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[WeightParcel]:
+    def parcels(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[_WeightParcel]:
         """Yield parcels with all of the weights, each as soon as it is full."""
         entries: list[TensorEntry] = []
         filled = 0
         for name, tensor in weights:
             segment = self.segment
             if entries and segment is not None and filled + tensor.nbytes > self.size:
-                yield WeightParcel(segment.address, entries)
+                yield _WeightParcel(segment.address, entries)
                 entries, filled = [], 0
             if segment is None or tensor.nbytes > self.size:
                 self.size = max(self.size, tensor.nbytes)
@@ -68,7 +68,7 @@ class WeightOutlet:
             entries.append(entry)
             filled += align(tensor.nbytes)
         if entries and self.segment is not None:
-            yield WeightParcel(self.segment.address, entries)
+            yield _WeightParcel(self.segment.address, entries)
 
 
 class WeightLoader:
@@ -118,7 +118,7 @@ class WeightLoader:
             else:
                 self.coalign_adapters[name] = tensor.cpu().clone()
 
-    def coalign_unpack(self, parcel: WeightParcel) -> None:
+    def coalign_unpack(self, parcel: _WeightParcel) -> None:
         """Load a parcel, in a worker of another process.
 
         The tensors are copied: a layer keeps them until it is complete, and the next parcel uses the same memory.
@@ -135,7 +135,7 @@ class WeightLoader:
                 method.moe_kernel = method.moe_kernel or kernel
             _repack_shared(model)
             if complete and (config := self.vllm_config.lora_config) is not None:
-                install_adapters(model, config, self.coalign_adapters)
+                _install_adapters(model, config, self.coalign_adapters)
         self.coalign_adapters = {}
 
 
@@ -201,14 +201,14 @@ def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch
             raise ValueError(f"the weights do not fit: missing ['{sibling}'], the other half of '{name}'")
 
 
-class AdaptedModel(Protocol):
+class _AdaptedModel(Protocol):
     """vLLM's model with its LoRA layers, as far as it is used here."""
 
     lora_manager: Any
     embedding_modules: dict[str, str]
 
 
-def install_adapters(model: AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
+def _install_adapters(model: _AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
     """Compute with these adapters from now on, unfinished requests included; without tensors, with none.
 
     ``model``: vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM.
@@ -224,7 +224,7 @@ def install_adapters(model: AdaptedModel, config: LoRAConfig, tensors: Mapping[s
     manager.activate_adapter(ADAPTER_ID)
 
 
-def _read_adapter(model: AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
+def _read_adapter(model: _AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
