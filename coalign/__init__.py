@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    generate: Callable[..., Any]  # comes with coalign-serve
+    evaluate: Callable[..., Any]  # comes with coalign-serve, as `generate` does
+    generate: Callable[..., Any]
     from coalign.api import TrainingStopped as TrainingStopped
     from coalign.api import TrainResult as TrainResult
-    from coalign.api import evaluate as evaluate
     from coalign.api import load_config as load_config
     from coalign.api import train as train
     from coalign.data.batch import Batch as Batch
@@ -30,13 +30,13 @@ from coalign.processes.host import prepare_threads
 __version__ = "0.1.0"
 
 _MODULES = {
-    "coalign.api": ("train", "evaluate", "load_config", "TrainResult", "TrainingStopped"),
+    "coalign.api": ("train", "load_config", "TrainResult", "TrainingStopped"),
     "coalign.data.batch": ("Batch",),
     "coalign.engine.engine": ("Engine", "Hook"),
     "coalign.types": ("LossInput", "LossOutput", "Sample", "Stat"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = [*_HOMES, "generate", "__version__"]  # generate comes with coalign-serve
+__all__ = [*_HOMES, "evaluate", "generate", "__version__"]
 
 # Bars and load reports of libraries would tear Coalign's own display, in this process and in every worker.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

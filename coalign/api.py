@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from coalign.config import dump, load
 from coalign.config.schema import RunConfig
@@ -130,31 +130,6 @@ def train(
             "a signal or a request stopped the run" if code > 128 else "a guard stopped the run", result, code
         )
     return result
-
-
-def evaluate(
-    source: Source,
-    overrides: Overrides = None,
-    *,
-    model: PathText | None = None,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-    reward: Function | Sequence[Function] | None = None,
-    loss: Function | None = None,
-    quiet: bool = False,
-) -> dict[str, float]:
-    """Measure a model on the evaluation set of a run: mean@n and pass@k, or the loss and its statistics.
-
-    ``model`` is the directory to measure in place of the one that the run starts from, in ``dtype`` (`auto`: as of
-    `generate`); see `load_config` for the others. ``quiet`` shows no progress bar. Returns numbers by their names
-    (`eval/mean`). Raises ValueError if the run has no `data.eval`.
-    """
-    from coalign.commands.evaluate import evaluate as measure
-    from coalign.report.display import Display
-
-    config = load_config(source, overrides, reward=reward, loss=loss)
-    if model is None and dtype != "auto":
-        raise ValueError(f"dtype {dtype} is for another model; that of the run has its own: models.NAME.dtype")
-    return measure(config, None if model is None else Path(model), Display(quiet=quiet), dtype)
 
 
 def _read_result(folder: Path) -> TrainResult:

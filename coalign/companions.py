@@ -12,9 +12,12 @@ group                  an entry
 ``coalign.commands``   a function with typer's annotations, or a `typer.Typer` with commands of its own
 ``coalign.backends``   a subclass of ``Module``, which `models.<name>.module` names
 ``coalign.rewards``    a reward function (see coalign.rewards), which `reward.fn` names. The questions of judges have a
-                       group of their own, ``coalign.rewards.judge_questions``
+                       group of their own, ``coalign.rewards.judge_questions``; so have environments, which
+                       `rollout.fn` names: ``coalign.environments``
+``coalign.formats``    ``gguf(file, directory, weights)``: makes a Hugging Face directory of a file of this format
 ``coalign.checks``     parts of `coalign check`. ``pipeline(file, overrides, cluster, display)``: the whole check of a
                        pipeline, False for other files. ``cluster(text)``: what `--cluster` describes.
+                       ``data(plan, models, simulated)``: what the first rows of the data say (DataFindings).
                        ``memory(report, plan, config, cluster, lengths)`` and ``placement(report, plan, config,
                        cluster)``: whether the run fits. ``sandbox()``: what a sandbox for code cannot limit here
 ``coalign.kernels``    ``operations`` (a module) and ``layers(model)``: what coalign.cpu offers
@@ -32,8 +35,9 @@ from typing import Any
 
 API, COMMANDS, BACKENDS = "coalign.api", "coalign.commands", "coalign.backends"
 REWARDS, QUESTIONS = "coalign.rewards", "coalign.rewards.judge_questions"
+ENVIRONMENTS, FORMATS = "coalign.environments", "coalign.formats"
 CHECKS, EXPLAINS, KERNELS = "coalign.checks", "coalign.explains", "coalign.kernels"
-GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, CHECKS, EXPLAINS, KERNELS)
+GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, ENVIRONMENTS, FORMATS, CHECKS, EXPLAINS, KERNELS)
 # What the companions of Coalign's repository bring.
 COMPANIONS = {
     "coalign-board": {COMMANDS: ("board", "watch")},
@@ -51,10 +55,16 @@ COMPANIONS = {
     "coalign-megatron": {COMMANDS: ("convert", "extend-vocab", "indexed"), BACKENDS: ("megatron",)},
     "coalign-migrate": {COMMANDS: ("import-config",)},
     "coalign-plan": {COMMANDS: ("plan",), CHECKS: ("cluster", "memory", "placement")},
+    "coalign-prepare": {
+        CHECKS: ("data",),
+        COMMANDS: ("init", "inspect-data", "recipes", "schema"),
+        FORMATS: ("gguf",),
+    },
     "coalign-serve": {
-        API: ("generate",),
+        API: ("evaluate", "generate"),
         CHECKS: ("pipeline",),
-        COMMANDS: ("chat", "generate", "pipeline", "score", "serve", "serve-reward"),
+        COMMANDS: ("chat", "check-sync", "eval", "generate", "merge", "pipeline", "score", "serve", "serve-reward"),
+        ENVIRONMENTS: ("agent",),
     },
 }
 

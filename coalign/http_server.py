@@ -218,21 +218,3 @@ def build_server(application: Starlette, *, timeout: float, connections: int, gr
     )
     config.load()
     return Server(config)
-
-
-@contextlib.asynccontextmanager
-async def serve_within(application: Starlette, *, timeout: float, connections: int) -> AsyncIterator[int]:
-    """Serve on a free port of 127.0.0.1 within this context, which yields the port and ends all connections."""
-    server = build_server(application, timeout=timeout, connections=connections)
-    config, state, loop = server.config, server.server_state, asyncio.get_running_loop()
-    connection = cast(Any, config.http_protocol_class)
-    listener = await loop.create_server(lambda: connection(config, state, {}), "127.0.0.1", 0)
-    try:
-        yield listener.sockets[0].getsockname()[1]
-    finally:
-        listener.close()
-        for client in list(state.connections):
-            client.transport.abort()
-        for task in (tasks := list(state.tasks)):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 import huggingface_hub  # imports its submodules when they are used
 from huggingface_hub import constants
 
+from coalign.companions import FORMATS, load
 from coalign.files import find_cache, list_weight_files, read_json_object, require_inner_name, write_text_atomically
 
 if TYPE_CHECKING:
@@ -97,10 +98,8 @@ def fetch(name: str, *, weights: bool = True, code: bool = False, pickles: bool 
     weights in pickles, where there are no others. Several processes may fetch the same at once. Raises HubError.
     """
     if is_gguf(name):
-        from coalign.gguf import convert_gguf
-
         directory = _directory_of_gguf(Path(name))
-        convert_gguf(Path(name), directory, weights=weights)
+        load(FORMATS, "gguf", "the reader of GGUF files")(Path(name), directory, weights=weights)
         return directory
     if not is_hub_name(name):
         if weights:

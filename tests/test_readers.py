@@ -26,7 +26,7 @@ from coalign.config import ConfigError, load
 from coalign.config.functions import resolve
 from coalign.data.batch import Batch
 from coalign.data.cache import ARRAYS, HASH, ExampleStore
-from coalign.data.indexed import IndexedTokens, IndexedWriter
+from coalign.data.indexed import IndexedTokens
 from coalign.data.kinds import KINDS
 from coalign.data.messages import parse_messages, parse_response, parse_tools, parse_transcript
 from coalign.data.sources import BadRow, open_rows
@@ -43,6 +43,7 @@ from coalign_graders import math_answer
 from coalign_megatron.convert.huggingface import HuggingFaceReader
 from coalign_megatron.convert.sources import find_iteration
 from coalign_megatron.families import find_family
+from coalign_megatron.indexed_writer import IndexedWriter
 from coalign_megatron.vocab.tokenizer import read_tokens
 from coalign_serve.config.pipeline import SelectConfig
 from coalign_serve.config.pipeline_file import load_pipeline

@@ -31,8 +31,8 @@ from coalign.backends.vision_language import (
 )
 from coalign.config.errors import find_nearest
 from coalign.config.schema import ImagesConfig, ModelConfig, ScoreAt
+from coalign.data.images.expansion import Placeholders
 from coalign.data.images.image_files import ImageFiles
-from coalign.data.images.placeholders import Placeholders
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.templates import read_template, store_arguments
 from coalign.devices import seed_generator

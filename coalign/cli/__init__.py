@@ -1,7 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` is fast.
 
-`train.py` has the commands on a run or its YAML, `models.py` those on model directories. Others come from companions
-(`coalign/companions.py`).
+`train.py` has the commands on a run or its YAML. Others come from companions (`coalign/companions.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import coalign
-from coalign.cli import models, train
+from coalign.cli import train
 from coalign.cli.problems import describe_error, find_user_error
 from coalign.cli.usage import WITH_OPTIONS, describe_usage, name_options
 from coalign.companions import COMMANDS as GROUP
@@ -75,13 +74,6 @@ COMMANDS = {
     "scale": train.scale,
     "save": train.save,
     "stop": train.stop,
-    "check-sync": models.check_sync,
-    "eval": train.evaluate,
-    "inspect-data": train.inspect_data,
-    "init": train.init,
-    "recipes": train.recipes,
-    "merge": models.merge,
-    "schema": train.schema,
 }
 # As `--help` lists them, with those of companions.
 ORDER = (

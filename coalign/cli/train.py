@@ -1,13 +1,11 @@
-"""Commands on a YAML file (train, check, eval, …) and on a run (watch, save, stop, scale, explain, diagnose); init."""
+"""Commands on a YAML file (train, check) and on a run that is going (save, stop, scale)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,7 +57,7 @@ def scale(
     processes: Annotated[list[str], typer.Argument(help="Processes by model: `policy=4 trainer=2`.")],
 ):
     """Give models of a running run more processes or fewer, between two steps, and wait for the run's answer."""
-    from coalign.commands.ask_run import scale_run
+    from coalign.cli.ask_run import scale_run
     from coalign.report.display import Display
 
     scale_run(run, processes, Display())
@@ -76,7 +74,7 @@ def stop(run: GoingRun):
 
 
 def _ask(run: Path, verb: str) -> None:
-    from coalign.commands.ask_run import ask_run
+    from coalign.cli.ask_run import ask_run
     from coalign.report.display import Display
     from coalign.run_files.control import ControlRequest
 
@@ -91,7 +89,9 @@ def check(
     as_json: AsJson = False,
 ):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
-    _refuse(no_code)
+    from coalign.config.functions import refuse_code
+
+    refuse_code(no_code)
     report(lambda display, facts: _examine(config, overrides, cluster, display, facts), as_json)
 
 
@@ -125,78 +125,6 @@ def _examine(
     examine(loaded, display, simulated, facts)
 
 
-def evaluate(
-    config: Config,
-    overrides: Overrides = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Evaluate this model directory instead of the configuration's.")
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        typer.Option(
-            help="Of --model. auto: bfloat16 if it is stored in 16 bits or fewer and the device multiplies it."
-        ),
-    ] = "auto",
-    as_json: AsJson = False,
-):
-    """Measure a model on the evaluation set of a run: mean@n, pass@k (or the loss, for SFT)."""
-    from coalign import api
-
-    def measure(display: Display, facts: dict[str, Any]) -> None:
-        facts["metrics"] = api.evaluate(config, overrides, model=model, dtype=dtype)
-        display.table("evaluation", facts["metrics"])
-
-    report(measure, as_json)
-
-
-def inspect_data(
-    config: Config,
-    overrides: Overrides = None,
-    rows: Annotated[int, typer.Option("--rows", "-r", min=1, help="How many rows to show.")] = 3,
-    tokens: Annotated[bool, typer.Option("--tokens", "-t", help="Also list every token with its id.")] = False,
-    thumbnails: Annotated[
-        Path | None, typer.Option(help="Also write the rows to this HTML page, with small pictures of their images.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it exists.")] = False,
-    no_code: NoCode = False,
-):
-    """Show rows as the trainer sees them: text after the chat template, trained parts, preferences and labels."""
-    _refuse(no_code)
-    from coalign.api import load_config
-    from coalign.files import require_free_output
-    from coalign.report.display import Display
-
-    loaded = load_config(config, overrides, planned=True)
-    if thumbnails is not None:
-        require_free_output(thumbnails, [config, *(source.path for source in loaded.data.train)], overwrite=overwrite)
-    from coalign.commands.evaluate import show_data
-
-    show_data(loaded, rows, Display(), tokens=tokens, thumbnails=thumbnails)
-
-
-def _complete_recipe(incomplete: str) -> list[str]:
-    from coalign.config.functions import list_classes
-
-    return [name for name in list_classes("coalign.recipes") if name.startswith(incomplete)]
-
-
-def init(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="`sft`, `grpo`, … (`coalign recipes` lists them), or a dotted path to an Engine subclass.",
-            autocompletion=_complete_recipe,
-        ),
-    ],
-    file: Annotated[Path | None, typer.Argument(help="A new file to write; without it the YAML is printed.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="All settings, with their meanings and defaults.")] = False,
-):
-    """Write a YAML to begin a run with: what is needed, marked by angle brackets, and what most people set."""
-    from coalign.launch.template import RunTemplate
-
-    write_new(RunTemplate(recipe).write(full=full), file)
-
-
 def write_new(text: str, file: Path | None) -> None:
     """Write a file that is not there yet, or the screen."""
     if file is None:
@@ -206,25 +134,3 @@ def write_new(text: str, file: Path | None) -> None:
             out.write(text)
     except FileExistsError:
         raise ValueError(f"{file} is there already, and is left as it is; name another file") from None
-
-
-def recipes():
-    """List the recipes: what each is, the rows of data that it takes, and its models."""
-    from coalign.launch.template import describe_recipes
-
-    for line in describe_recipes(min(100, get_terminal_size().columns)):
-        typer.echo(line)
-
-
-def schema(no_code: NoCode = False):
-    """Print the JSON Schema of the YAML, for editors."""
-    _refuse(no_code)
-    from coalign.config.export import build_json_schema
-
-    typer.echo(json.dumps(build_json_schema(), indent=1))
-
-
-def _refuse(no_code: bool) -> None:
-    from coalign.config.functions import refuse_code
-
-    refuse_code(no_code)

@@ -143,7 +143,7 @@ def _encode_rest(example: Example, row: Mapping[str, Any]) -> bytes:
 
 
 class CachedSource(FileSource):
-    """An ExampleSource whose rows were tokenised before. It draws exactly what ScannedSource would."""
+    """A source for ShuffledOrder whose rows were tokenised before. It draws exactly what ScannedSource would."""
 
     def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, store: ExampleStore) -> None:
         """ValueError if it holds no usable row."""

@@ -12,9 +12,8 @@ import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.images.image_files import REASON as IMAGE
+from coalign.data.images.placeholders import REASON as IMAGE
 from coalign.data.images.placeholders import describe_placeholders
-from coalign.data.images.rows import RowImages
 from coalign.data.messages import Message
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, SourceRow
@@ -131,8 +130,7 @@ class RowEncoder(ABC):
         self.name = name
         self.source = source.called
         self.config = config
-        placeholders = template.placeholders
-        self.reader = RowReader(config, source, None if placeholders is None else RowImages(placeholders.files))
+        self.reader = RowReader(config, source, template.placeholders and template.placeholders.open_rows())
         self.limits = RowLimit.choose(getattr(config, self.longest), f"data.{self.longest}", limits)
         self.max_tokens = self.limits["sequence"].amount if "sequence" in self.limits else None
         self.first_long = ""  # location and problem of the first row that is too long for a model of the run

@@ -15,23 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.cache import hash_file_samples, hash_files, hash_settings, open_cached
 from coalign.data.examples import Example, RowEncoder, RowLimit, build_batch
-from coalign.data.images.image_files import ImageFiles
-from coalign.data.images.placeholders import Placeholders
-from coalign.data.images.processor import ImageProcessor
-from coalign.data.images.rows import RowImages
-from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
 from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, StreamedOrder, check_same_settings
 from coalign.data.shuffle import DataPhase, draw_uniform
-from coalign.data.sources import open_rows
+from coalign.data.sources import find_prefix, open_rows
 from coalign.data.templates import load_template
 from coalign.hub_data import describe_source
 from coalign.types import SOURCE_KEY, Stats, Total, merge_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from coalign.data.images.expansion import Placeholders
+    from coalign.data.images.rows import RowImages
 
 MIX, SHUFFLE = 0, 1  # separate the two streams of random numbers
 
@@ -258,6 +255,9 @@ def _build_placeholders(
     """Build the placeholders of a source's images; None for a run that reads text alone, and for documents."""
     if config.images is None or not KINDS[kind].reads_images or (images := open_row_images(config, source)) is None:
         return None
+    from coalign.data.images.expansion import Placeholders
+    from coalign.data.images.processor import ImageProcessor
+
     return Placeholders(ImageProcessor(tokenizer.name_or_path, tokenizer, config.images), images.files)
 
 
@@ -265,6 +265,9 @@ def open_row_images(config: DataConfig, source: SourceConfig) -> RowImages | Non
     """Return the reader of images in the rows of a source; None for a run that reads text alone."""
     if (images := config.images) is None:
         return None
+    from coalign.data.images.image_files import ImageFiles
+    from coalign.data.images.rows import RowImages
+
     root = Path(images.root) if images.root else Path(source.path).absolute().parent
     return RowImages(ImageFiles(root, images.max_file_pixels))
 
@@ -275,6 +278,8 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
     if prefix := find_prefix(source.path):
         if not encoder.from_tokens:
             raise ValueError(f"{source.path} holds documents as token ids; this recipe reads rows of text")
+        from coalign.data.indexed import IndexedDocuments, IndexedTokens
+
         limit, vocabulary = encoder.max_tokens, len(encoder.template.tokenizer)
         data = IndexedDocuments(
             IndexedTokens(prefix),
@@ -287,10 +292,14 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
         return ShuffledOrder(data, shuffled)
     rows = open_rows(source.path, source.max_samples, stream=config.stream)
     if config.stream:
+        from coalign.data.cache import hash_file_samples, hash_settings
+
         identity = hash_settings(encoder, config, source, phase, hash_file_samples(rows))
         return StreamedOrder(encoder, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
     if config.cache is None:
         return ShuffledOrder(ScannedSource(encoder, rows, phase), shuffled)
+    from coalign.data.cache import hash_files, hash_settings, open_cached
+
     # A stream's identity excludes them: longer rows are dropped when drawn, so a run may go on with other limits.
     limits = [(limit.amount, scope) for scope, limit in sorted(encoder.limits.items())]
     identity = hash_settings(encoder, config, source, phase, [hash_files(rows), limits])

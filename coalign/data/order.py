@@ -10,13 +10,15 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coalign.data.examples import MARKS, Example, RowEncoder
-from coalign.data.indexed import IndexedDocuments
 from coalign.data.shuffle import DataPhase, permute
 from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import SOURCE_KEY, Stat, Stats, Total
+
+if TYPE_CHECKING:
+    from coalign.data.indexed import IndexedDocuments
 
 log = logging.getLogger(__name__)
 
@@ -105,17 +107,13 @@ class ScannedSource(FileSource):
         return self._encoder.read(self._rows[number], number)
 
 
-# The usable rows of a source in file order: source[i] is row i, encoded. `tokens` is their total length.
-ExampleSource = FileSource | IndexedDocuments
-
-
 class ShuffledOrder:
     """Draws from a source of known size; each epoch has its own permutation, given by ``key`` and its number.
 
-    With the key None, rows are drawn in file order. ``rows`` and ``tokens`` are those of an epoch.
+    ``source[i]`` is usable row i in file order, encoded. With the key None, rows are drawn in that order. ``rows`` and ``tokens`` are those of an epoch.
     """
 
-    def __init__(self, source: ExampleSource, key: tuple[int, ...] | None) -> None:
+    def __init__(self, source: FileSource | IndexedDocuments, key: tuple[int, ...] | None) -> None:
         self.source, self._key = source, key
         self.name, self.rows, self.tokens = source.name, len(source), source.tokens
         self._taken = 0

@@ -6,11 +6,10 @@ A row without the required values raises BadRow with the reason. Nothing is toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.images.placeholders import place_images
-from coalign.data.images.rows import RowImages, refuse_images
+from coalign.data.images.placeholders import place_images, refuse_images
 from coalign.data.messages import (
     Message,
     get_text,
@@ -24,6 +23,9 @@ from coalign.data.messages import (
     trim_to_assistant,
 )
 from coalign.data.sources import BadRow
+
+if TYPE_CHECKING:
+    from coalign.data.images.rows import RowImages
 
 # Columns of well-known datasets: {our key: theirs}, used if a row has a value for each of theirs and for none of ours.
 # Texts of several columns are joined as paragraphs; only the first of these columns is required.

@@ -427,6 +427,12 @@ class FileRows:
         return file, number - (self._ends[file - 1] if file else 0)
 
 
+def find_prefix(path: str | Path) -> Path | None:
+    """Return the prefix of an indexed dataset (indexed.py) from PREFIX.idx or PREFIX.bin; None for any other path."""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else None
+
+
 def open_rows(path: str | Path, max_samples: int | None = None, *, stream: bool = False) -> FileRows:
     """Open the rows of ``path``, at most the first ``max_samples``; the ending decides how.
 

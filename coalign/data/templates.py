@@ -21,7 +21,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from coalign.config.errors import suggest
 from coalign.data.batch import Batch
 from coalign.data.coverage import CoverageCheck, list_unknown_keys
-from coalign.data.images.placeholders import Placeholders, is_image, shift
+from coalign.data.images.placeholders import is_image, shift
 from coalign.data.messages import (
     REASONING_KEYS,
     ContentGuard,
@@ -44,6 +44,8 @@ from coalign.types import ImageSpan, Sample, Status
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from coalign.data.images.expansion import Placeholders
 
 
 Messages = Sequence[Message]

@@ -18,7 +18,6 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "agent": "chat",
     "game": "games",
     "self_play": "games",
     "simulated_user": "conversation",

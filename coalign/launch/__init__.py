@@ -2,5 +2,5 @@
 
 ``validate.py`` refuses settings that cannot work, ``device_plan.py`` finds the devices of models, ``trace.py`` runs
 flows on stand-ins, ``check.py`` is `coalign check`, ``data_load.py`` loads the data, and ``run.py`` trains.
-``layout.py`` describes placements, ``template.py`` writes what `coalign init` prints.
+``layout.py`` describes placements.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,6 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.devices import count_devices
 from coalign.engine.reward import describe_reward, list_reward_facts
 from coalign.hub import is_hub_name
-from coalign.launch.data_check import check_data, list_warnings
 from coalign.launch.device_plan import check_devices
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
@@ -37,6 +36,27 @@ class _SimulatedCluster(Protocol):
 
     @property
     def gpus(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Tokens of the longest sequence, and of the row with the most in all of its sequences."""
+
+    sequence: int
+    row: int
+
+
+@dataclass
+class DataFindings:
+    """Lines that describe the data, and warnings. ``lengths`` of the training rows, if all sources were read.
+
+    ``sources``: the facts about each source that was read, for JSON.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    lengths: RowLengths | None = None
 
 
 @dataclass
@@ -70,8 +90,8 @@ def check(
     present = [model for model in plan.models.values() if model not in planned]
     with locate_problems(plan.config):
         notes = _check_models(plan, present, simulated=cluster is not None)
-        data = check_data(plan, present, simulated=cluster is not None)
-    report.add("\n".join([*data.lines, ""]), data=data.sources, warnings=list_warnings(data.lines))
+        data = _check_data(plan, present, simulated=cluster is not None)
+    report.add("\n".join([*data.lines, ""]), data=data.sources, warnings=data.warnings)
     if rewards := describe_reward(plan.rewards, plan.configs):
         report.add(rewards + "\n", reward=list_reward_facts(plan.rewards))
     _report_placement(report, plan, fetched, cluster)
@@ -117,6 +137,12 @@ def _check_models(plan: Plan, present: Sequence[PlannedModel], *, simulated: boo
     check_weights(present, simulated=simulated)
     loaded = [model for model in present if model.config.load]
     return [f"{model.name}: {note}" for model in loaded for note in model.module.notes(model.config)]
+
+
+def _check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool) -> DataFindings:
+    """Read the first rows of the data, as coalign-prepare does. ConfigError for what would end the run."""
+    findings = ask(CHECKS, "data", plan, present, simulated)
+    return findings or DataFindings([f"data: not read; pip install {name_missing(CHECKS, 'data')}"])
 
 
 def _report_placement(report: CheckReport, plan: Plan, fetched: RunConfig, cluster: _SimulatedCluster | None) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.examples import RowLimit
-from coalign.data.file_tokenizer import open_file_tokenizer
 from coalign.data.loader import Loader, build_loader
 from coalign.engine.engine import RunData
 from coalign.engine.reward import list_reward_models
@@ -23,7 +23,6 @@ from coalign.launch.validate import (
     find_token_limit,
 )
 from coalign.roles import Rollout
-from coalign.weights.model_files import check_tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,21 +63,19 @@ def load_data(plan: Plan) -> RunData:
 
 
 def load_tokenizer(
-    config: RunConfig, rewards: Mapping[str, ModelConfig], *, reads_rows: bool = False
+    config: RunConfig, rewards: Mapping[str, ModelConfig], light: Callable[[Path], Any] | None = None
 ) -> PreTrainedTokenizerBase:
     """The run's tokenizer. ValueError names the directory if it has none, or a model without rows for its ids.
 
     ``rewards``: the models of the reward; those with a chat template read text, by a tokenizer of their own.
-    ``reads_rows``: nothing else is asked of it, so that it need not be transformers' own.
+    ``light`` reads a directory's tokenizer without transformers, or returns None.
     """
     from coalign.backends.pretrained import open_tokenizer
 
     name, trust = find_tokenizer_name(config)
     if not (directory := find_directory(name)).is_dir():
         raise ValueError(f"models: `load: {name}` is not a directory (a Hugging Face model directory is expected)")
-    check_tokenizer_files(directory)
-    light = open_file_tokenizer(directory) if reads_rows and config.data.images is None else None
-    tokenizer = cast("PreTrainedTokenizerBase", light) or open_tokenizer(directory, trust_remote_code=trust)
+    tokenizer = (light and light(directory)) or open_tokenizer(directory, trust_remote_code=trust)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     reads_text = {name for name, model in rewards.items() if model.chat_template}
     for name, model in config.models.items():

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coalign.algorithms.divergence import AdaptiveKL, FixedKL
 from coalign.backends.base import Module, Objective, TrainableModule
@@ -28,12 +28,12 @@ from coalign.engine.engine import Engine
 from coalign.engine.reward import list_reward_models, list_reward_parts
 from coalign.engine.selection import check_limits
 from coalign.engine.vocabulary import find_tokenizer_name, is_scored_at_end_of_text, is_tokenized_alike
-from coalign.environments.conversation import find_environment
-from coalign.environments.loop import EnvironmentFunction
 from coalign.launch import validate
 from coalign.launch.device_plan import assign_devices, describe_devices
-from coalign.rewards import episode
 from coalign.roles import Context, Rollout, Scorer, Trainable
+
+if TYPE_CHECKING:
+    from coalign.environments.loop import EnvironmentFunction
 
 REWARD_FUNCTIONS = "coalign.backends.scorers.reward_functions:RewardModule"  # a path: a dry run asks it for its columns
 
@@ -177,7 +177,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         validate.check_resume(config)
         validate.check_stream(config)
         with located_at("rollout", "fn"):
-            environment = find_environment(config.rollout)
+            environment = _find_environment(config)
         validate.check_environment(environment, config)
         validate.check_template(environment, config)
         check_limits(config)
@@ -244,6 +244,15 @@ def _bind(section: Function | None, section_name: str) -> partial[Any] | None:
     return partial(fn, **bind(fn, section.arguments, section_name))
 
 
+def _find_environment(config: RunConfig) -> EnvironmentFunction | None:
+    """Find the environment that `rollout` names; None for `single_turn`, which policies do without an episode."""
+    if config.rollout.fn == "single_turn" and not config.rollout.arguments:
+        return None
+    from coalign.environments.conversation import find_environment
+
+    return find_environment(config.rollout)
+
+
 def find_turn_weight(config: RunConfig) -> float:
     """Return the weight of the reward `episode`; 0 if it is normalised or clipped.
 
@@ -252,7 +261,8 @@ def find_turn_weight(config: RunConfig) -> float:
     return sum(
         reward.weight
         for reward in config.reward
-        if reward.fn and resolve(reward.fn, reward.home) is episode and reward.normalise == "none" and not reward.clip
+        if reward.fn and reward.normalise == "none" and not reward.clip
+        if getattr(resolve(reward.fn, reward.home), "sums_turns", False)
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from coalign.cluster.cluster import choose_cluster, start_cluster
 from coalign.cluster.survivors.claim import RunClaim
-from coalign.cluster.torchrun import TorchrunRank, serve_rank
 from coalign.companions import EXPLAINS, ask, list_modules
 from coalign.config import dump, locate_problems
 from coalign.config.export import list_written
@@ -28,7 +27,6 @@ from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, fetch_chec
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, FlatRewards, Guards
-from coalign.engine.hooks.journal_hook import JournalHook
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
 from coalign.engine.hooks.recovery import Recovery, find_memory, open_memory_folder
@@ -48,7 +46,6 @@ from coalign.launch.validate import check_folders
 from coalign.report.display import Display
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
 from coalign.report.step_line import ROLLOUTS, ROWS
-from coalign.report.trackers import start_trackers
 from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.types import Stats
 
@@ -66,8 +63,11 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
     see each step after evaluation and before it is recorded and saved. Of the processes of torchrun the first trains;
     the others serve its calls.
     """
-    if choose_cluster(config) == "torchrun" and TorchrunRank.read().rank > 0:
-        return serve_rank(config.runtime.accelerator)
+    if choose_cluster(config) == "torchrun":
+        from coalign.cluster.torchrun import TorchrunRank, serve_rank
+
+        if TorchrunRank.read().rank > 0:
+            return serve_rank(config.runtime.accelerator)
     with StopSignals(config.runtime.preemption_notice) as signals:
         try:
             return _train(config, display, hooks, signals)
@@ -160,7 +160,11 @@ def _learn(
     guards = Guards(runtime.guards, folder, checkpoints, record.write)
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
-    journal = [JournalHook(folder.journal, checkpoints)] if runtime.journal else []
+    journal = []
+    if runtime.journal:
+        from coalign.engine.hooks.journal_hook import JournalHook
+
+        journal = [JournalHook(folder.journal, checkpoints)]
     engine.cluster.on_end = timeline.note
     flat = [FlatRewards()] if engine.rewards else []
     engine.hooks.extend([guards, *flat, timeline, *profile, *_evaluation(engine, record), *hooks])
@@ -182,7 +186,11 @@ def _learn(
     first = engine.step
     folder.begin(dump(config), engine.step)
     write_text_atomically(folder.path / "written.json", json.dumps(list_written(config), indent=1))
-    record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config.model_dump()), engine.step)
+    if runtime.trackers:
+        from coalign.report.trackers import start_trackers
+
+        settings = hide_secrets(config.model_dump())
+        record.trackers += start_trackers(runtime.trackers, folder.path, settings, engine.step)
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     waiting = ROLLOUTS if engine.source == "prompts" else ROWS

@@ -43,34 +43,22 @@ leave the batch before any baseline sees them, and are counted in ``reward/faile
 could be scored, the run stops with the function's own traceback.
 """
 
+from importlib import import_module
 from typing import Any
 
 from coalign.companions import REWARDS, list_entries
-from coalign.rewards.rules import (
-    CosineLength,
-    episode,
-    length_penalty,
-    length_range,
-    length_target,
-    repetition_penalty,
-    script,
-    tags,
-)
 
-__all__ = [
-    "CosineLength",
-    "episode",
-    "length_penalty",
-    "length_range",
-    "length_target",
-    "repetition_penalty",
-    "script",
-    "tags",
-]
+_RULES = (
+    *("CosineLength", "episode", "length_penalty", "length_range", "length_target"),
+    *("repetition_penalty", "script", "tags"),
+)
+__all__ = [*_RULES]
 
 
 def __getattr__(name: str) -> Any:
-    """Refuse a reward function that a companion brings, with where it is."""
+    """Import a rule when it is asked for; refuse a reward function that a companion brings, with where it is."""
+    if name in _RULES:
+        return getattr(import_module("coalign.rewards.rules"), name)
     if (entry := list_entries(REWARDS).get(name)) is not None:
         raise AttributeError(f"coalign.rewards.{name} is {entry.value} now; a YAML names it `{name}`")
     raise AttributeError(f"module 'coalign.rewards' has no attribute '{name}'")

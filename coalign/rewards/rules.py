@@ -165,3 +165,6 @@ def episode(sample: Sample) -> float:
     if sample.turn_rewards is None:
         raise ValueError("no environment gave this sample a reward: `rollout.fn` names one (docs/environments.md)")
     return float(sample.turn_rewards.double().sum())
+
+
+episode.sums_turns = True  # so that a turn can be rewarded by itself

@@ -43,8 +43,7 @@ ALLOWED = {
     "files": set(),
     "cpu": {"companions"},
     "run_files": {"files"},
-    "gguf": {"files"},
-    "hub": {"files", "gguf"},
+    "hub": {"companions", "files"},
     "hub_data": {"files", "hub"},
     "services": set(),
     "threads": set(),
@@ -62,7 +61,6 @@ ALLOWED = {
         "data",
         "services",
         "threads",
-        "http_server",
         "processes",
         "interpreter_watch",
     },
@@ -85,13 +83,9 @@ ALLOWED = {
     "engine": {*BELOW_BACKENDS, "backends", "cluster", "run_files"},
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
     "launch": {*BELOW_BACKENDS, "backends", "cluster", "engine", "report", "run_files"},
-    "commands": {
-        *(BELOW_BACKENDS | {"http_server", "backends", "cluster", "engine", "report", "launch"}),
-        "run_files",
-    },
-    "api": {"config", "commands", "launch", "report", "run_files"},
+    "api": {"config", "launch", "report", "run_files"},
     "cli": {
-        *(BELOW_BACKENDS | {"api", "backends", "cluster", "commands", "launch"}),
+        *(BELOW_BACKENDS | {"api", "backends", "cluster", "launch"}),
         *("report", "run_files"),
     },
 }
@@ -102,7 +96,7 @@ HEAVY = {
     "deepspeed": "backends/deepspeed.py",
     "latex2sympy2_extended": "coalign_graders/checks.py",  # math-verify's parser
     "huggingface_hub": "hub.py",
-    "gguf": "gguf.py",
+    "gguf": "coalign_prepare/gguf.py",
     "httpx2": "coalign_graders/services/client.py",
     "cloudpickle": "processes/function_process.py",
     "matplotlib": ("report/plots.py",),
@@ -189,7 +183,6 @@ def test_imports_point_downwards():
 CUDA = {
     "devices.py",
     "coalign_megatron/backend/cpu.py",  # names what megatron-core asks of CUDA
-    *("commands/judges.py", "commands/pipeline.py", "launch/check.py"),
 }
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from coalign.backends import pretrained
-from coalign.commands.merge import merge
+from coalign_serve.merge import merge
 from coalign.config.schema import ModelConfig
 from coalign.files import list_weight_files
 from tests.backends.architectures import PlainStep, build_trainer, compare_tokens, find_shape, load_plain, make

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coalign import load_config
-from coalign.launch.template import DATA, MODEL, REWARD
+from coalign_prepare.run_template import DATA, MODEL, REWARD
 from tests.runs import metrics, run
 
 HERE = Path(__file__).parent

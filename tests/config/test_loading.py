@@ -193,6 +193,7 @@ def test_config_imports_no_torch(write):
         ("openai/gsm8k:main:train", "gsm8k"),
         ("openai/gsm8k@0123:main:train", "gsm8k"),
         ("https://host/sets/math.csv?download=1", "math"),
+        ("x/saved", "saved"),
     ],
 )
 def test_what_a_source_is_called(path, name):

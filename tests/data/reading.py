@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import Example, RowEncoder, build_batch
 from coalign.data.kinds import KINDS
+from coalign.data.loader import Loader, build_loader
 from coalign.data.sources import SourceRow
 from coalign.data.templates import load_template
 from tests.tiny import tiny_tokenizer
@@ -52,6 +53,36 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     """Write rows as JSON lines; return the path as a configuration has it."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def numbered(path: Path, n: int, start: int = 0) -> str:
+    """Write rows with their numbers under `n`; return the path."""
+    return write(path, [{"prompt": f"p{i}", "answer": f"a{i}", "n": i} for i in range(start, start + n)])
+
+
+def loader(
+    *paths: str,
+    weights: Sequence[float] | None = None,
+    kind: str = "prompts",
+    split: Literal["train", "eval"] = "train",
+    batch_size: int = 4,
+    seed: int = 0,
+    max_samples: int | None = None,
+    batch_tokens: int | None = None,
+    allow_changed: bool = False,
+    **config: Any,
+) -> Loader:
+    """The loader of files; ``config`` is that of `data`."""
+    rows = zip(paths, weights or [1.0] * len(paths), strict=True)
+    data = {split: [SourceConfig(path=path, weight=weight, max_samples=max_samples) for path, weight in rows]}
+    how: dict[str, Any] = {"batch_tokens": batch_tokens, "allow_changed": allow_changed}
+    config = DataConfig(**data, **config)
+    return build_loader(config, TOKENIZER, kind=kind, split=split, batch_size=batch_size, seed=seed, **how)
+
+
+def drawn(loader: Loader, batches: int) -> list[int]:
+    """The numbers of the rows of so many batches."""
+    return [row["n"] for _ in range(batches) for row in loader.next()["rows"]]
 
 
 def user(text: str) -> dict[str, str]:

@@ -8,44 +8,9 @@ import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.loader import build_loader
-from tests.data.reading import write
+from tests.data.reading import TOKENIZER, drawn, loader, numbered, write
 from tests.gsm8k import TEST, needs_gsm8k
 from tests.tiny import tiny_tokenizer
-
-TOKENIZER = tiny_tokenizer()
-
-
-def numbered(path, n, start=0):
-    return write(path, [{"prompt": f"p{i}", "answer": f"a{i}", "n": i} for i in range(start, start + n)])
-
-
-def loader(
-    *paths,
-    weights=None,
-    kind="prompts",
-    split="train",
-    batch_size=4,
-    seed=0,
-    batch_tokens=None,
-    max_samples=None,
-    **config,
-):
-    weights = weights or [1.0] * len(paths)
-    sources = [SourceConfig(path=p, weight=w, max_samples=max_samples) for p, w in zip(paths, weights, strict=True)]
-    return build_loader(
-        DataConfig(**{split: sources}, **config),
-        TOKENIZER,
-        kind=kind,
-        split=split,
-        batch_size=batch_size,
-        seed=seed,
-        batch_tokens=batch_tokens,
-    )
-
-
-def drawn(loader, batches):
-    return [row["n"] for _ in range(batches) for row in loader.next()["rows"]]
-
 
 def text(batch, i=0):
     return TOKENIZER.decode(list(batch.rows())[i]["tokens"].tolist())
@@ -331,12 +296,6 @@ def test_a_row_names_its_source_itself_or_has_its_files(tmp_path):
         "c": "math",
         "d": "7",
     }
-
-
-def test_names_of_sources():
-    named = {"x/gsm8k.jsonl": "gsm8k", "x/math/*.jsonl": "math", "x/saved": "saved"}
-    assert {path: SourceConfig(path=path).called for path in named} == named
-    assert SourceConfig(path="a.jsonl", name="mine").called == "mine"
 
 
 @needs_gsm8k

@@ -1,6 +1,5 @@
 """Shares of a source that never meet, whatever the runs of a pipeline differ in."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -10,9 +9,9 @@ from hypothesis import strategies as st
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.loader import build_loader
 from coalign.data.shuffle import DataPhase
-from tests.tiny import tiny_tokenizer
+from tests.data import reading
+from tests.data.reading import TOKENIZER, numbered
 
-TOKENIZER = tiny_tokenizer()
 WEIGHTS = {"sft": 2, "rm": 4, "rl": 4}
 
 
@@ -22,14 +21,8 @@ def shares(weights, rows):
     return {name: [n for n in range(rows) if n in phase] for name, phase in phases.items()}
 
 
-def numbered(path, n):
-    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "a", "n": i}) + "\n" for i in range(n)))
-    return str(path)
-
-
-def loader(*paths, phase, weights=WEIGHTS, seed=0, **config):
-    config = DataConfig(train=[SourceConfig(path=p) for p in paths], phases=weights, phase=phase, **config)
-    return build_loader(config, TOKENIZER, kind="prompts", split="train", batch_size=10, seed=seed)
+def loader(*paths, phase, **config):
+    return reading.loader(*paths, phases=WEIGHTS, phase=phase, batch_size=10, **config)
 
 
 def rows(loader):

@@ -1,19 +1,15 @@
 """Sources read as they come: every row once an epoch, shuffled within a window, resumed at any place."""
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.loader import build_loader
 from coalign.data.sources import JsonLines, ParquetRows
-from tests.data.reading import write
-from tests.tiny import tiny_tokenizer
-
-TOKENIZER = tiny_tokenizer()
-
+from tests.data import reading
+from tests.data.reading import drawn, write
 
 def rows(n, start=0):
     return [{"prompt": f"p{i}", "n": i} for i in range(start, start + n)]
@@ -40,25 +36,7 @@ def stored(tmp_path, form, rows):
             return str(tmp_path / "a")
 
 
-def loader(*paths, weights=None, batch_size=1, seed=0, max_samples=None, window=8, allow_changed=False, **config):
-    weights = weights or [1.0] * len(paths)
-    sources = [SourceConfig(path=p, weight=w, max_samples=max_samples) for p, w in zip(paths, weights, strict=True)]
-    config = DataConfig(train=sources, stream=True, stream_window=window, **config)
-    return build_loader(
-        config,
-        TOKENIZER,
-        kind="prompts",
-        split="train",
-        batch_size=batch_size,
-        seed=seed,
-        allow_changed=allow_changed,
-    )
-
-
-def drawn(loader, batches):
-    return [row["n"] for _ in range(batches) for row in loader.next()["rows"]]
-
-
+loader = partial(reading.loader, stream=True, batch_size=1, stream_window=8)
 FORMS = pytest.mark.parametrize("form", ["jsonl", "shards", "parquet", "directory"])
 
 
@@ -75,7 +53,7 @@ def test_every_epoch_shows_each_row_once_shuffled_within_windows(tmp_path, form)
     assert [n % 8 for n in epochs[0][:8]] != [n % 8 for n in epochs[0][8:16]]  # windows differ, too
     assert drawn(loader(path), 60) == seen != drawn(loader(path, seed=1), 60)
     assert drawn(loader(path, shuffle=False), 25) == [*range(20), *range(5)]
-    assert drawn(loader(path, max_samples=11, window=100), 11) != list(range(11))
+    assert drawn(loader(path, max_samples=11, stream_window=100), 11) != list(range(11))
     assert sorted(drawn(loader(path, max_samples=11), 22)) == sorted([*range(11)] * 2)
 
 
@@ -109,32 +87,25 @@ def test_a_stream_draws_what_a_scan_finds(tmp_path_factory, lines, window, phase
     path.write_text("\n".join(said.get(line, f'{{"prompt": "p", "n": {n}}}') for n, line in enumerate(lines)))
     config = {"bad_rows": "drop", **phases}
     try:
-        scanned = build_loader(
-            DataConfig(train=[SourceConfig(path=str(path))], **config),
-            TOKENIZER,
-            kind="prompts",
-            split="train",
-            batch_size=1,
-            seed=0,
-        )
+        scanned = reading.loader(str(path), **config)
     except ValueError:  # nothing can be used
         with pytest.raises(ValueError, match=r"no usable rows|holds no rows"):
-            loader(str(path), window=window, **config).next()
+            loader(str(path), stream_window=window, **config).next()
         return
     numbers = [row["n"] for _, batch in scanned.all() for row in batch["rows"]]
-    made = loader(str(path), window=window, **config)
+    made = loader(str(path), stream_window=window, **config)
     epochs = [sorted(drawn(made, len(numbers))) for _ in range(3)]
     assert epochs == [numbers] * 3
-    made = loader(str(path), window=window, **config)
+    made = loader(str(path), stream_window=window, **config)
     drawn(made, stop)
-    resumed = loader(str(path), window=window, **config)
+    resumed = loader(str(path), stream_window=window, **config)
     resumed.load_state_dict(made.state_dict())
     assert drawn(resumed, 20) == drawn(made, 20) and resumed.report() == made.report()
 
 
 def test_bad_rows_fall_under_the_policies_as_they_come(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "n": 0}, {"prompt": ""}, {"n": 2}, {"prompt": "b", "n": 3}])
-    made = loader(path, bad_rows="drop", window=3, shuffle=False)
+    made = loader(path, bad_rows="drop", stream_window=3, shuffle=False)
     assert drawn(made, 1) == [0]
     assert made.report() == "a.jsonl: a stream, 1 rows so far: 1 used"
     assert drawn(made, 2) == [3, 0]
@@ -149,7 +120,7 @@ def test_bad_rows_fall_under_the_policies_as_they_come(tmp_path):
     assert drawn(made, 1) == [0]
     with pytest.raises(ValueError, match=r"b\.jsonl:3: not valid JSON"):
         made.next()
-    empty = loader(write(tmp_path / "c.jsonl", [{"prompt": ""}] * 5), window=2)
+    empty = loader(write(tmp_path / "c.jsonl", [{"prompt": ""}] * 5), stream_window=2)
     with pytest.raises(ValueError, match=r"c\.jsonl has no usable rows \(a stream, 5 rows so far: 0 used, 5 empty\)"):
         empty.next()
     with pytest.raises(ValueError, match="holds no rows"):
@@ -172,21 +143,18 @@ def test_a_cursor_is_refused_for_another_stream(tmp_path):
     for message, other in {
         "is not the stream that the checkpoint": loader(write(tmp_path / "b.jsonl", rows(6))),
         "the tokenizer, the template or the keys": loader(path, system="Be brief."),
-        "stream_window=8, not 9": loader(path, window=9),
+        "stream_window=8, not 9": loader(path, stream_window=9),
         "shuffle=True, not False": loader(path, shuffle=False),
     }.items():
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
-    config = DataConfig(train=[SourceConfig(path=path)])
-    scanned = build_loader(config, TOKENIZER, kind="prompts", split="train", batch_size=1, seed=0)
     with pytest.raises(ValueError, match="stream=True, not False"):
-        scanned.load_state_dict(state)
+        reading.loader(path).load_state_dict(state)
 
 
 def test_a_budget_of_tokens_works_without_knowing_their_number(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "x" * (7 * i % 30), "n": i} for i in range(1, 20)])
-    config = DataConfig(train=[SourceConfig(path=path)], stream=True, stream_window=5)
-    made = build_loader(config, TOKENIZER, kind="prompts", split="train", batch_size=1, batch_tokens=200, seed=0)
+    made = loader(path, stream_window=5, batch_tokens=200)
     lengths = [made.next().tokens_total for _ in range(30)]
     assert abs(sum(lengths) - 30 * 200) < 70 and max(lengths) < 270
 
@@ -208,6 +176,6 @@ def test_only_a_window_is_read_ahead(tmp_path, monkeypatch):
     read = []
     plain = JsonLines._lines
     monkeypatch.setattr(JsonLines, "_lines", lambda self, start: (read.append(x) or x for x in plain(self, start)))
-    made = loader(path, window=10)
+    made = loader(path, stream_window=10)
     drawn(made, 25)
     assert 30 <= len(read) <= 32

@@ -230,27 +230,3 @@ def test_tools_through_the_module(directory):
     out, stats = module(directory, "tool_use", tools=["calculator"], max_turns=2).generate(prompts(directory))
     assert '"calculator"' in read_samples(out, tiny_tokenizer(directory))[0].prompt
     assert stats["episode/turns"].value >= 1.0
-
-
-async def waits(episode, *, seconds: float, turns: int):
-    for _ in range(turns):
-        await episode.generate(max_new_tokens=4)
-        pause = seconds * episode.random.random()
-        episode.count("waited", pause)
-        await asyncio.sleep(pause)
-        episode.say({"role": "user", "content": "Go on"})
-
-
-@pytest.mark.slow
-def test_64_episodes_take_as_long_as_the_slowest(directory):
-    """Delays of 0 to 2 s between turns: the batch takes less than 1.3 times the longest chain of delays."""
-    made = module(directory, "waits", samples=8, seconds=2.0, turns=4)
-    made.generate(prompts(directory, 1), samples=1)  # loads the model
-    begun, computed = time.perf_counter(), time.process_time()
-    out, stats = made.generate(prompts(directory, 8))
-    took, computed = time.perf_counter() - begun, time.process_time() - computed
-    assert len(out) == 64 and Status.ERROR not in out["status"].tolist()
-    drawn = [Random(f"3/{group}/{index}") for group in range(8) for index in range(8)]
-    longest = max(sum(2.0 * random.random() for _ in range(4)) for random in drawn)
-    assert 5 < longest <= stats["episode/seconds_max"].value
-    assert took < 1.3 * longest, f"of which {computed:.1f} s were computed: is the machine busy?"

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from coalign import gguf
 from coalign.report import plots
+from coalign_prepare import gguf
 from tests.packaging.licences import ROOT
 from tests.runs import run, settings
 

@@ -372,19 +372,6 @@ def test_of_a_class_one_object_is_made_with_the_arguments(caller):
         RewardFunction("counter", Counter, {"begin": 5})
 
 
-@pytest.mark.slow  # tests/rewards/test_thread_pool.py shows the same of the threads alone, without torch
-def test_hung_threads_do_not_keep_the_process_alive():
-    import subprocess
-
-    code = (
-        "import time; from coalign.rewards.calls import *; from tests.rewards.samples import sample\n"
-        "def f(s):\n    while True: time.sleep(0.01)\n"
-        "o = RewardCaller().score([RewardFunction('f', f, timeout=0.1, retries=0)], [sample()])[0][0]\n"
-        "assert o.reason == 'timeout'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 def test_a_function_that_gives_up_is_not_called_again(caller):
     seen = []
 

@@ -16,7 +16,7 @@ from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.request import Request, stack_experts
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
-from coalign.data.images.placeholders import Placeholders
+from coalign.data.images.expansion import Placeholders
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode, EpisodeLog
 from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop

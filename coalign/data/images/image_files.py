@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from coalign.data.images.decoder import DecodedPicture, UnreadablePicture, decode
+from coalign.data.images.placeholders import REASON
 from coalign.data.sources import BadRow
 from coalign.files import find_cache, read_bounded, write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-REASON = "image"  # BadRow's reason, to which the policy `data.bad_rows` applies
 NEEDS_PILLOW = "images are read with Pillow, which is not installed: pip install coalign[images]"
 MAX_FILE_BYTES = 512 * 2**20
 MAX_NAME = 300  # characters of a name in messages

@@ -1,4 +1,4 @@
-"""Positions of images: in the messages of a row, in the text that a template writes, and in its tokens."""
+"""Images in the messages of a row, by their paths; no file is opened here, and a run of text loads nothing else."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from coalign.data.images.frames import VIDEO_DEFAULTS
-from coalign.data.images.image_files import REASON, ImageFile, ImageFiles
-from coalign.data.images.processor import ImageProcessor
-from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow
 from coalign.types import ImageSpan
 
 Message = dict[str, Any]
+REASON = "image"  # BadRow's reason, to which the policy `data.bad_rows` applies
+COLUMNS = ("images", "image")  # most data sets; MMMU has image_1, image_2, …
+VIDEO_COLUMNS = ("videos", "video")  # several videos, one video
+_TEXTS = ("messages", "conversations", "prompt", "problem", "question", "instruction")  # columns with `<image>`
 MEDIA = ("image", "video")  # types of message parts that are no text
 # LLaVA, Geometry3K: <image>; MMMU: <image 1>
-MARKERS = {medium: re.compile(rf"<{medium}(?:[ _](\d+))?>") for medium in MEDIA}
+_MARKERS = {medium: re.compile(rf"<{medium}(?:[ _](\d+))?>") for medium in MEDIA}
 
 
 def is_image(part: Any) -> bool:
@@ -63,7 +63,7 @@ def _place(messages: Sequence[Message], medium: str, paths: Sequence[str]) -> li
         """Whether a part refers to an image that the row has elsewhere: {type: image} alone."""
         return part.get("type") == medium and not part[medium]
 
-    marker = MARKERS[medium]
+    marker = _MARKERS[medium]
     everywhere = [part for message in messages for part in _list_parts(message)]
     marks = sum(len(marker.findall(_get_text(part))) + is_open(part) for part in everywhere)
     named_paths = {part[medium] for part in everywhere if part.get("type") == medium and part[medium]}
@@ -174,81 +174,18 @@ def describe_placeholders(spans: Iterable[ImageSpan]) -> str:
     return f", of which {count} stand for images (data.images.max_pixels makes these smaller)" if count else ""
 
 
-class Placeholders:
-    """Expands the placeholder of each image or video in a text to one for each feature, and finds them again."""
-
-    def __init__(self, processor: ImageProcessor, files: ImageFiles) -> None:
-        self.processor, self.files = processor, files
-        self.videos = VideoFiles(files)
-        marks = [processor.placeholder, *([processor.video_placeholder] if processor.frames else [])]
-        self._mark = re.compile("|".join(map(re.escape, marks)))
-
-    def write(self, part: Message) -> str:
-        """Return the placeholder of a part, before it is expanded. BadRow (image) for a video that no model reads."""
-        return self._get_mark(part["type"] == "video")
-
-    def _get_mark(self, is_video: bool) -> str:
-        if is_video and self.processor.frames is None:
-            raise BadRow(
-                f"the row has a video, and the model in {self.processor.directory} reads images alone; videos are read "
-                f"by {', '.join(VIDEO_DEFAULTS)}",
-                REASON,
-            )
-        return self.processor.video_placeholder if is_video else self.processor.placeholder
-
-    def find(self, messages: Iterable[Message]) -> list[ImageFile]:
-        """The files of the images and videos in messages, in order. BadRow (image) for one that cannot be used."""
-        return [
-            self.files.find(part["image"]) if part["type"] == "image" else self.videos.find(part["video"])
-            for part in list_image_parts(messages)
-        ]
-
-    def expand(self, text: str, images: Sequence[ImageFile]) -> tuple[str, list[tuple[int, int]]]:
-        """Replace the n-th placeholder by the expanded text of the n-th image.
-
-        Returns the text, and (end, growth) of each replacement: how much longer the text is after this end in the old
-        text. BadRow (image) if there are more placeholders than images, or fewer.
-        """
-        marks, expected = [*self._mark.finditer(text)], [self._get_mark(image.is_video) for image in images]
-        if [mark[0] for mark in marks] != expected:
-            names = " or ".join(dict.fromkeys([*expected, *(mark[0] for mark in marks)]))
-            raise BadRow(
-                f"the chat template writes {len(marks)} placeholders ({names}) for {len(images)} images", REASON
-            )
-        expanded, moved, end = [], [], 0
-        for mark, image in zip(marks, images, strict=True):
-            expansion = self.processor.measure_file(image).text
-            moved.append((mark.end(), len(expansion) - len(mark[0])))
-            expanded += [text[end : mark.start()], expansion]
-            end = mark.end()
-        return "".join([*expanded, text[end:]]), moved
-
-    def locate(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[ImageSpan, ...]:
-        """Find the spans of ``images`` in the tokens of an expanded text. BadRow (image) unless all are there.
-
-        No content can write a placeholder (ContentGuard), so what has its id is one.
-        """
-        runs: list[tuple[int, int]] = []
-        for placed, run in groupby(enumerate(tokens), key=lambda pair: pair[1] in self.processor.tokens):
-            if placed:
-                positions = [position for position, _ in run]
-                runs.append((positions[0], len(positions)))
-        shapes = [self.processor.measure_file(image) for image in images]
-        if (count := sum(length for _, length in runs)) != (expected := sum(shape.features for shape in shapes)):
-            raise BadRow(f"{count} placeholders in the tokens, and {expected} features of {len(images)} images", REASON)
-        spans = []
-        start, left = runs.pop(0) if runs else (0, 0)
-        for image, shape in zip(images, shapes, strict=True):
-            first = 0
-            while first < shape.features:
-                length = min(left, shape.features - first)
-                spans.append(ImageSpan(image.sha256, image.path, start, length, shape.grid, first, shape.seconds))
-                first, start, left = first + length, start + length, left - length
-                if not left and runs:
-                    start, left = runs.pop(0)
-        return tuple(spans)
-
-
 def shift(position: int, moved: Sequence[tuple[int, int]]) -> int:
     """Return the position of a character after `Placeholders.expand`."""
     return position + sum(growth for end, growth in moved if end <= position)
+
+
+def refuse_images(row: Mapping[str, Any]) -> None:
+    """Raise BadRow for a row with images that its texts refer to: without them it would teach nonsense."""
+    for medium, columns in (("image", COLUMNS), ("video", VIDEO_COLUMNS)):
+        column = next((key for key in columns if row.get(key)), None)
+        if column is not None and any(key in row and _MARKERS[medium].search(str(row[key])) for key in _TEXTS):
+            raise BadRow(
+                f"the row has {medium}s (under '{column}') and its text says `<{medium}>`, but this run reads text "
+                "alone: set data.images: {}, for models that see",
+                REASON,
+            )

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from coalign.config.schema import ImagesConfig
 from coalign.data.images.frames import VIDEO_DEFAULTS, FrameProcessor
-from coalign.data.images.image_files import NEEDS_PILLOW, REASON, ImageFile
+from coalign.data.images.image_files import NEEDS_PILLOW, ImageFile
+from coalign.data.images.placeholders import REASON
 from coalign.data.sources import BadRow
 from coalign.files import describe_problem
 

@@ -6,15 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coalign.data.images.image_files import REASON, ImageFiles, write_data_url
-from coalign.data.images.placeholders import MARKERS, is_image, read_part
+from coalign.data.images.image_files import ImageFiles, write_data_url
+from coalign.data.images.placeholders import COLUMNS, VIDEO_COLUMNS, is_image, read_part
 from coalign.data.images.videos import VideoFiles
-from coalign.data.sources import BadRow
 
-COLUMNS = ("images", "image")  # most data sets; MMMU has image_1, image_2, …
-VIDEO_COLUMNS = ("videos", "video")  # several videos, one video
 _NUMBERED = re.compile(r"image_(\d+)")
-_TEXTS = ("messages", "conversations", "prompt", "problem", "question", "instruction")  # columns with `<image>`
 
 
 class RowImages:
@@ -80,15 +76,3 @@ def _send_part(part: Any) -> Any:
     if part["type"] == "video":
         raise ValueError("a judge behind OpenAI's API is sent images, and no videos")
     return {"type": "image_url", "image_url": {"url": write_data_url(part["image"])}}
-
-
-def refuse_images(row: Mapping[str, Any]) -> None:
-    """Raise BadRow for a row with images that its texts refer to: without them it would teach nonsense."""
-    for medium, columns in (("image", COLUMNS), ("video", VIDEO_COLUMNS)):
-        column = next((key for key in columns if row.get(key)), None)
-        if column is not None and any(key in row and MARKERS[medium].search(str(row[key])) for key in _TEXTS):
-            raise BadRow(
-                f"the row has {medium}s (under '{column}') and its text says `<{medium}>`, but this run reads text "
-                "alone: set data.images: {}, for models that see",
-                REASON,
-            )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coalign.data.images.image_files import (
-    REASON,
     FilesByContent,
     ImageFile,
     ImageFiles,
@@ -24,6 +23,7 @@ from coalign.data.images.image_files import (
     open_image,
     read_content,
 )
+from coalign.data.images.placeholders import REASON
 from coalign.data.sources import BadRow
 from coalign.files import describe_problem, find_cache, write_atomically
 

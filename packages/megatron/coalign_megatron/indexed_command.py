@@ -106,6 +106,6 @@ def inspect(
 
 
 def _prefix(path: Path) -> Path:
-    from coalign.data.indexed import find_prefix
+    from coalign.data.sources import find_prefix
 
     return find_prefix(path) or path

@@ -1,4 +1,4 @@
-"""`coalign.generate`: the command `coalign generate` as a function that returns values and raises errors."""
+"""`coalign.generate` and `coalign.evaluate`: commands as functions that return values and raise errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from coalign.api import Function, PathText
+from coalign.api import Function, Overrides, PathText, Source, load_config
 from coalign.config import load_section
 from coalign_serve.config.pipeline import GenerateConfig
 
@@ -98,6 +98,31 @@ def generate(
 
         respond(config, take if output is None else Path(output), Display(quiet=quiet), overwrite=overwrite)
     return records if output is None else _read_lines(Path(output))
+
+
+def evaluate(
+    source: Source,
+    overrides: Overrides = None,
+    *,
+    model: PathText | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    reward: Function | Sequence[Function] | None = None,
+    loss: Function | None = None,
+    quiet: bool = False,
+) -> dict[str, float]:
+    """Measure a model on the evaluation set of a run: mean@n and pass@k, or the loss and its statistics.
+
+    ``model`` is the directory to measure in place of the one that the run starts from, in ``dtype`` (`auto`: as of
+    `generate`); see `load_config` for the others. ``quiet`` shows no progress bar. Returns numbers by their names
+    (`eval/mean`). Raises ValueError if the run has no `data.eval`.
+    """
+    from coalign.report.display import Display
+    from coalign_serve.evaluate import evaluate as measure
+
+    config = load_config(source, overrides, reward=reward, loss=loss)
+    if model is None and dtype != "auto":
+        raise ValueError(f"dtype {dtype} is for another model; that of the run has its own: models.NAME.dtype")
+    return measure(config, None if model is None else Path(model), Display(quiet=quiet), dtype)
 
 
 def _write_prompts(prompts: Any, key: str, folder: Path) -> Path:

@@ -15,7 +15,7 @@ import torch
 
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.pretrained import read_placeholders
-from coalign.commands.run_model import choose_template, fetch_in_dtype, find_model
+from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig, VisionConfig
 from coalign.data.batch import Batch
 from coalign.data.images.placeholders import show_images

@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from coalign.backends.engines.rollout_module import RolloutModule
-from coalign.commands.run_model import choose_template, fetch_in_dtype, find_model
+from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, SourceConfig, VisionConfig
 from coalign.data.batch import Batch

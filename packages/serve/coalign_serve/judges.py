@@ -13,7 +13,7 @@ import torch
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader, TokenizedConversation
 from coalign.backends.scorers.reward_functions import build_reward_functions
-from coalign.commands.run_model import choose_template, fetch_in_dtype, find_model
+from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
 from coalign.data.messages import Message, format_prompt, get_text
 from coalign.devices import count_devices

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import coalign
-from coalign.commands.ask_run import ask_run, scale_run
+from coalign.cli.ask_run import ask_run, scale_run
 from coalign.report.display import Display
 from coalign.run_files.control import ANSWERS, NAME, ControlRequest, submit
 from tests.runs import metrics, run, settings, weights_hash

@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 from coalign.cluster.cluster import plan_slots
 from coalign.config import ConfigError
 from coalign.config.schema import RunConfig
-from coalign.launch.check import CheckReport
-from coalign.launch.data_check import RowLengths
+from coalign.launch.check import CheckReport, RowLengths
 from coalign.launch.plan import Plan
 from coalign_plan.checks.cluster_check import describe_groups, place_models
 from coalign_plan.checks.memory_table import (

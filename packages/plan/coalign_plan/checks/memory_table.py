@@ -15,7 +15,7 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.devices import count_devices, measure_memory
 from coalign.hub import find_directory
-from coalign.launch.data_check import RowLengths
+from coalign.launch.check import RowLengths
 from coalign.launch.layout import format_count
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.roles import Rollout, Trainable

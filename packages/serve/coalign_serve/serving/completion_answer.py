@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from coalign.environments.completion_records import ChatMessage, Parser, TokenUsage, find_finish_reason, read_answer
+from coalign_serve.serving.completion_records import ChatMessage, Parser, TokenUsage, find_finish_reason, read_answer
 from coalign.environments.episode import Turn
 from coalign.types import Status
 from coalign_serve.serving.engine_loop import ChosenToken

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coalign.config.errors import describe_error, format_key, suggest
 from coalign.config.schema import SamplingConfig
-from coalign.data.images.placeholders import Placeholders, read_part
+from coalign.data.images.expansion import Placeholders
+from coalign.data.images.placeholders import read_part
 from coalign.data.messages import parse_messages, parse_tools
 from coalign.data.sources import BadRow
 from coalign.data.templates import PlainText, Template, locate_images

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from coalign.cluster.placement.nodes import find_device_kind
-from coalign.commands.run_model import fetch_in_dtype
+from coalign_serve.run_model import fetch_in_dtype
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.processes.host import count_processors

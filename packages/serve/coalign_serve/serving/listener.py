@@ -1,4 +1,4 @@
-"""What both servers are built of: the address, the key that requests must bring, and the limits."""
+"""What servers are built of: the address, the key that requests must bring, and the limits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
-from coalign.http_server import Handler, HttpRefusal, Request, Server, build_application, build_server, open_listener
+from coalign.http_server import (
+    Handler,
+    HttpRefusal,
+    Request,
+    Server,
+    Starlette,
+    build_application,
+    build_server,
+    open_listener,
+)
 from coalign_serve.config.serving import ServerConfig
 
 
@@ -62,3 +71,21 @@ class ApiKey:
         sent = request.headers.get("Authorization", "").encode()
         if self._expected is not None and not hmac.compare_digest(sent, self._expected):
             raise HttpRefusal(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})
+
+
+@asynccontextmanager
+async def serve_within(application: Starlette, *, timeout: float, connections: int) -> AsyncIterator[int]:
+    """Serve on a free port of 127.0.0.1 within this context, which yields the port and ends all connections."""
+    server = build_server(application, timeout=timeout, connections=connections)
+    config, state, loop = server.config, server.server_state, asyncio.get_running_loop()
+    connection = cast(Any, config.http_protocol_class)
+    listener = await loop.create_server(lambda: connection(config, state, {}), "127.0.0.1", 0)
+    try:
+        yield listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
+        for client in list(state.connections):
+            client.transport.abort()
+        for task in (tasks := list(state.tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

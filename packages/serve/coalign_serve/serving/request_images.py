@@ -6,7 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from coalign.config.schema import ImagesConfig
-from coalign.data.images.image_files import REASON, ImageFiles
+from coalign.data.images.image_files import ImageFiles
+from coalign.data.images.placeholders import REASON
 from coalign.data.images.rows import RowImages
 from coalign.data.sources import BadRow
 

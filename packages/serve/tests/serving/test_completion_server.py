@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import coalign
-from coalign.commands.run_model import find_model
+from coalign_serve.run_model import find_model
 from coalign.config.schema import SamplingConfig
 from coalign.environments.parsers import hermes
 from coalign.report.display import Display

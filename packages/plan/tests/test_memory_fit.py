@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from coalign import devices, load_config
-from coalign.launch.data_check import RowLengths, check_data
+from coalign.launch.check import RowLengths
 from coalign.launch.plan import prepare
 from coalign.processes import host
 from coalign_plan.checks import memory_table
 from coalign_plan.checks.memory_table import estimate_models, list_demands, list_loads
+from coalign_prepare.data_check import check_data
 from tests.runs import settings, show_check
 from tests.tiny import tiny_model_dir
 

@@ -15,7 +15,7 @@ from coalign.cli import app, main
 from coalign.config.errors import ConfigError, parse_key
 from coalign.config.introspect import list_keys
 from coalign.launch.check import check
-from coalign.launch.data_check import ROWS
+from coalign_prepare.data_check import ROWS
 from coalign.report.display import Display
 from coalign_migrate.axolotl import AXOLOTL
 from coalign_migrate.keys.chatlearn import CHATLEARN

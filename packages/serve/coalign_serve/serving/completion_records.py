@@ -1,6 +1,6 @@
 """Records of OpenAI's API: chat completions, messages, tool calls, errors.
 
-An agent's endpoint (chat.py) and `coalign serve` share it. The classes are our own, because importing
+An agent's endpoint (agent.py) and `coalign serve` share it. The classes are our own, because importing
 `openai.types.chat` takes 2 s and 500 modules.
 """
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from coalign.backends import pretrained
-from coalign.commands.run_model import choose_template, find_model
+from coalign_serve.run_model import choose_template, find_model
 from coalign.config.schema import DataConfig, ModelConfig, SamplingConfig
 from coalign.data.templates import TRAINING_TEMPLATES, load_template, store_arguments
 from coalign.report.display import Display

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from coalign.http_server import build_application, serve_within
+from coalign.http_server import build_application
+from coalign_serve.serving.listener import serve_within
 
 LARGE = 2**26
 

@@ -10,7 +10,7 @@ import torch
 
 from coalign import api
 from coalign.backends.engines.native import kernels
-from coalign.commands.run_model import choose_dtype
+from coalign_serve.run_model import choose_dtype
 from coalign.config import load_section
 from coalign.report.display import Display
 from coalign_serve.config.pipeline import GenerateConfig
@@ -64,7 +64,7 @@ def test_the_checkpoint_and_the_processor_choose(models, fast, name, chosen):
 
 @pytest.mark.parametrize(("capability", "chosen"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
 def test_an_older_gpu_computes_in_float32(models, monkeypatch, capability, chosen):
-    monkeypatch.setattr("coalign.commands.run_model.get_compute_capability", lambda device: capability)
+    monkeypatch.setattr("coalign_serve.run_model.get_compute_capability", lambda device: capability)
     assert choose_dtype("auto", str(models["bfloat16"]), "cuda:0") == chosen
 
 
@@ -73,7 +73,7 @@ def test_a_gguf_file_has_as_many_bits_as_it_has_bytes(tmp_path, models, monkeypa
     fast(True)
     size = (models["float32"] / "model.safetensors").stat().st_size
     (tmp_path / "m.gguf").write_bytes(bytes(int(size * bytes_)))
-    monkeypatch.setattr("coalign.commands.run_model.find_directory", lambda name: models["float32"])
+    monkeypatch.setattr("coalign_serve.run_model.find_directory", lambda name: models["float32"])
     assert choose_dtype("auto", str(tmp_path / "m.gguf"), "cpu") == chosen
 
 

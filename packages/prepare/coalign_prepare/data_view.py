@@ -1,4 +1,4 @@
-"""`coalign evaluate` and `coalign inspect-data`: measure a run's model, or show its data, without training."""
+"""`coalign inspect-data`: shows rows as the trainer sees them."""
 
 from __future__ import annotations
 
@@ -11,63 +11,18 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from coalign.cluster.cluster import start_cluster
-from coalign.cluster.placement.nodes import find_accelerator
-from coalign.commands.run_model import choose_dtype, find_model
-from coalign.config.errors import located_at
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import decode
-from coalign.engine.hooks.run_folder import flatten_stats
 from coalign.engine.reward import list_reward_parts
-from coalign.launch.data_load import load_data, load_split, load_tokenizer
+from coalign.launch.data_load import load_split, load_tokenizer
 from coalign.launch.fetch import fetch_sources
-from coalign.launch.plan import find_recipe, plan_reward_models, prepare
+from coalign.launch.plan import find_recipe, plan_reward_models
 from coalign.report.contact_sheet import link_image, write_contact_sheet
 from coalign.report.display import Display
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def evaluate(config: RunConfig, model: Path | None, display: Display, dtype: str = "auto") -> dict[str, float]:
-    """Return the metrics on a run's evaluation set, with ``model`` in place of the directory that training starts from.
-
-    ``dtype`` is that of ``model``; for `auto` a model of 16 bits is computed in bfloat16 where `choose_dtype` says so,
-    and another as the run says. ``display`` shows a bar meanwhile. The reference and other frozen models stay those of
-    the run. Raises ValueError without evaluation data.
-    """
-    names = find_recipe(config.algorithm).evaluates
-    if not config.data.eval:
-        raise ValueError("data.eval: there is nothing to evaluate on; name a file")
-    if model is not None:
-        with located_at("--model"):
-            directory = find_model(str(model))
-        changes = {"load": directory, "init": "load", "head_init": "load", "lora": None}
-        main = config.models[names[0]].model_copy(update=changes)
-        config = config.model_copy(update={"models": {**config.models, names[0]: main}})
-    config = fetch_sources(config)
-    if model is not None:
-        config = _set_dtype(config, names[0], dtype)
-        main = config.models[names[0]]
-        display.note(f"{model}: {main.compute_dtype or main.dtype}")
-    plan = prepare(config)
-    plan = plan.restrict([*names, *(name for name in plan.roles if name not in plan.recipe.models)])
-    with start_cluster(plan.config, plan.started) as cluster:
-        engine = plan.recipe(plan, cluster, load_data(plan))
-        assert engine.evaluator is not None  # the configuration has evaluation data
-        stats, _ = engine.evaluator.evaluate(display)
-    return flatten_stats(stats)
-
-
-def _set_dtype(config: RunConfig, name: str, dtype: str) -> RunConfig:
-    main = config.models[name]
-    device = find_accelerator(config.runtime.accelerator).device if main.devices else "cpu"
-    chosen = choose_dtype(dtype, str(main.load), device)
-    if dtype == "auto" and chosen == "float32":
-        return config
-    main = main.model_copy(update={"dtype": chosen, "compute_dtype": None})
-    return config.model_copy(update={"models": {**config.models, name: main}})
 
 
 def show_data(

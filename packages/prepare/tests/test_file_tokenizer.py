@@ -10,8 +10,8 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from coalign.data import file_tokenizer
-from coalign.data.file_tokenizer import open_file_tokenizer
+from coalign_prepare import file_tokenizer
+from coalign_prepare.file_tokenizer import open_file_tokenizer
 from coalign.data.messages import ContentGuard
 from coalign.data.templates import TRAINING_TEMPLATES, read_template
 from tests.tiny import CHATML, SPECIAL, tiny_model_dir

@@ -10,7 +10,7 @@ from typing import Any
 
 from coalign.backends.base import Objective
 from coalign.config import load
-from coalign.config.export import to_commented_yaml, to_short_yaml
+from coalign_prepare.yaml_writer import to_commented_yaml, to_short_yaml
 from coalign.config.functions import list_classes
 from coalign.config.schema import ModelConfig
 from coalign.data.kinds import KINDS

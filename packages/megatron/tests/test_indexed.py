@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from coalign.cli import app
 from coalign.config.schema import DataConfig
-from coalign.data.indexed import IndexedDocuments, IndexedTokens, IndexedWriter, choose_dtype
+from coalign.data.indexed import IndexedDocuments, IndexedTokens
 from coalign.data.loader import build_loader
 from coalign.data.shuffle import DataPhase
 from coalign_megatron.indexed_build import BuildPlan, _run_tasks, _tokenise, build, join
+from coalign_megatron.indexed_writer import IndexedWriter, choose_dtype
 from tests.data.reading import texts
 from tests.tiny import tiny_tokenizer
 

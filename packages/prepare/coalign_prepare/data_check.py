@@ -1,4 +1,4 @@
-"""What `coalign check` finds in the data: it reads the first rows of each source as the run will."""
+"""What `coalign check` says of the data: it reads the first rows of each source as the run will."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from coalign.config.errors import ConfigProblem, Key, located_at, suggest
 from coalign.config.schema import SourceConfig
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.examples import MARKS, Example, RowEncoder, RowLimit
-from coalign.data.indexed import find_prefix
 from coalign.data.loader import build_encoder
 from coalign.data.shuffle import DataPhase
-from coalign.data.sources import open_rows
+from coalign.data.sources import find_prefix, open_rows
 from coalign.data.templates import decode
 from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import find_tokenizer_name
 from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
+from coalign.launch.check import DataFindings, RowLengths
 from coalign.launch.data_load import find_row_limits, load_tokenizer
 from coalign.launch.plan import Plan, PlannedModel
-from coalign.launch.reward_check import try_rewards
 from coalign.roles import Rollout, Trainable
 from coalign.types import SOURCE_KEY
 from coalign.weights.model_files import has_tokenizer
+from coalign_prepare.file_tokenizer import open_file_tokenizer
+from coalign_prepare.reward_check import try_rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,14 +40,6 @@ ROWS, TOKENS = 5_000, 500_000  # read from each source: two seconds of one core
 SINGLE_TURN = RolloutConfig().fn  # other environments may write prompts of their own
 SHOWN = 100  # characters of the first row
 WARNING = "warning: "  # marks a line as a warning
-
-
-@dataclass(frozen=True)
-class RowLengths:
-    """Tokens of the longest sequence, and of the row with the most in all of its sequences."""
-
-    sequence: int
-    row: int
 
 
 @dataclass
@@ -90,39 +83,23 @@ class _RowSample:
         }
 
 
-@dataclass
-class _DataFindings:
-    """Lines that describe the data, and warnings. ``lengths`` of the training rows, if all sources were read.
-
-    ``sources``: the facts about each source that was read, for JSON.
-    """
-
-    lines: list[str] = field(default_factory=list)
-    sources: list[dict[str, Any]] = field(default_factory=list)
-    lengths: RowLengths | None = None
-
-
-def check_data(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool = False) -> _DataFindings:
+def check_data(plan: Plan, present: Sequence[PlannedModel], simulated: bool = False) -> DataFindings:
     """Read the first rows of the data. ``present``: the models whose directories are there.
 
     ``simulated``: the run is placed on a cluster that is not there, so a model's config.json is enough.
 
     Raises ConfigError, with the key and the row's file and line, for what would end the run or teach it nothing.
     """
-    findings, samples = _DataFindings(), list[_RowSample]()
+    findings, samples = DataFindings(), list[_RowSample]()
     findings.lines += _check_sources(plan, present, samples, simulated=simulated)
+    stripped = (line.strip() for line in findings.lines)
+    findings.warnings += [line.removeprefix(WARNING) for line in stripped if line.startswith(WARNING)]
     findings.sources += [sample.describe() for sample in samples]
     train = [sample for sample in samples if sample.key[1] == "train"]
     if train and len(train) == len(plan.config.data.train):
         longest, largest = (max(getattr(sample, name) for sample in train) for name in ("longest", "largest"))
         findings.lengths = RowLengths(longest, largest)
     return findings
-
-
-def list_warnings(lines: Sequence[str]) -> list[str]:
-    """List the warnings among lines that describe data."""
-    stripped = (line.strip() for line in lines)
-    return [line.removeprefix(WARNING) for line in stripped if line.startswith(WARNING)]
 
 
 def _check_sources(
@@ -141,7 +118,7 @@ def _check_sources(
         return
     with located_at("models"):
         judges = {name: plan.configs[name] for name in list_reward_models(plan.rewards)}
-        tokenizer = load_tokenizer(config, judges, reads_rows=True)
+        tokenizer = load_tokenizer(config, judges, open_file_tokenizer if config.data.images is None else None)
     limits = find_row_limits(plan, present)
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):

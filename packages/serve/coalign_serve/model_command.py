@@ -1,11 +1,40 @@
-"""Commands on model directories: merge an adapter into one, compare two."""
+"""Commands on models: measure one (`eval`), merge an adapter into one, compare two."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from coalign.cli.train import AsJson, Config, Overrides, report
+
+if TYPE_CHECKING:
+    from coalign.report.display import Display
+
+
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Evaluate this model directory instead of the configuration's.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(
+            help="Of --model. auto: bfloat16 if it is stored in 16 bits or fewer and the device multiplies it."
+        ),
+    ] = "auto",
+    as_json: AsJson = False,
+):
+    """Measure a model on the evaluation set of a run: mean@n, pass@k (or the loss, for SFT)."""
+    from coalign_serve import api
+
+    def measure(display: Display, facts: dict[str, Any]) -> None:
+        facts["metrics"] = api.evaluate(config, overrides, model=model, dtype=dtype)
+        display.table("evaluation", facts["metrics"])
+
+    report(measure, as_json)
 
 
 def merge(
@@ -15,7 +44,7 @@ def merge(
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Default: the base's.")] = None,
 ):
     """Merge an adapter into its base model: one directory that loads without peft."""
-    from coalign.commands.merge import merge as write
+    from coalign_serve.merge import merge as write
     from coalign.hub import fetch
     from coalign.report.display import Display
 
@@ -37,7 +66,7 @@ def check_sync(
 ):
     """Compare two sets of weights, tensor by tensor. Exit code 1 if they differ."""
     from coalign.api import load_config
-    from coalign.commands.check_sync import check_run, check_saved
+    from coalign_serve.check_sync import check_run, check_saved
     from coalign.report.display import Display
 
     if config is not None:

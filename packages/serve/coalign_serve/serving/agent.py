@@ -19,7 +19,7 @@ from typing import Any
 
 from coalign.config.functions import bind, resolve
 from coalign.data.messages import parse_messages
-from coalign.environments.completion_records import (
+from coalign_serve.serving.completion_records import (
     ChatChoice,
     ChatCompletion,
     ChatMessage,
@@ -136,7 +136,8 @@ async def _serve_chat(completions: _ChatCompletions) -> AsyncIterator[str]:
 
     The address ends in /v1 and holds a key, since every user and program of the machine reaches its port.
     """
-    from coalign.http_server import HttpRefusal, Request, build_application, read_body, serve_within
+    from coalign.http_server import HttpRefusal, Request, build_application, read_body
+    from coalign_serve.serving.listener import serve_within
 
     key = secrets.token_urlsafe(32)
 
@@ -167,10 +168,10 @@ async def agent(
     ``run`` is the dotted path of a plain or async function. ``client.chat.completions.create(messages=…, tools=…)``
     answers like OpenAI's client (to be awaited in an async function). With ``serve_http`` the function gets the address
     of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. Every request must continue
-    the conversation: see coalign.environments.chat. A number that the function returns is the reward. ``parser`` is the
+    the conversation: see coalign_serve.serving.agent. A number that the function returns is the reward. ``parser`` is the
     format of the model's tool calls.
     """
-    fn = resolve(run, "coalign.environments.chat")
+    fn = resolve(run, "coalign_serve.serving.agent")
     settings = bind(fn, arguments, "rollout.arguments")
     completions, events = (
         _ChatCompletions(episode, resolve(parser, "coalign.environments.parsers")),
@@ -193,7 +194,7 @@ async def agent(
 
 
 def _check_agent(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any], parser: str, **_: Any) -> None:
-    bind(resolve(run, "coalign.environments.chat"), arguments, "rollout.arguments")
+    bind(resolve(run, "coalign_serve.serving.agent"), arguments, "rollout.arguments")
     resolve(parser, "coalign.environments.parsers")
 
 

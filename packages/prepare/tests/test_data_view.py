@@ -3,9 +3,14 @@
 import io
 
 from rich.console import Console
+from transformers import AutoTokenizer
 
-from coalign.commands.evaluate import describe, split_groups
+from coalign import load_config
+from coalign.report.display import Display
+from coalign_prepare.data_view import describe, show_data, split_groups
 from tests.data.reading import TOKENIZER, assistant, batch, user
+from tests.data.test_images import load, model  # noqa: F401  (fixtures)
+from tests.runs import settings
 from tests.tiny import CHATML, tiny_tokenizer
 
 
@@ -77,3 +82,18 @@ def test_labels_stand_where_steps_are_judged():
     assert shown(made) == "a.jsonl row 0: 6 tokens, 2 judged\npa;⟨1⟩b;⟨0.25⟩<|im_end|>"
     assert [line.split()[-2:] for line in shown(made, tokens=True).splitlines()[-3:]] == [
         ["yes", "1"], ["26", "';'"], ["yes", "0.25"]]  # fmt: skip
+
+
+def test_data_can_be_looked_at_before_there_is_a_reward(tmp_path, capsys):
+    config = settings(tmp_path, "grpo")
+    config.pop("reward")
+    show_data(load_config(config), 1, Display())
+    assert "prompt" in capsys.readouterr().out
+
+
+def test_where_an_image_stands(load, model, tmp_path):
+    row = {"prompt": "See <image>?", "images": ["a.png"], "chosen": "yes", "rejected": "no"}
+    text = shown(load(row, kind="preferences").next(), AutoTokenizer.from_pretrained(model))
+    text = "".join(text.split())
+    assert text.count("<|image_pad|>") == 1
+    assert f"<|vision_start|><|image_pad|>⟪{tmp_path}/a.png:6tokens,1x4x6patches⟫<|vision_end|>?" in text
