@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
-from random import Random
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """A hub of the test's own, and a process for which it is the hub."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from huggingface_hub import HfFileSystem, constants
 
 import coalign
 from tests.hub.server import Hub, serve
+from tests.tiny import tiny_model_dir
 
 
 @pytest.fixture
@@ -39,6 +41,19 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "coalign"))
     yield hub
     server.shutdown()
+
+
+def settings_of_a_run(tmp_path, model="", *, steps=2, **data):
+    """A run of SFT on ``data``, from a model by its name or from a tiny one."""
+    config = {
+        "algorithm": "sft",
+        "output": str(tmp_path / "run"),
+        "data": data,
+        "models": {"trainer": {"load": model or str(tiny_model_dir(tmp_path / "model"))}},
+        "runtime": {"steps": steps, "prompts_per_step": 2, "trackers": [], "plots": False, "cluster": "local"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    return tmp_path / "run.yaml"
 
 
 def run_in_process(hub, tmp_path, *arguments, **environment):

@@ -18,8 +18,7 @@ from coalign.hub import HubError
 from coalign.hub_data import describe_source, fetch_data, is_dataset, pin_data
 from coalign.launch.fetch import fetch_sources, write_commits
 from tests.data.reading import TOKENIZER
-from tests.hub.conftest import run_in_process
-from tests.tiny import tiny_model_dir
+from tests.hub.conftest import run_in_process, settings_of_a_run
 
 ROWS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
 CARD = b"""---
@@ -199,18 +198,6 @@ def test_urls_that_give_nothing(hub, monkeypatch):
     monkeypatch.setattr("coalign.hub_data.shutil.disk_usage", lambda _: type("Usage", (), {"free": (1 << 30) + 99}))
     with pytest.raises(HubError, match=r"has [\d,]+ bytes or more, and .* has room for 99; COALIGN_CACHE"):
         open_rows(url)
-
-
-def settings_of_a_run(tmp_path, **data):
-    config = {
-        "algorithm": "sft",
-        "output": str(tmp_path / "run"),
-        "data": data,
-        "models": {"trainer": {"load": str(tiny_model_dir(tmp_path / "model"))}},
-        "runtime": {"steps": 2, "prompts_per_step": 2, "trackers": [], "plots": False, "cluster": "local"},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(config))
-    return tmp_path / "run.yaml"
 
 
 def test_a_run_keeps_the_commit_and_the_content_that_it_began_with(hub, tmp_path):

@@ -14,6 +14,8 @@ from coalign import hub as module
 from coalign.hub import HubError, fetch, find_directory, is_hub_name, pin
 from coalign.launch.check import check
 from coalign.report.display import Display
+from tests.data.reading import write
+from tests.hub.conftest import settings_of_a_run
 from tests.tiny import tiny_model_dir
 
 
@@ -148,25 +150,14 @@ def test_refusals_name_what_to_do(hub, model, monkeypatch):
         fetch("org/new")
 
 
-def settings_of_a_run(tmp_path, name, *, steps=1):
-    """A run of SFT from a model of the hub."""
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"say {n}", "answer": f"{n}"}) + "\n" for n in range(8))
-    )
-    config = {
-        "algorithm": "sft",
-        "output": "run",
-        "data": {"train": "rows.jsonl"},
-        "models": {"trainer": {"load": name}},
-        "runtime": {"steps": steps, "prompts_per_step": 2, "trackers": [], "plots": False, "cluster": "local"},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(config))
-    return tmp_path / "run.yaml"
+def settings_of_a_model(tmp_path, name):
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": f"say {n}", "answer": f"{n}"} for n in range(8)])
+    return settings_of_a_run(tmp_path, name, steps=1, train=rows)
 
 
 def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, monkeypatch):
     commit = hub.add("org/tiny", tiny_model_dir(tmp_path / "one"))
-    path = settings_of_a_run(tmp_path, "org/tiny@main")
+    path = settings_of_a_model(tmp_path, "org/tiny@main")
     monkeypatch.chdir(tmp_path)
     check(coalign.load_config(path), Display(quiet=True))
     assert "model.safetensors" not in hub.downloads()
@@ -185,7 +176,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, monkeypatch):
 def test_an_unknown_name_ends_in_one_line(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # to which the command adds
-    monkeypatch.setattr(sys, "argv", ["coalign", "train", str(settings_of_a_run(tmp_path, "org/other"))])
+    monkeypatch.setattr(sys, "argv", ["coalign", "train", str(settings_of_a_model(tmp_path, "org/other"))])
     with pytest.raises(SystemExit) as left:
         cli.main()
     shown = "".join(capsys.readouterr())
