@@ -23,8 +23,8 @@ from coalign.config.introspect import find_section, unwrap_type
 from coalign.config.schema import Function, RunConfig, Section
 from coalign.config.yaml_reader import emit, emit_inline
 from coalign.data.kinds import KINDS
-from coalign_prepare.run_template import RunTemplate
 from coalign_jobs.sweep.config import SweepConfig
+from coalign_prepare.run_template import RunTemplate
 from coalign_serve.config.pipeline import PipelineConfig
 from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
 

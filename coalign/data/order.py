@@ -110,7 +110,8 @@ class ScannedSource(FileSource):
 class ShuffledOrder:
     """Draws from a source of known size; each epoch has its own permutation, given by ``key`` and its number.
 
-    ``source[i]`` is usable row i in file order, encoded. With the key None, rows are drawn in that order. ``rows`` and ``tokens`` are those of an epoch.
+    ``source[i]`` is usable row i in file order, encoded. With the key None, rows are drawn in that order. ``rows`` and
+    ``tokens`` are those of an epoch.
     """
 
     def __init__(self, source: FileSource | IndexedDocuments, key: tuple[int, ...] | None) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 import coalign
-from coalign_prepare.run_template import RunTemplate
 from coalign.recipes import CLASSES
+from coalign_prepare.run_template import RunTemplate
 from tests.runs import run, stopping_after, write_data
 from tests.tiny import tiny_model_dir
 

@@ -1,6 +1,5 @@
 """What is written out reads back to the same."""
 
-
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings

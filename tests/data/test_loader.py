@@ -12,6 +12,7 @@ from tests.data.reading import TOKENIZER, drawn, loader, numbered, write
 from tests.gsm8k import TEST, needs_gsm8k
 from tests.tiny import tiny_tokenizer
 
+
 def text(batch, i=0):
     return TOKENIZER.decode(list(batch.rows())[i]["tokens"].tolist())
 

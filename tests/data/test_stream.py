@@ -11,6 +11,7 @@ from coalign.data.sources import JsonLines, ParquetRows
 from tests.data import reading
 from tests.data.reading import drawn, write
 
+
 def rows(n, start=0):
     return [{"prompt": f"p{i}", "n": i} for i in range(start, start + n)]
 

@@ -12,7 +12,7 @@ from tests.runs import settings
 
 HEAVY = ("transformers", "datasets", "sympy", "torch._dynamo", "torch.distributed.tensor", "accelerate", "matplotlib")
 PLANNER = ("prediction", "simulation", "training", "generation", "job", "network", "layouts.search", "gpus")
-OWN = ("engine.hooks.kept_rollouts", "backends.megatron", "backends.deepspeed", "commands", "diagnosis", "jobs")
+OWN = ("engine.hooks.kept_rollouts", "backends.megatron", "backends.deepspeed")
 CODE = """
 import json, re, sys
 from pathlib import Path

@@ -10,13 +10,13 @@ from typing import Any
 
 from coalign.backends.base import Objective
 from coalign.config import load
-from coalign_prepare.yaml_writer import to_commented_yaml, to_short_yaml
 from coalign.config.functions import list_classes
 from coalign.config.schema import ModelConfig
 from coalign.data.kinds import KINDS
 from coalign.launch.plan import find_recipe
 from coalign.launch.validate import list_unread
 from coalign.roles import Rollout, Trainable
+from coalign_prepare.yaml_writer import to_commented_yaml, to_short_yaml
 
 MODEL, DATA, REWARD = "<model directory or name of the hub>", "<data file>", "<math or my.module:function>"
 FIRST = ("sft", "dpo", "grpo")  # recipes to begin with

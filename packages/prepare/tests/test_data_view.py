@@ -9,7 +9,6 @@ from coalign import load_config
 from coalign.report.display import Display
 from coalign_prepare.data_view import describe, show_data, split_groups
 from tests.data.reading import TOKENIZER, assistant, batch, user
-from tests.data.test_images import load, model  # noqa: F401  (fixtures)
 from tests.runs import settings
 from tests.tiny import CHATML, tiny_tokenizer
 

@@ -10,10 +10,10 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from coalign_prepare import file_tokenizer
-from coalign_prepare.file_tokenizer import open_file_tokenizer
 from coalign.data.messages import ContentGuard
 from coalign.data.templates import TRAINING_TEMPLATES, read_template
+from coalign_prepare import file_tokenizer
+from coalign_prepare.file_tokenizer import open_file_tokenizer
 from tests.tiny import CHATML, SPECIAL, tiny_model_dir
 
 CHARACTERS = [*"abc XYZ é \u0065\u0301 ﬁ 漢字 \n\t\r 0123 🙂‍↔️ ' 's \u2028 ï", *SPECIAL, "|>", "<|"]

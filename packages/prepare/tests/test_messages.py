@@ -15,7 +15,6 @@ from coalign.cli import app, main
 from coalign.config.errors import ConfigError, parse_key
 from coalign.config.introspect import list_keys
 from coalign.launch.check import check
-from coalign_prepare.data_check import ROWS
 from coalign.report.display import Display
 from coalign_migrate.axolotl import AXOLOTL
 from coalign_migrate.keys.chatlearn import CHATLEARN
@@ -26,6 +25,7 @@ from coalign_migrate.llama_factory import LLAMA_FACTORY
 from coalign_migrate.slime import SLIME
 from coalign_migrate.swift import SWIFT
 from coalign_migrate.verl_sft import VERL_SFT
+from coalign_prepare.data_check import ROWS
 from tests.runs import settings, show_check
 
 LINES = 5  # of a message

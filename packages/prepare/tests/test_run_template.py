@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from coalign import load_config, train
 from coalign.cli import app
-from coalign_prepare.data_view import show_data
-from coalign_prepare.run_template import DATA, MODEL, REWARD, RunTemplate
 from coalign.recipes import CLASSES
 from coalign.report.display import Display
+from coalign_prepare.data_view import show_data
+from coalign_prepare.run_template import DATA, MODEL, REWARD, RunTemplate
 from tests.runs import settings, show_check, write_data
 from tests.tiny import tiny_model_dir
 

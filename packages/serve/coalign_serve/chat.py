@@ -15,7 +15,6 @@ import torch
 
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.pretrained import read_placeholders
-from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.config.schema import ImagesConfig, ModelConfig, SamplingConfig, VisionConfig
 from coalign.data.batch import Batch
 from coalign.data.images.placeholders import show_images
@@ -24,6 +23,7 @@ from coalign.data.templates import load_template, locate_images
 from coalign.report.display import Display
 from coalign.roles import Context
 from coalign_serve.judges import choose_device
+from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 from coalign_serve.text_stream import TextStream, decode_answer
 
 HELP = "/reset: start over   /save FILE: append it as JSONL   /quit (or Ctrl-D): leave   Ctrl-C: stop the answer"

@@ -54,5 +54,3 @@ def _set_dtype(config: RunConfig, name: str, dtype: str) -> RunConfig:
         return config
     main = main.model_copy(update={"dtype": chosen, "compute_dtype": None})
     return config.model_copy(update={"models": {**config.models, name: main}})
-
-

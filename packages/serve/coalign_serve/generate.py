@@ -8,7 +8,6 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from coalign.backends.engines.rollout_module import RolloutModule
-from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, SourceConfig, VisionConfig
 from coalign.data.batch import Batch
@@ -28,6 +27,7 @@ from coalign_serve.resumable import (
     list_inputs,
     require_writable,
 )
+from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 from coalign_serve.score import report_unscored, summarise_scores, verdict_entries
 
 # A unit of work, which is generated and kept together, has this many sequences for each one that is decoded at once.

@@ -13,7 +13,6 @@ import torch
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader, TokenizedConversation
 from coalign.backends.scorers.reward_functions import build_reward_functions
-from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
 from coalign.data.messages import Message, format_prompt, get_text
 from coalign.devices import count_devices
@@ -22,6 +21,7 @@ from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, Rewa
 from coalign.roles import Context
 from coalign.types import Sample, Status
 from coalign_serve.config.pipeline import JudgeConfig
+from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 
 
 @dataclass(frozen=True, slots=True)

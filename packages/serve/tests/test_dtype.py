@@ -10,11 +10,11 @@ import torch
 
 from coalign import api
 from coalign.backends.engines.native import kernels
-from coalign_serve.run_model import choose_dtype
 from coalign.config import load_section
 from coalign.report.display import Display
 from coalign_serve.config.pipeline import GenerateConfig
 from coalign_serve.generate import generate
+from coalign_serve.run_model import choose_dtype
 from tests.runs import settings
 from tests.tiny import tiny_model_dir
 

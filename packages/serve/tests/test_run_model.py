@@ -9,7 +9,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from coalign.backends import pretrained
-from coalign_serve.run_model import choose_template, find_model
 from coalign.config.schema import DataConfig, ModelConfig, SamplingConfig
 from coalign.data.templates import TRAINING_TEMPLATES, load_template, store_arguments
 from coalign.report.display import Display
@@ -19,6 +18,7 @@ from coalign_serve.config.pipeline import GenerateConfig, JudgeConfig
 from coalign_serve.config.serving import CompletionServerConfig
 from coalign_serve.generate import generate
 from coalign_serve.judges import RewardModelJudge
+from coalign_serve.run_model import choose_template, find_model
 from coalign_serve.serving.completion_server import load_text_tools
 from tests.runs import run
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer

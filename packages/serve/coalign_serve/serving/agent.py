@@ -19,6 +19,8 @@ from typing import Any
 
 from coalign.config.functions import bind, resolve
 from coalign.data.messages import parse_messages
+from coalign.environments.conversation import call_function
+from coalign.environments.episode import Episode, Turn
 from coalign_serve.serving.completion_records import (
     ChatChoice,
     ChatCompletion,
@@ -31,8 +33,6 @@ from coalign_serve.serving.completion_records import (
     read_answer,
     read_message,
 )
-from coalign.environments.conversation import call_function
-from coalign.environments.episode import Episode, Turn
 
 
 class _HistoryRewritten(ValueError):
@@ -168,8 +168,8 @@ async def agent(
     ``run`` is the dotted path of a plain or async function. ``client.chat.completions.create(messages=…, tools=…)``
     answers like OpenAI's client (to be awaited in an async function). With ``serve_http`` the function gets the address
     of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. Every request must continue
-    the conversation: see coalign_serve.serving.agent. A number that the function returns is the reward. ``parser`` is the
-    format of the model's tool calls.
+    the conversation: see coalign_serve.serving.agent. A number that the function returns is the reward. ``parser`` is
+    the format of the model's tool calls.
     """
     fn = resolve(run, "coalign_serve.serving.agent")
     settings = bind(fn, arguments, "rollout.arguments")

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from coalign_serve.serving.completion_records import ChatMessage, Parser, TokenUsage, find_finish_reason, read_answer
 from coalign.environments.episode import Turn
 from coalign.types import Status
+from coalign_serve.serving.completion_records import ChatMessage, Parser, TokenUsage, find_finish_reason, read_answer
 from coalign_serve.serving.engine_loop import ChosenToken
 from coalign_serve.text_stream import TextStream, cut_at_stop, decode_answer
 

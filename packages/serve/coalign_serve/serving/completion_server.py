@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from coalign.backends import pretrained
-from coalign_serve.run_model import choose_template, find_model
 from coalign.config.functions import resolve
 from coalign.data.templates import PlainText, Template, load_template
-from coalign_serve.serving.completion_records import Parser, describe_error
 from coalign.http_server import EventStream, HttpRefusal, Request, Server, read_body, wait_for_disconnect
 from coalign.report.display import Display
 from coalign_serve.config.serving import CompletionServerConfig
+from coalign_serve.run_model import choose_template, find_model
 from coalign_serve.serving.completion_answer import AnswerWriter, ChatWriter, GrowingAnswer, TextWriter
+from coalign_serve.serving.completion_records import Parser, describe_error
 from coalign_serve.serving.completion_request import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 import torch
 
 from coalign.cluster.placement.nodes import find_device_kind
-from coalign_serve.run_model import fetch_in_dtype
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.processes.host import count_processors
@@ -25,6 +24,7 @@ from coalign.roles import Context
 from coalign.threads import start_thread
 from coalign_serve.config.serving import CompletionServerConfig
 from coalign_serve.judges import choose_device
+from coalign_serve.run_model import fetch_in_dtype
 from coalign_serve.serving.engine_loop import (
     ENDED,
     AnswerEnd,

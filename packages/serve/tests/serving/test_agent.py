@@ -11,8 +11,8 @@ import urllib.request
 import pytest
 from hypothesis import strategies as st
 
-from coalign_serve.serving.agent import agent
 from coalign.types import Status
+from coalign_serve.serving.agent import agent
 from tests.environments.helpers import TOKENIZER, chosen, episode, play
 from tests.fuzzing import CASES, JSON, damage, make_requests, send_raw, try_requests
 
