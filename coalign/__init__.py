@@ -5,6 +5,7 @@ fast and loads no torch. Begin with `train`.
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +37,29 @@ _MODULES = {
     "coalign.types": ("LossInput", "LossOutput", "Sample", "Stat"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_MOVED = {
+    "coalign.weights.families": "coalign_megatron.families (coalign-megatron)",
+    "coalign.weights.layouts.megatron": "coalign_megatron.layouts.megatron (coalign-megatron)",
+    "coalign.backends.engines.native.engine": "coalign.backends.engines.native.native_engine",
+}
 __all__ = [*_HOMES, "evaluate", "generate", "__version__"]
 
 # Bars and load reports of libraries would tear Coalign's own display, in this process and in every worker.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 prepare_threads(os.environ)
+
+
+class _MovedModules:
+    """Names the new place of a documented module that has moved, where Python would say that there is none."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name in _MOVED:
+            raise ModuleNotFoundError(f"{name} has moved: import {_MOVED[name]}", name=name)
+
+
+sys.meta_path.append(_MovedModules)  # asked last, for what nobody else finds
 
 
 def __getattr__(name: str) -> Any:

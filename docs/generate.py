@@ -9,6 +9,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer.main
@@ -28,6 +29,40 @@ from coalign_prepare.run_template import RunTemplate
 from coalign_serve.config.pipeline import PipelineConfig
 from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
 
+# What a person's own recipe, loss or backend imports beside `coalign.…`; nothing else of the package is documented.
+OWN_PARTS = {
+    "Recipes": {
+        "coalign.engine.engine": ("score",),
+        "coalign.roles": ("Rollout", "Scorer", "Trainable", "Context"),
+        "coalign.recipes.grpo": ("GRPO",),
+        "coalign.recipes.ppo": ("PPO",),
+        "coalign.recipes.online": ("Online",),
+        "coalign.recipes.offline": ("Offline",),
+    },
+    "Losses and advantages": {
+        "coalign.algorithms.losses.policy": ("Surrogate", "policy_loss"),
+        "coalign.algorithms.advantages": ("group",),
+        "coalign.backends.base": ("Objective", "Module", "TrainableModule"),
+        "coalign.types": ("Stats", "Status"),
+    },
+    "Backends": {
+        "coalign.backends.hf.fsdp": ("FSDPModule",),
+        "coalign.backends.engines.native.native_engine": ("NativeModule",),
+        "coalign.backends.engines.rollout_module": ("RolloutModule",),
+        "coalign.config.schema": ("ModelConfig", "OptimizerConfig", "SamplingConfig"),
+    },
+    "Rewards and environments": {
+        "coalign.services": ("ServiceError",),
+        "coalign.environments.episode": ("Episode",),
+        "coalign.environments.games": ("Game",),
+    },
+    "Files of a run": {
+        "coalign.run_files.records": ("read_records",),
+        "coalign.run_files.state": ("RunState", "read_state"),
+        "coalign.data.templates": ("read_samples",),
+        "coalign.engine.hooks.guards": ("read_dump",),
+    },
+}
 _BOUNDS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping", Any: "anything"}
 
@@ -217,23 +252,28 @@ def _describe_function(name: str, fn: Callable[..., Any], heading: str) -> Itera
 def _describe_python() -> Iterator[str]:
     yield from ["# Python", "", "What `import coalign` offers; docs/python.md shows it at work.", ""]
     for name in coalign.__all__:
-        value = getattr(coalign, name)
-        if isinstance(value, str):
-            continue
+        if name != "__version__":
+            yield from _describe_name(name, getattr(coalign, name), f"coalign.{name}")
+    for title, modules in OWN_PARTS.items():
         yield from [
-            f"## {name}",
+            f"# {title}",
             "",
-            "```python",
-            f"{name}{_find_signature(value)}",
-            "```",
-            "",
-            _quote(inspect.getdoc(value)),
+            "For parts of your own; docs/README.md lists the pages that show them at work.",
             "",
         ]
-        for method, inner in vars(value).items() if inspect.isclass(value) else ():
-            if inspect.isfunction(inner) and not method.startswith("_") and inner.__doc__:
-                yield from [f"### {name}.{method}", "", "```python", f"{method}{inspect.signature(inner)}", "```", ""]
-                yield from [_quote(inspect.getdoc(inner)), ""]
+        for module, names in modules.items():
+            for name in names:
+                yield from _describe_name(name, getattr(import_module(module), name), f"from {module} import {name}")
+
+
+def _describe_name(name: str, value: Any, source: str) -> Iterator[str]:
+    """Yield a class with its methods, or a function: where it comes from, its signature and its docstring."""
+    yield from [f"## {name}", "", "```python", source, f"{name}{_find_signature(value)}", "```", ""]
+    yield from [_quote(inspect.getdoc(value)), ""]
+    for method, inner in vars(value).items() if inspect.isclass(value) else ():
+        if inspect.isfunction(inner) and not method.startswith("_") and inner.__doc__:
+            yield from [f"### {name}.{method}", "", "```python", f"{method}{inspect.signature(inner)}", "```", ""]
+            yield from [_quote(inspect.getdoc(inner)), ""]
 
 
 def _find_signature(value: Any) -> str:

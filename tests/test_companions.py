@@ -1,5 +1,6 @@
 """Companions bring things by entry points; what a missing one would bring is refused in one line that names it."""
 
+import importlib
 import sys
 
 import pytest
@@ -64,6 +65,14 @@ def test_without_companions_errors_are_plain(alone):
 def test_a_name_that_has_moved_says_where_to():
     with pytest.raises(AttributeError, match=r"coalign\.rewards\.math is coalign_graders\.math_answer:math now"):
         coalign.rewards.math  # noqa: B018
+
+
+def test_a_module_that_has_moved_says_where_to():
+    """No one finds it, so Python asks the finder that Coalign has added."""
+    with pytest.raises(ModuleNotFoundError, match=r"families has moved: import coalign_megatron.families"):
+        importlib.import_module("coalign.weights.families")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named .coalign\.nothing."):
+        importlib.import_module("coalign.nothing")
 
 
 def test_without_kernels_torch_computes():

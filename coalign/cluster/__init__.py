@@ -7,6 +7,6 @@
 - ``slices.py`` keeps the replicas of a policy generating while its trainer trains, and replaces lost ones.
 - ``future.py`` has calls, futures, answers and references to batches.
 - ``placement/`` decides which process gets which devices, ``residency.py`` which models are on the devices now.
-- ``survivors/`` is what outlives a driver that is killed or a node that is lost, so that the run goes on with it.
+- ``survivors/`` is what outlives a driver that is killed, so that the run goes on with it.
 - ``stacks.py`` reads the Python stacks of processes that hang.
 """

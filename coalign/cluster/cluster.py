@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from coalign.cluster import stacks
 from coalign.cluster.dist import DistActor, DistModel
@@ -42,16 +41,12 @@ from coalign.cluster.ray.space import check_ray
 from coalign.cluster.residency import Residency
 from coalign.cluster.slices import MAX_LOSSES
 from coalign.cluster.survivors.claim import RunClaim
-from coalign.cluster.survivors.keeper import NodePath
 from coalign.cluster.worker import find_module_class, name_of
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.threads import CallQueue, start_thread
-
-if TYPE_CHECKING:
-    from coalign.cluster.survivors.keepers import Keepers
 
 log = logging.getLogger(__name__)
 PING_SECONDS = 60.0  # a living worker has finished its earlier calls by then
@@ -94,7 +89,6 @@ class Cluster(ABC):
         self.nodes: list[Node] = []
         self.driver_node = 0  # index in `nodes`
         self.placements: dict[str, list[ProcessPlacement]] = {}  # by model, then rank
-        self.keepers: Keepers | None = None  # see open_keepers
 
     # ---- for flows ------------------------------------------------------------------------------------------------
 
@@ -335,26 +329,6 @@ class Cluster(ABC):
             self._wait_and_end(rank)
         return processes
 
-    def open_keepers(self, run: Path, models: Sequence[str]) -> Keepers | None:
-        """Return the keepers of the run's checkpoints in the memory of its current nodes.
-
-        The nodes are the driver's and those with processes of ``models``. None if all processes are on this machine,
-        whose own memory is enough. Raises KeeperLost.
-        """
-        return None
-
-    def localize(self, directory: str) -> str | NodePath:
-        """Translate a directory for workers: one in this node's memory stands for one on each node."""
-        return directory if self.keepers is None else self.keepers.localize(directory)
-
-    def fetch_files(self, directory: str, name: str) -> None:
-        """Copy missing files of a directory in memory to the nodes of a model's processes.
-
-        Raises OSError if there is no room for it, KeeperLost if it is lost.
-        """
-        if self.keepers is not None:
-            self.keepers.fetch(directory, {placement.node for placement in self.placements[name]})
-
     def has_place(self, name: str) -> bool:
         """Return whether a missing replica can be started: its devices are free, or none were requested yet."""
         return False
@@ -561,14 +535,6 @@ def start_cluster(
     from coalign.cluster.ray.ray_cluster import RayCluster  # the extra [ray] is needed only here
 
     return RayCluster(config, models, claim)
-
-
-def join_keepers(address: str, run: Path, seconds: float | None) -> AbstractContextManager[Keepers]:
-    """Find the checkpoints of a run in the memory of the nodes of a Ray cluster, before the run has a cluster."""
-    check_ray()
-    from coalign.cluster.ray.ray_cluster import join_keepers as join  # the extra [ray] is needed only here
-
-    return join(address, run, seconds)
 
 
 def choose_cluster(config: RunConfig) -> str:

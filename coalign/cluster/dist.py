@@ -37,7 +37,6 @@ from coalign.cluster.future import (
     Meta,
     Outcome,
     TaskFuture,
-    WorkerFailure,
     WorkerHandle,
     WorkerLost,
     WorkerTask,
@@ -48,7 +47,6 @@ from coalign.cluster.future import (
 )
 from coalign.cluster.placement.nodes import NoPlaceError
 from coalign.cluster.slices import RowShare, SliceScheduler
-from coalign.cluster.survivors.keeper import KeeperLost
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory import PARTS
@@ -145,25 +143,12 @@ class DistModel(Generic[Role]):
         return self.cluster.launch(Call(self.name, "eval_step"), work, self._queue)
 
     def save(self, directory: str) -> Future:
-        """Write everything needed to resume bit for bit. A failure (a full disk) ends this call only, not the run.
-
-        A directory in the memory of this node (``Cluster.open_keepers``) stands for one on each rank's node.
-        """
-        return self.call("save", self.cluster.localize(directory), fatal=False)
+        """Write everything needed to resume bit for bit. A failure (a full disk) ends this call only, not the run."""
+        return self.call("save", directory, fatal=False)
 
     def load(self, directory: str) -> Future:
-        """Load what ``save`` wrote. A node first fetches the files that its memory lacks."""
-        load = self._shard((self.cluster.localize(directory),), {})
-
-        def work(future: Future) -> Outcome:
-            try:
-                self.cluster.fetch_files(directory, self.name)
-            except KeeperLost as problem:
-                ranks = [rank.name for rank in self._ranks]  # no rank has a state to resume from
-                raise WorkerLost(future.call, ranks, WorkerFailure("checkpoint lost", str(problem), "")) from problem
-            return load(future)
-
-        return self.cluster.launch(Call(self.name, "load"), work, self._queue)
+        """Load what ``save`` wrote."""
+        return self.call("load", directory)
 
     def save_hf(self, directory: str, **keywords: Any) -> Future:
         """Write a directory that ``from_pretrained`` loads. A failure ends this call only, not the run."""

@@ -24,7 +24,6 @@ from torch import Tensor
 from coalign import devices
 from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
 from coalign.cluster.memory_report import write_memory_report
-from coalign.cluster.survivors.keeper import NodePath
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
@@ -109,11 +108,10 @@ class Worker:
     With an ``arena``, every answer reports what the module has on its device.
     """
 
-    def __init__(self, store: Store, threads: int | None, arena: Arena | None = None, node: str = "") -> None:
+    def __init__(self, store: Store, threads: int | None, arena: Arena | None = None) -> None:
         self.store = store
         self.threads = threads or count_processors()
         self.arena = arena
-        self.node = node  # a NodePath leads to the memory of this node
         self._module: Module | None = None
         self.context = Context()
         self.tracer = _Tracer()
@@ -174,7 +172,7 @@ class Worker:
         return Meta(), None
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
-        """Call a method of the module; WorkerRows among the arguments become Batches, a NodePath a path."""
+        """Call a method of the module; WorkerRows among the arguments become Batches."""
         arguments, keywords = self._receive(method, arguments, keywords)
         with self.tracer.range(f"{self.context.model}.{method}"):
             result = getattr(self.module, method)(*arguments, **keywords)
@@ -230,8 +228,6 @@ class Worker:
             self.arena.require(self.context.model, needs, f"{self.context.model}.{method}")
 
         def fetch(value: Any) -> Any:
-            if isinstance(value, NodePath):
-                return value.find(self.node)
             return value.gather(self.store) if isinstance(value, WorkerRows) else value
 
         return tuple([fetch(value) for value in arguments]), {name: fetch(value) for name, value in keywords.items()}

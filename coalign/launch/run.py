@@ -29,13 +29,13 @@ from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, FlatRewards, Guards
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
-from coalign.engine.hooks.recovery import Recovery, find_memory, open_memory_folder
+from coalign.engine.hooks.recovery import Recovery, open_memory_folder
 from coalign.engine.hooks.run_control import Preempted, RunControl, StopSignals
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.engine.reference import precompute
-from coalign.files import RecordFile, RecordHandler, Sink, write_text_atomically
+from coalign.files import RecordFile, RecordHandler, Sink, describe_problem, write_text_atomically
 from coalign.launch.data_load import load_data
 from coalign.launch.device_plan import check_devices
 from coalign.launch.fetch import fetch_sources, write_commits
@@ -89,6 +89,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
     with locate_problems(config):
         check_folders(config)
     with closing(RunFolder(config.output, config.runtime.keep_rollouts)) as folder, _logged(folder, display):
+        folder.state.note("running", algorithm=config.algorithm)
         goodput = Goodput(folder.metrics)
         write_commits(folder.path, named, config)
         data = load_data(plan)
@@ -97,8 +98,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         memory = open_memory_folder(folder.path)
         url = config.runtime.save_copies_to
         remote = RemoteCheckpoints(url, checkpoints) if url else None
-        with find_memory(memory, folder.path, config.runtime) as memory_checkpoints:
-            checkpoint = _find_checkpoint(config, memory_checkpoints, checkpoints, remote)
+        checkpoint = _find_checkpoint(config, memory, checkpoints, remote)
         recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
         if checkpoint is not None:
             state = read_state(checkpoint, config)
@@ -109,6 +109,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                     best = state["hooks"].get("Save", {}).get("best")
                     remote.begin(state["step"], best and best[1])
                     remote.finish()
+                folder.state.note("ended", step=state["step"], steps=data.steps)
                 display.finish(folder.path)
                 return 0
         for line in describe_start(plan, data):
@@ -130,7 +131,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                     "placement:\n%s",
                     "\n".join(describe_assigned_layout(cluster.slots, cluster.placements, cluster.nodes)),
                 )
-            with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
+            with run_watchdog(cluster, folder.path / "stalls", folder.state, config.runtime.stall) as watchdog:
                 log.info("loading %s", ", ".join(plan.started))
                 engine = plan.recipe(plan, cluster, data)
                 engine.hooks += [provenance, StructureRecord(folder.path, graph)]
@@ -171,7 +172,7 @@ def _learn(
     control = RunControl(folder.path, save, Fleet(runtime.autoscale, recovery.save_now))
     engine.hooks.extend([goodput, record, *journal, save, recovery, control])
     _refuse_namesakes(engine.hooks)
-    checkpoint = recovery.open(engine, checkpoint)
+    checkpoint = recovery.choose(engine, checkpoint)
     if checkpoint is None:
         folder.move_records_aside()  # an earlier run's
     else:
@@ -192,6 +193,7 @@ def _learn(
         settings = hide_secrets(config.model_dump())
         record.trackers += start_trackers(runtime.trackers, folder.path, settings, engine.step)
     log.info("%s", engine.environment.loader.report())
+    folder.state.note("running", step=engine.step or None, steps=engine.last)
     precompute(engine, display)
     waiting = ROLLOUTS if engine.source == "prompts" else ROWS
     display.start(engine.step, engine.last, waiting=waiting, every=runtime.log_every)
@@ -208,9 +210,11 @@ def _learn(
         record.close(failed=not preempted)
         if not preempted:
             raise
+        folder.state.note("ended", reason=engine.stop)
         display.note("\n".join(error.__notes__))
         return 128 + signal.SIGTERM
     record.close(failed=False)
+    folder.state.note("failed" if guards.ended else "ended", reason=None if engine.complete else engine.stop)
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
     if runtime.plots and can_plot():
@@ -282,6 +286,8 @@ def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
             root.removeHandler(screen)  # whoever catches it says it there
         if explanation := ask(EXPLAINS, "ending", error, folder.path):
             error.add_note(explanation)
+        text = hide_secrets(describe_problem(error)).partition("\n")[0]
+        folder.state.note("ended" if isinstance(error, KeyboardInterrupt) else "failed", reason=text)
         log.exception("the run ended with an error")
         raise
     finally:

@@ -7,17 +7,15 @@ every other file. It is written last (coalign.engine.hooks.checkpoint_folder), s
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coalign.files import describe_problem, hash_file, read_json_object
 
 MANIFEST = "manifest.json"
-MEMORY = Path("/dev/shm")  # checkpoints in memory, each run in a folder `coalign-USER-HASH`, or one `…-NODE` a node
+MEMORY = Path("/dev/shm")  # checkpoints in memory, each run in a folder `coalign-USER-HASH`
 LEFT_SECONDS = 24 * 3600.0
 RUN = "run"  # a link in such a folder to the folder of the run
 
@@ -27,7 +25,7 @@ class CorruptCheckpoint(OSError):
 
 
 def name_memory_folder(run: Path) -> Path:
-    """Return the folder of the run's checkpoints in memory; each of several nodes has its own, `…-NODE`."""
+    """Return the folder of the run's checkpoints in memory."""
     digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()
     return MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
 
@@ -53,27 +51,6 @@ def find_step(path: Path) -> int:
 def list_steps(directory: Path) -> list[int]:
     """Return the steps that have a checkpoint's directory below this one, ascending, complete or not."""
     return sorted(step for path in directory.glob("step_*") if (step := find_step(path)) >= 0)
-
-
-def format_manifest(sizes: Mapping[str, int], token: str) -> str:
-    """Return the manifest of a checkpoint whose files lie on several nodes; ``token`` identifies it."""
-    return json.dumps({"files": {name: {"size": size} for name, size in sizes.items()}, "spread": token}, indent=1)
-
-
-def parse_manifest(text: str) -> dict[str, int]:
-    """Return the bytes of each file by a manifest's text. ValueError for another text."""
-    try:
-        return {name: entry["size"] for name, entry in json.loads(text)["files"].items()}
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"no {MANIFEST}: {describe_problem(problem)}") from problem
-
-
-def is_spread(path: Path) -> bool:
-    """Whether a checkpoint in memory lies on several nodes, so that some of its files may not be here."""
-    try:
-        return "spread" in read_json_object(path / MANIFEST)
-    except (OSError, ValueError):
-        return False
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str | None]]:

@@ -4,15 +4,13 @@ Called as ``python -m tests.chaos.driver CONFIG FAULTS``: two JSON files. A faul
 ``delay`` seconds after the engine enters a phase of the step, and no later than at the beginning of the last step, the
 process is killed (SIGKILL) or stopped (SIGSTOP), or its connections with the process ``other`` are cut. ``process`` is
 a part of an actor's name (`:trainer:rank1`), or `driver`. Without a process, bits of weights that are sent are
-flipped (``how`` is `flip`, drawn by ``seed``), or the run folder's disk is filled or freed (`fill`, `free`). With a
-process id as ``raylet`` that node is lost with all of its processes, and with its memory, by the id ``node``. Each
+flipped (``how`` is `flip`, drawn by ``seed``), or the run folder's disk is filled or freed (`fill`, `free`). Each
 fault happens once, also over several starts: those that happened are in FAULTS.done.
 """
 
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -24,8 +22,6 @@ from typing import Any
 import psutil
 
 import coalign
-from coalign.cluster.survivors.keeper import DIGITS
-from coalign.run_files.checkpoints import MEMORY
 from tests.chaos.damage import cut_connections, fill_disk, flip_weights_once, free_disk
 from tests.runs import MARK
 
@@ -49,9 +45,7 @@ class Faults(coalign.Hook):
         happened = [line["fault"] for line in read_lines(self.done) if "fault" in line]
         for number, fault in enumerate(self.faults):
             if fault["phase"] == name and fault["step"] == self.engine.step and number not in happened:
-                if "raylet" in fault:
-                    self.begin_fault(self.lose_node, number, fault)
-                elif "process" in fault:
+                if "process" in fault:
                     self.begin_fault(self.strike, number, fault)
                 else:
                     self.note(fault=number)
@@ -75,15 +69,6 @@ class Faults(coalign.Hook):
             flip_weights_once(random.Random(fault["seed"]))
         else:
             {"fill": fill_disk, "free": free_disk}[fault["how"]](folder)
-
-    def lose_node(self, number: int, fault: dict[str, Any]) -> None:
-        self.is_last_step.wait(fault.get("delay", 0.0))
-        self.note(fault=number)
-        raylet = psutil.Process(fault["raylet"])
-        for process in (raylet, *raylet.children(recursive=True)):
-            process.kill()
-        for folder in MEMORY.glob(f"coalign-*-{fault['node'][:DIGITS]}"):
-            shutil.rmtree(folder)
 
     def strike(self, number: int, fault: dict[str, Any]) -> None:
         self.is_last_step.wait(fault.get("delay", 0.0))

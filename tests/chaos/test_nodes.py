@@ -51,6 +51,29 @@ def test_a_lost_node_is_all_of_its_processes_at_once(tmp_path):
     assert weights_hash(config, STEPS) == weights_hash(whole, STEPS)
 
 
+def test_a_trainer_is_spread_over_nodes_while_its_run_goes(tmp_path):
+    """It goes on from a checkpoint on disk, which all nodes see."""
+    config = exact_settings(tmp_path, STEPS, save_every=0, save_minutes=1000)
+    assert run(config | {"output": str(tmp_path / "whole")}) == 0
+    config["runtime"] |= {"cluster": "ray"}
+    with start_machines(cpus=1) as machines:
+        machines.add("second")
+        config["runtime"] |= {"ray_address": machines.address}
+        wait_until(lambda: len(list_nodes(machines.address)) == 2)
+        requests, path = tmp_path / "requests.json", tmp_path / "scaled.json"
+        requests.write_text(json.dumps({2: {"trainer": 3}, 4: {"trainer": 1}}))
+        path.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "tests.chaos.test_scaling", str(path), str(requests)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown
+    assert "trainer: 3 processes since step 2" in shown and "trainer: 1 processes since step 4" in shown
+    assert [line["step"] for line in metrics(config)] == list(range(1, STEPS + 1))
+    whole = config | {"output": str(tmp_path / "whole")}
+    assert weights_hash(config, STEPS) == weights_hash(whole, STEPS)
+
+
 def test_nodes_come_and_go(tmp_path):
     """A replica that finds no device waits; a node of another kind is not used; one that comes back is."""
     config = settings(tmp_path, "grpo", steps=2000, epochs=400, eval_at_start=False, cluster="ray", accelerator="chip")

@@ -10,12 +10,15 @@ import sys
 import pytest
 
 import coalign
+from coalign import _HOMES as HOMES
 from coalign.cli import COMMANDS
 from coalign.config.functions import list_classes, list_functions, shorten_name
 from coalign.config.schema import ModelConfig, RunConfig
-from docs.generate import build_reference, describe_type
+from docs.generate import OWN_PARTS, build_reference, describe_type
 from tests.docs.pages import list_pages
 from tests.runs import ROOT
+
+INSIDE_EXAMPLES = {"demo.py", "gsm8k.py", "__main__.py", "plots.py"}  # they draw and report as the commands do
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,28 @@ def test_the_reference_has_every_setting_command_recipe_and_function(reference):
         assert all(f"### {shorten_name(name)}\n" in functions for name in list_functions(home)), home
     public = [name for name in coalign.__all__ if name != "__version__"]
     assert all(f"## {name}\n" in reference["reference/python.md"] for name in public)
+
+
+def test_own_parts_import_documented_names_only(reference):
+    """Pages and examples show what stays; at most 80 names do."""
+    documented = {f"{home}.{name}" for name in coalign.__all__ for home in ("coalign", HOMES.get(name, "coalign"))}
+    documented |= {
+        f"{module}.{name}" for part in OWN_PARTS.values() for module, names in part.items() for name in names
+    }
+    shown = re.compile(r"^ *from (coalign(?:\.\w+)*) import ([\w, ]+)", re.MULTILINE)
+    pages = [page for page in list_pages() if not page.startswith(("docs/lab", "docs/zh"))]
+    texts = [(ROOT / page).read_text() for page in pages]
+    texts += [path.read_text() for path in (ROOT / "examples").rglob("*.py") if path.name not in INSIDE_EXAMPLES]
+    used = {
+        f"{module}.{name.strip().partition(' ')[0]}"
+        for text in texts
+        for module, names in shown.findall(text)
+        for name in names.split(",")
+    }
+    assert not used - documented
+    names = {name.rpartition(".")[2] for name in documented} - {"__version__"}
+    assert len(names) <= 80
+    assert not [name for name in names if f"## {name}\n" not in reference["reference/python.md"]]
 
 
 def test_types_are_described_in_words():

@@ -10,7 +10,8 @@ import pytest
 
 from coalign.cluster.cluster import Cluster
 from coalign.cluster.future import Call, WorkerFailure, WorkerLost
-from coalign.engine.engine import Hook, Trainer
+from coalign.cluster.placement.nodes import ProcessPlacement
+from coalign.engine.engine import Engine, Hook, Trainer
 from coalign.engine.environment import Environment
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import EvaluationHook
@@ -193,6 +194,39 @@ def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory, u
     assert (folder / "step_3" / "manifest.json").exists() and not (folder / "step_3" / "hf").exists()
     assert run(config) == 0
     assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
+
+
+def move_trainer(engine):
+    """Let the cluster say that the trainer runs on another node than the driver."""
+    engine.cluster.placements["trainer"] = [ProcessPlacement(engine.cluster.driver_node + 1, ())]
+
+
+def test_memory_of_another_node_is_refused(tmp_path, monkeypatch):
+    real = Engine.learn
+    monkeypatch.setattr(Engine, "learn", lambda self: (move_trainer(self), real(self))[1])
+    with pytest.raises(ValueError, match=r"save_in_memory_every is 1, and models\.trainer has processes on another"):
+        run(configure(tmp_path, save_in_memory_every=1))
+
+
+def test_a_trainer_that_moves_to_another_node_goes_on_from_the_disk(
+    tmp_path, monkeypatch, replaced, undisturbed, caplog
+):
+    """Memory is not used from then on, and the log says so once."""
+    config = configure(tmp_path, save_in_memory_every=1)
+    config["runtime"]["save_every"] = 2
+    real = EvaluationHook.after_step
+
+    def move(self, engine, *arguments):
+        if engine.step == 3:
+            move_trainer(engine)
+        real(self, engine, *arguments)
+
+    monkeypatch.setattr(EvaluationHook, "after_step", move)
+    lose(monkeypatch, Trainer, "step", "trainer", lambda self, batch: len(metrics(config)) == 3)
+    assert run(config) == 0
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
+    assert "step_2; step 3 is made again" in caplog.text
+    assert caplog.text.count("now has processes on another node") == 1
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])  # auto: a new folder of the same path is another run

@@ -49,8 +49,7 @@ class Actor:
     ) -> None:
         os.environ.update(visible)  # not before: Ray hides all devices from an actor that asks it for none
         self._stacks = listen()
-        node = ray.get_runtime_context().get_node_id()
-        self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None, node)
+        self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None)
         self._space: StoreSpace | None = None  # the first measurement
         self._sources = LoadedSources()
         self._sources.note()

@@ -13,8 +13,8 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,8 +46,6 @@ from coalign.cluster.survivors.claim import (
     read_workers,
 )
 from coalign.cluster.survivors.head import RayHead
-from coalign.cluster.survivors.keeper import has_keepers
-from coalign.cluster.survivors.keepers import Keepers
 from coalign.cluster.survivors.takeover import find_key, list_groups, take_over
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.threads import begin_in_thread, start_thread
@@ -247,14 +245,6 @@ class RayCluster(Cluster):
     def _function_worker(self) -> WorkerHandle:
         return self._functions
 
-    def open_keepers(self, run: Path, models: Sequence[str]) -> Keepers | None:
-        if self.keepers is None and (len(self._devices.update()) > 1 or has_keepers(run)):
-            self.keepers = Keepers(run, self._devices.ids, self.driver_node, self._call_seconds)
-        if self.keepers is not None:
-            ranks = {name: [placement.node for placement in self.placements[name]] for name in models}
-            self.keepers.choose(ranks, [node.name for node in self.nodes])
-        return self.keepers
-
     def _forget_placements(self) -> None:
         """Drop the recorded placements, which no longer hold: another driver cannot use these processes."""
         if self._record and self._record.placements:
@@ -343,25 +333,5 @@ class RayCluster(Cluster):
         self._leave()
 
     def _leave(self) -> None:
-        if self.keepers is not None:
-            self.keepers.close()
         if self._owner:
-            ray.shutdown()
-
-
-@contextmanager
-def join_keepers(address: str, run: Path, seconds: float | None) -> Iterator[Keepers]:
-    """Yield the keepers of a run's checkpoints, before the run has a cluster. ValueError if no Ray cluster answers.
-
-    They may take ``seconds`` to answer a request (None: half an hour).
-    """
-    joined = ray.is_initialized()
-    if not joined:
-        connect(address)
-    keepers = Keepers(run, [ray.get_runtime_context().get_node_id()], 0, seconds or STORE_SECONDS)
-    try:
-        yield keepers
-    finally:
-        keepers.close()
-        if not joined:
             ray.shutdown()

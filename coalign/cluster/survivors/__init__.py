@@ -1,6 +1,5 @@
-"""What outlives the driver of a run on Ray, or a node, so that the run goes on with it.
+"""What outlives the driver of a run on Ray, so that the run goes on with it.
 
 claim.py, to open first, has the records: a driver's claim, what a process says of itself, and the file by which both
-find each other. head.py holds a Ray cluster that no driver owns. takeover.py takes living processes over. keeper.py
-keeps files of checkpoints in a node's memory, and keepers.py copies them from node to node.
+find each other. head.py holds a Ray cluster that no driver owns. takeover.py takes living processes over.
 """

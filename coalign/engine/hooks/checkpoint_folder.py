@@ -128,7 +128,8 @@ class Checkpoints:
         if self._writing is not None and self._writing.files is not None:
             with suppress(Exception):
                 self._writing.files.finish()  # waits for the processes that live
-            if not self._writing.reported.is_set() and not self._has_all_reports(self._writing):
+            are_written = all(read_report(path) is not None for path in self._writing.paths)
+            if not self._writing.reported.is_set() and not are_written:
                 self._writing.cancelled.set()
         self.finish()
 
@@ -158,24 +159,15 @@ class Checkpoints:
         """Wait until all files are written. OSError if one cannot be; _Cancelled."""
         waiting = [*writing.paths]
         while waiting:
-            reports = {path: self._read_report(path) for path in waiting}
+            reports = {path: read_report(path) for path in waiting}
             for problem in filter(None, reports.values()):
                 raise OSError(problem)
             waiting = [path for path, report in reports.items() if report is None]
             if writing.cancelled.wait(_POLL_SECONDS if waiting else 0):
                 raise _Cancelled
         for path in writing.paths:
-            self._delete_report(path)
+            delete_report(path)
         writing.reported.set()
-
-    def _has_all_reports(self, writing: CheckpointWriting) -> bool:
-        return all(self._read_report(path) is not None for path in writing.paths)
-
-    def _read_report(self, path: Path) -> str | None:
-        return read_report(path)
-
-    def _delete_report(self, path: Path) -> None:
-        delete_report(path)
 
     def _seal(self, writing: CheckpointWriting) -> None:
         aside, entries = writing.aside, dict[str, dict[str, Any]]()

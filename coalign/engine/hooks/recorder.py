@@ -55,6 +55,7 @@ class MetricsRecorder(Hook):
             self._send("rewind", step - 1)
         self._send("log", numbers, step)
         self.display.step(step, numbers)
+        self.folder.state.note("running", step=step)
         self.newest = step
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:

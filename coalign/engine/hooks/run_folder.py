@@ -22,6 +22,7 @@ from coalign.run_files.control import refuse_request
 from coalign.run_files.lock import lock_folder, read_owner
 from coalign.run_files.records import parse_record
 from coalign.run_files.rollouts import FOLDER
+from coalign.run_files.state import StateFile
 from coalign.types import Metric
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class RunFolder:
         # The lock does not tell whether a previous owner on another machine still runs.
         self.waits = previous is None or not previous.is_here
         refuse_request(self.path, "the run ended before it came to this")
+        self.state = StateFile(self.path)
         self.metrics = StepLog(self.path / "metrics.jsonl")
         self.samples = StepLog(self.path / "samples.jsonl")
         self.rollouts = RolloutFiles(self.path, keep_rollouts)

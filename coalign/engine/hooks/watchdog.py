@@ -21,6 +21,7 @@ from coalign.cluster.future import Future
 
 if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
+    from coalign.run_files.state import StateFile
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +32,13 @@ class Watchdog:
     """A thread that reports a call which keeps a process busy for ``seconds``, and a run without a busy process.
 
     A call is reported again whenever its time has doubled. Reports go to the log and, with the stacks, to
-    ``folder/<time>/``. With ``seconds`` None, only a signal makes one.
+    ``folder/<time>/``, and a stall becomes the run's ``state``. With ``seconds`` None, only a signal makes one.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, seconds: float | None) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, state: StateFile, seconds: float | None) -> None:
         self.cluster = cluster
         self.folder = folder
+        self.state = state
         self.seconds = math.inf if seconds is None else seconds
         self._phase, self._since = "start", time.monotonic()
         self._busy = time.monotonic()  # when a process was last seen computing
@@ -110,6 +112,8 @@ class Watchdog:
             self._asked.clear()
             reason = "asked for (SIGUSR1)" if asked else self.look(time.monotonic())
             if reason and not self._closed:
+                if not asked:
+                    self.state.note("stalled", reason=reason)
                 try:
                     self.report(reason)
                 except Exception:  # a failed report must not end the run
@@ -117,9 +121,9 @@ class Watchdog:
 
 
 @contextmanager
-def run_watchdog(cluster: Cluster, folder: Path, seconds: float | None) -> Iterator[Watchdog]:
+def run_watchdog(cluster: Cluster, folder: Path, state: StateFile, seconds: float | None) -> Iterator[Watchdog]:
     """Run a watchdog during the block; SIGUSR1 makes it report."""
-    watchdog = Watchdog(cluster, folder, seconds)
+    watchdog = Watchdog(cluster, folder, state, seconds)
     previous_handler = signal.signal(signal.SIGUSR1, watchdog.report_now)
     watchdog.start()
     try:

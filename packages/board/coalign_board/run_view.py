@@ -12,13 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from coalign.config.yaml_reader import MAX_BYTES, parse
-from coalign.files import read_bounded
 from coalign.report.plots import PLOTS, Curve, CurvePlot, choose_curves
 from coalign.report.step_line import describe_goodput, format_metric, format_number, list_step_fields, smooth_metrics
-from coalign.run_files.lock import is_going, read_owner
+from coalign.run_files.lock import read_owner
 from coalign.run_files.records import START, follow_growth, follow_records, follow_text, parse_record, select_numbers
 from coalign.run_files.sample_text import name_group
+from coalign.run_files.state import read_state
 
 SAMPLES, LOG_LINES = 200, 500  # the newest ones are kept
 MAX_CURVE_POINTS = 2000  # a longer curve loses every second point
@@ -90,27 +89,22 @@ class RunView:
         self.metrics = MetricsHistory(folder / "metrics.jsonl")
         self.samples = follow_records(folder / "samples.jsonl", SAMPLES)
         self.log = follow_text(folder / "log.txt", LOG_LINES)
-        self._steps: int | None = None  # steps that the run was configured for
 
     def update(self) -> set[str]:
         """Read what is new; return which of `metrics`, `samples` and `log` have changed."""
         files = {"metrics": self.metrics, "samples": self.samples, "log": self.log}
-        changed = {name for name, file in files.items() if file.update()}
-        if "metrics" in changed:
-            self._steps = _read_steps(self.folder / "config.yaml")
-        return changed
+        return {name for name, file in files.items() if file.update()}
 
     def describe_state(self) -> str:
         """Say how far the run is, and whether it is going, and where."""
-        total = f" of {self._steps}" if self._steps else ""
+        state, owner = read_state(self.folder), read_owner(self.folder)
+        total = f" of {state.steps}" if state.steps else ""
         progress = "no step yet" if self.metrics.step is None else f"step {self.metrics.step}{total}"
-        if not is_going(self.folder):
-            return f"{progress} · not going"
-        owner = read_owner(self.folder)
-        if owner is None:
-            return f"{progress} · going"
+        said = state.status if state.reason is None else f"{state.status}: {state.reason}"
+        if owner is None or state.status in ("ended", "failed"):
+            return f"{progress} · {said}"
         age = timedelta(seconds=max(0, round(time.time() - owner.started)))
-        return f"{progress} · going for {age}, process {owner.pid} on {owner.host}"
+        return f"{progress} · {said}, since {age}, process {owner.pid} on {owner.host}"
 
     def format_step(self) -> str:
         """Return the line of the newest step."""
@@ -156,13 +150,3 @@ def describe_sample(sample: Mapping[str, Any]) -> str:
 
 def _format(value: float | None) -> str:
     return "" if value is None else format_number(value)
-
-
-def _read_steps(path: Path) -> int | None:
-    """Return the number of steps that a run was configured for, if it was by steps."""
-    try:
-        text = read_bounded(path, MAX_BYTES).decode(errors="replace")
-        steps = parse(text, str(path))[0]["runtime"]["steps"]
-    except (OSError, ValueError, KeyError, TypeError):  # among them ConfigError
-        return None
-    return steps if isinstance(steps, int) else None

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from coalign.run_files.state import StateFile
+
 CONFIG = """\
 algorithm: grpo
 seed: {seed}
@@ -29,18 +31,27 @@ def make_run(folder: Path, *, seed: int = 0, steps: int = 20, lr: float = 1e-4, 
     text = CONFIG.format(seed=seed, folder=folder, steps=steps, lr=lr, weight=weight)
     (folder / "config.yaml").write_text(text)
     (folder / ".lock").touch()
+    StateFile(folder).note("running", algorithm="grpo", steps=steps)
     add_log(folder, "INFO coalign.launch.run: loading policy, trainer")
     return folder
 
 
 def add_steps(folder: Path, steps: Iterable[int], last: int = 20, **metrics: Callable[[int], Any]) -> None:
-    """Append these steps to metrics.jsonl, and their lines to the log."""
+    """Append these steps to metrics.jsonl, and their lines to the log. The run ends with its last one."""
+    step = 0
     with open(folder / "metrics.jsonl", "a") as file:
         for step in steps:
             record = {"loss/value": 1.0 / (step + 1), "reward/mean": step / 100, "time/run": 2.0 * step}
             record |= {"tokens/trained": 100.0} | {name: make(step) for name, make in metrics.items()}
             file.write(json.dumps({"step": step, **dict(sorted(record.items()))}) + "\n")
             add_log(folder, f"INFO coalign.report.display: step {step:>2}/{last} │ reward {step / 100:.3f}")
+    StateFile(folder).note("ended" if step >= last else "running", algorithm="grpo", step=step, steps=last)
+
+
+def fail(folder: Path, trace: str) -> None:
+    """Let the run end by an error with this traceback."""
+    add_log(folder, f"ERROR coalign.launch.run: the run ended with an error\n{trace}")
+    StateFile(folder).note("failed", algorithm="grpo", reason=trace.strip().splitlines()[-1])
 
 
 def add_samples(folder: Path, count: int) -> None:
@@ -79,5 +90,6 @@ def make_long_run(folder: Path, steps: int, samples: int) -> Path:
             values |= {"time/run": 1.5 * step, "tokens/trained": 4096.0}
             file.write(json.dumps({"step": step, **values}) + "\n")
     add_log(folder, f"INFO coalign.report.display: step {steps}/{steps} │ reward 1.000")
+    StateFile(folder).note("ended", algorithm="grpo", step=steps, steps=steps)
     add_samples(folder, samples)
     return folder

@@ -13,7 +13,7 @@ from coalign.files import write_atomically
 from coalign.run_files.control import ControlResult, read_request, write_answer
 from coalign.run_files.lock import lock_folder
 from packages.board.tests.axe import find_barriers
-from packages.board.tests.folders import add_log, add_samples, add_steps, make_long_run, make_run
+from packages.board.tests.folders import add_log, add_samples, add_steps, fail, make_long_run, make_run
 from tests.runs import command, settings, wait_for
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def runs(tmp_path) -> Path:
     (stall / "driver.txt").write_text("File run.py, line 3\n")
     failed = make_run(root / "other run", lr=2e-4)
     add_steps(failed, range(1, 5))
-    add_log(failed, "ERROR coalign.launch.run: the run ended with an error\nTraceback\nValueError: no such thing")
+    fail(failed, "Traceback\nValueError: no such thing")
     return root
 
 
@@ -163,9 +163,7 @@ def test_the_settings_that_were_written_are_one_click_away(board, open_page, run
 def test_a_failed_run_opens_on_its_cause(start_board, open_page, tmp_path):
     folder = make_run(tmp_path / "runs" / "mine")
     trace = 'Traceback (most recent call last):\n  File "/home/me/my_rewards.py", line 12, in score\n    return 1 / 0\n'
-    add_log(
-        folder, f"ERROR coalign.launch.run: the run ended with an error\n{trace}ZeroDivisionError: division by zero"
-    )
+    fail(folder, f"{trace}ZeroDivisionError: division by zero")
     board = start_board(folder.parent)
     watched = open_page()
     page = watched.page

@@ -6,10 +6,9 @@ from coalign.run_files.lock import lock_folder
 from coalign_board.readers import cause
 from coalign_board.readers.cause import CauseReader
 from coalign_board.status import RunSummaries
-from packages.board.tests.folders import add_log, add_samples, add_steps, make_run
+from packages.board.tests.folders import add_log, add_samples, add_steps, fail, make_run
 
-TRACEBACK = """ERROR coalign.launch.run: the run ended with an error
-Traceback (most recent call last):
+TRACEBACK = """Traceback (most recent call last):
   File "/opt/lib/python3.11/site-packages/coalign/rewards/calls.py", line 290, in call
     return function(sample)
   File "/home/me/my_rewards.py", line 12, in score
@@ -32,7 +31,7 @@ def asked(monkeypatch):
 
 
 def test_the_cause_names_the_persons_own_line(folder):
-    add_log(folder, TRACEBACK)
+    fail(folder, TRACEBACK)
     verdict = CauseReader().read(folder, {})
     assert "AttributeError: 'Sample' object has no attribute 'answer'" in verdict["title"]
     assert [each["place"] for each in verdict["evidence"]] == ["log.txt:8", "/home/me/my_rewards.py:12"]
@@ -42,7 +41,7 @@ def test_the_cause_names_the_persons_own_line(folder):
 def test_a_cause_is_read_once_for_each_state_of_the_log(folder, asked):
     reader = CauseReader()
     assert reader.read(folder, {}) == reader.read(folder, {}) == VERDICT and len(asked) == 1
-    add_log(folder, TRACEBACK)
+    fail(folder, TRACEBACK)
     reader.read(folder, {})
     assert len(asked) == 2
 
@@ -86,7 +85,7 @@ def list_pages(folder):
 
 
 def test_a_run_that_failed_before_its_first_step_has_few_pages(folder):
-    add_log(folder, TRACEBACK)
+    fail(folder, TRACEBACK)
     assert list_pages(folder) == ["cause", "log", "configuration"]
     (folder / "samples.jsonl").write_text("")  # of a run that has no sample yet
     (folder / "checkpoints").mkdir()
@@ -108,12 +107,3 @@ def test_pages_come_with_their_content(folder):
         (folder / name).write_text("{}")
     everything = "overview rollouts timeline placement checkpoints goodput flow log configuration"
     assert list_pages(folder) == everything.split()
-
-
-def test_copies_of_checkpoints_elsewhere_are_content(folder):
-    add_steps(folder, range(1, 21))
-    text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("runtime:\n", "runtime:\n  save_copies_to: null\n"))
-    assert "checkpoints" not in list_pages(folder)
-    (folder / "config.yaml").write_text(text.replace("runtime:\n", "runtime:\n  save_copies_to: s3://bucket\n"))
-    assert "checkpoints" in list_pages(folder)

@@ -9,6 +9,7 @@ import pytest
 
 from coalign.files import write_atomically
 from coalign.run_files.lock import lock_folder
+from coalign.run_files.state import StateFile
 from coalign_board.run_view import MAX_CURVE_POINTS, MetricsHistory, RunView
 
 
@@ -31,8 +32,9 @@ def sample(step, response):
 @pytest.fixture
 def folder(tmp_path):
     """The folder of a run that has yet to take its first step."""
-    (tmp_path / "config.yaml").write_text("runtime: {steps: 9}\n")
+    (tmp_path / "config.yaml").touch()
     (tmp_path / "log.txt").write_text("loading policy\n")
+    StateFile(tmp_path).note("running", steps=9)
     return tmp_path
 
 
@@ -40,12 +42,12 @@ def test_a_run_is_shown_before_its_first_step_while_it_goes_and_after_it(folder)
     with lock_folder(folder):
         view = RunView(folder)
         assert view.update() == {"log"}
-        assert view.describe_state().startswith("no step yet · going for 0:00:0")
+        assert view.describe_state().startswith("no step yet · running, since 0:00:0")
         assert view.format_step() == view.format_goodput() == "" and not view.list_metrics() and not view.list_plots()
         append(folder / "metrics.jsonl", metrics(1, 0.25), metrics(2, 0.5))
         append(folder / "samples.jsonl", sample(1, "three"), sample(2, "Two"))
         assert view.update() == {"metrics", "samples"}
-        assert view.describe_state().startswith("step 2 of 9 · going")
+        assert view.describe_state().startswith("step 2 of 9 · running, since")
         assert view.format_step().startswith("reward 0.500 ▲ │ loss -0.500 │ 2.0s")
         assert view.format_goodput().startswith("goodput: 75% of 0:01:40 went into tokens")
         row = next(row for row in view.list_metrics() if row.name == "reward/mean")
@@ -53,7 +55,7 @@ def test_a_run_is_shown_before_its_first_step_while_it_goes_and_after_it(folder)
         plot, curves = view.list_plots()[0]
         assert (plot.title, curves) == ("Reward", {"reward/mean": [(1, 0.25), (2, 0.5)]})
     assert view.update() == set()
-    assert view.describe_state() == "step 2 of 9 · not going"
+    assert view.describe_state() == "step 2 of 9 · failed"
 
 
 def test_a_run_that_is_resumed_is_read_again(folder):
@@ -129,7 +131,7 @@ def test_the_screen_follows_a_run_and_obeys_its_keys(folder):
         async with app.run_test(size=(120, 40)) as pilot:
             await pilot.pause()
             shown = read_screen(app)
-            assert "no step yet · not going" in shown and "Curves" in shown and "Search samples" in shown
+            assert "no step yet · failed" in shown and "Curves" in shown and "Search samples" in shown
             append(folder / "metrics.jsonl", metrics(1, 0.25), metrics(2, 0.5))
             append(folder / "samples.jsonl", sample(1, "three"), sample(2, "[two]\x1b[31m\a"))
             app.follow()

@@ -10,6 +10,8 @@ import time
 
 from coalign.cluster.future import Call, Future, Outcome, WorkerTask
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
+from coalign.run_files.lock import lock_folder
+from coalign.run_files.state import StateFile, read_state
 from tests.cluster.threads import thread_cluster
 
 
@@ -38,7 +40,7 @@ def call(label, *since):
 
 
 def test_a_call_is_reported_once_and_again_after_twice_the_time(tmp_path):
-    watchdog = Watchdog(Calls(call("policy.generate", 100.0, 130.0)), tmp_path, 60.0)
+    watchdog = Watchdog(Calls(call("policy.generate", 100.0, 130.0)), tmp_path, StateFile(tmp_path), 60.0)
     assert watchdog.look(159.0) is None
     assert watchdog.look(161.0) == "policy.generate without an answer for 61 s"
     assert watchdog.look(200.0) is None
@@ -48,11 +50,11 @@ def test_a_call_is_reported_once_and_again_after_twice_the_time(tmp_path):
 def test_replicas_that_have_answered_are_not_waited_for(tmp_path):
     half = call("policy.generate", 100.0, 150.0)
     half.running[0].meta.set_result(Outcome(None, {}))
-    assert Watchdog(Calls(half), tmp_path, 60.0).look(200.0) is None
+    assert Watchdog(Calls(half), tmp_path, StateFile(tmp_path), 60.0).look(200.0) is None
 
 
 def test_a_run_in_which_nobody_computes_is_reported(tmp_path):
-    watchdog = Watchdog(Calls(call("reference.forward_step")), tmp_path, 60.0)
+    watchdog = Watchdog(Calls(call("reference.forward_step")), tmp_path, StateFile(tmp_path), 60.0)
     now = time.monotonic()
     assert watchdog.look(now + 50.0) is None
     assert watchdog.look(now + 61.0) == "no process has been busy for 61 s"
@@ -63,7 +65,7 @@ def test_a_run_in_which_nobody_computes_is_reported(tmp_path):
 
 def test_a_clock_that_is_set_is_no_stall(tmp_path, monkeypatch):
     monkeypatch.setattr("coalign.engine.hooks.watchdog._MAX_POLL_SECONDS", 0.01)
-    watchdog = Watchdog(Calls(call("policy.generate", time.monotonic())), tmp_path, 60.0)
+    watchdog = Watchdog(Calls(call("policy.generate", time.monotonic())), tmp_path, StateFile(tmp_path), 60.0)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     looks, looked = [], threading.Event()
     monkeypatch.setattr(watchdog, "look", lambda now: looks.append(Watchdog.look(watchdog, now)) or looked.set())
@@ -74,12 +76,12 @@ def test_a_clock_that_is_set_is_no_stall(tmp_path, monkeypatch):
 
 
 def test_without_a_limit_nothing_is_reported(tmp_path):
-    assert Watchdog(Calls(call("policy.generate", 0.0)), tmp_path, None).look(1e9) is None
+    assert Watchdog(Calls(call("policy.generate", 0.0)), tmp_path, StateFile(tmp_path), None).look(1e9) is None
 
 
 def test_a_report_names_phase_calls_places_and_files(tmp_path, caplog):
     waiting, busy = call("reference.forward_step"), call("policy.generate", time.monotonic() - 100)
-    watchdog = Watchdog(Calls(busy, waiting), tmp_path / "stalls", 60.0)
+    watchdog = Watchdog(Calls(busy, waiting), tmp_path / "stalls", StateFile(tmp_path), 60.0)
     watchdog.phase("rollout")
     with caplog.at_level(logging.WARNING, "coalign.engine.hooks.watchdog"):
         place = watchdog.report("policy.generate without an answer for 100 s")
@@ -99,11 +101,13 @@ def test_a_stall_of_a_real_call_is_seen_and_the_run_goes_on(tmp_path):
         go_on.wait()
         return "done"
 
-    with thread_cluster({"judge": {"module": "SumModule"}}) as cluster, run_watchdog(cluster, tmp_path, 0.2):
+    state, models = StateFile(tmp_path), {"judge": {"module": "SumModule"}}
+    with lock_folder(tmp_path), thread_cluster(models) as cluster, run_watchdog(cluster, tmp_path, state, 0.2):
         future = cluster.models["judge"].run(stands_still)
         begun.wait()
         while not list(tmp_path.glob("*/driver.txt")):
             time.sleep(0.05)
+        assert read_state(tmp_path).status == "stalled" and "judge.stands_still" in read_state(tmp_path).reason
         go_on.set()
         assert future.result() == ["done"]
     [report, *_] = tmp_path.glob("*/report.txt")
@@ -113,7 +117,7 @@ def test_a_stall_of_a_real_call_is_seen_and_the_run_goes_on(tmp_path):
 
 def test_a_signal_asks_for_a_report(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
-    with run_watchdog(Calls(), tmp_path, None):
+    with run_watchdog(Calls(), tmp_path, StateFile(tmp_path), None):
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 30.0
         while not list(tmp_path.glob("*/report.txt")) and time.monotonic() < deadline:
@@ -126,7 +130,7 @@ def test_a_signal_asks_for_a_report(tmp_path):
 def test_a_report_that_fails_ends_nothing(tmp_path, caplog):
     cluster = Calls()
     cluster.stacks = lambda: 1 / 0
-    with run_watchdog(cluster, tmp_path, None) as watchdog:
+    with run_watchdog(cluster, tmp_path, StateFile(tmp_path), None) as watchdog:
         watchdog.report_now()
         deadline = time.monotonic() + 30.0
         while "failed" not in caplog.text and time.monotonic() < deadline:

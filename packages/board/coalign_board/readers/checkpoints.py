@@ -15,7 +15,6 @@ from coalign.run_files.checkpoints import (
     MEMORY,
     RUN,
     CorruptCheckpoint,
-    is_spread,
     list_steps,
     read_manifest,
     verify_checkpoint,
@@ -97,8 +96,6 @@ def _describe(path: Path, step: int, storage: str) -> dict[str, Any]:
 
 
 def _find_problem(path: Path, *, hashes: bool) -> str | None:
-    if is_spread(path):  # other nodes have the files that are not here
-        return None
     try:
         verify_checkpoint(path, hashes=hashes)
     except (CorruptCheckpoint, OSError) as problem:
