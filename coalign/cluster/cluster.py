@@ -37,7 +37,6 @@ from coalign.cluster.future import (
 )
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
-from coalign.cluster.ray.space import check_ray
 from coalign.cluster.residency import Residency
 from coalign.cluster.slices import MAX_LOSSES
 from coalign.cluster.survivors.claim import RunClaim
@@ -531,6 +530,8 @@ def start_cluster(
         from coalign.cluster.torchrun import TorchrunCluster
 
         return TorchrunCluster(config, models)
+    from coalign.cluster.ray.space import check_ray
+
     check_ray()
     from coalign.cluster.ray.ray_cluster import RayCluster  # the extra [ray] is needed only here
 

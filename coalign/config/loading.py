@@ -49,7 +49,6 @@ from coalign.config.layering import (
     suggest_file,
     walk,
 )
-from coalign.config.nearest_key import describe_renaming, find_elsewhere, suggest_key
 from coalign.config.schema import KEYS_OF_WEIGHTS, InputPath, RunConfig, Section
 from coalign.config.secrets import remember_secret
 from coalign.config.yaml_reader import MAX_BYTES, parse, parse_scalar
@@ -409,6 +408,8 @@ def _problem(error: Any, data: Any, schema: type[Section]) -> ConfigProblem:
 
 def _correct(key: Key, value: Any, schema: type[Section]) -> str:
     """Say what an unknown key is called, here or in this version."""
+    from coalign.config.nearest_key import describe_renaming, find_elsewhere, suggest_key  # for mistakes alone
+
     if renamed := describe_renaming(key):
         return renamed
     near = find_elsewhere(key, value, schema)

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from coalign.cluster.cluster import choose_cluster, plan_slots
 from coalign.cluster.placement.nodes import ACCELERATORS, Node, assign_nodes, find_accelerator
 from coalign.cluster.placement.slots import list_slots
-from coalign.cluster.ray.space import check_ray
 from coalign.cluster.worker import find_module_class
 from coalign.config.errors import ConfigError, ConfigProblem, Conflict, located_at
 from coalign.config.schema import ModelConfig, RunConfig
@@ -121,6 +120,8 @@ def _count(config: RunConfig, join: bool) -> int:
     if runtime.ray_address:
         if not join:
             return 0
+        from coalign.cluster.ray.space import check_ray
+
         check_ray()
         from coalign.cluster.ray.connection import count_cluster_devices  # the extra [ray] is needed only here
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.algorithms.divergence import AdaptiveKL, FixedKL
 from coalign.backends.base import Module, Objective, TrainableModule
-from coalign.backends.scorers.reward_functions import resolve_reward
 from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, locate_problems
 from coalign.config.errors import located_at, suggest
@@ -314,6 +313,8 @@ def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> di
     configs = {}
     for i, reward in enumerate(rewards):
         if reward.fn:
+            from coalign.backends.scorers.reward_functions import resolve_reward  # which brings people's functions
+
             with located_at("reward", i):
                 resolve_reward(reward, f"reward.{i}")
             configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward", num_gpu=0)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.cluster import choose_cluster, start_cluster
 from coalign.cluster.survivors.claim import RunClaim
@@ -23,13 +23,12 @@ from coalign.engine.engine import Engine, Hook
 from coalign.engine.fleet import Fleet
 from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
-from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, fetch_checkpoint, find_newest_anywhere, is_remote
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, FlatRewards, Guards
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
-from coalign.engine.hooks.recovery import Recovery, open_memory_folder
+from coalign.engine.hooks.recovery import Recovery, find_newest, open_memory_folder
 from coalign.engine.hooks.run_control import Preempted, RunControl, StopSignals
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import StepProfiler, Timeline
@@ -48,6 +47,9 @@ from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
 from coalign.report.step_line import ROLLOUTS, ROWS
 from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints
 
 log = logging.getLogger(__name__)
 FINISHED = (
@@ -96,8 +98,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         provenance = Provenance(config, data.eval.state_dict() if data.eval else None)
         checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
         memory = open_memory_folder(folder.path)
-        url = config.runtime.save_copies_to
-        remote = RemoteCheckpoints(url, checkpoints) if url else None
+        remote = _open_copies(config, checkpoints)
         checkpoint = _find_checkpoint(config, memory, checkpoints, remote)
         recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
         if checkpoint is not None:
@@ -254,6 +255,15 @@ def _evaluation(engine: Engine, record: MetricsRecorder) -> list[Hook]:
     return [EvaluationHook(runtime.eval_every, runtime.eval_at_start, report), *stopping]
 
 
+def _open_copies(config: RunConfig, disk: Checkpoints) -> RemoteCheckpoints | None:
+    """Return the copies of a run's checkpoints elsewhere, if it keeps some."""
+    if not config.runtime.save_copies_to:
+        return None
+    from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints  # and fsspec
+
+    return RemoteCheckpoints(config.runtime.save_copies_to, disk)
+
+
 def _find_checkpoint(
     config: RunConfig, memory: Checkpoints, disk: Checkpoints, remote: RemoteCheckpoints | None
 ) -> Path | None:
@@ -261,10 +271,12 @@ def _find_checkpoint(
     resume = config.runtime.resume
     if resume == "never":
         return None
+    if "://" in resume or (resume == "auto" and remote):
+        from coalign.engine.hooks.checkpoint_remote import fetch_checkpoint, find_newest_anywhere
+
+        return find_newest_anywhere(memory, disk, remote) if resume == "auto" else fetch_checkpoint(resume, disk)
     if resume == "auto":
-        return find_newest_anywhere(memory, disk, remote)
-    if is_remote(resume):
-        return fetch_checkpoint(resume, disk)
+        return find_newest(memory, disk)
     verify_checkpoint(Path(resume))
     return Path(resume)
 

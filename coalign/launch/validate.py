@@ -12,15 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from coalign.backends.scorers.reward_functions import resolve_reward
 from coalign.cluster.cluster import choose_cluster, plan_slots
-from coalign.cluster.ray.space import check_ray
 from coalign.config.errors import ConfigError, ConfigProblem, located_at, suggest
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.kinds import KINDS
 from coalign.data.templates import read_arguments, read_template, reads_tools
-from coalign.engine.hooks.checkpoint_remote import check_url, is_remote
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
 from coalign.files import read_model_config
 from coalign.hub import find_directory
@@ -99,6 +96,8 @@ def check_folders(config: RunConfig) -> None:
 def check_copies(config: RunConfig) -> None:
     """Refuse a URL that nothing can be copied to. ImportError if its package is missing."""
     if url := config.runtime.save_copies_to:
+        from coalign.engine.hooks.checkpoint_remote import check_url  # fsspec's, for runs with copies
+
         with located_at("runtime", "save_copies_to"):
             check_url(url, config.output)
 
@@ -106,7 +105,9 @@ def check_copies(config: RunConfig) -> None:
 def check_resume(config: RunConfig) -> None:
     """Refuse to resume from a directory that is not there, or from a URL that is no checkpoint's."""
     resume = config.runtime.resume
-    if is_remote(resume):
+    if "://" in resume:
+        from coalign.engine.hooks.checkpoint_remote import check_url
+
         with located_at("runtime", "resume"):
             check_url(resume, config.output)
             if find_step(Path(resume)) < 0:
@@ -275,6 +276,8 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 def check_packages(config: RunConfig) -> None:
     """Raise ImportError for a tracker whose client is not installed, and for Ray where it is needed and missing."""
     if choose_cluster(config) == "ray":
+        from coalign.cluster.ray.space import check_ray
+
         check_ray()
     for tracker in config.runtime.trackers:
         if find_spec(tracker.name) is None:
@@ -347,6 +350,8 @@ def check_reward_lengths(rewards: Sequence[RewardConfig], longest: int, limit_ke
     for index, reward in enumerate(rewards):
         if reward.fn is None:
             continue
+        from coalign.backends.scorers.reward_functions import resolve_reward
+
         fn, arguments = resolve_reward(reward, f"reward.{index}")
         if hasattr(fn, "check_longest") and (problem := fn.check_longest(longest, **arguments)):
             raise ValueError(f"reward[{index}]: {problem}, and a response has at most {longest} tokens ({limit_key})")

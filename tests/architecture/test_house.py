@@ -103,7 +103,7 @@ def test_no_function_is_longer_than_100_lines():
     assert not [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= 100]
 
 
-@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 165), ("coalign.cli", 15)])
+@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 140), ("coalign.cli", 14)])
 def test_a_start_loads_few_modules(module, most):
     code = f"import sys, {module}; print(sum(name.partition('.')[0].startswith('coalign') for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

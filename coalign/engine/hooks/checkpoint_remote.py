@@ -43,10 +43,6 @@ class RemoteError(OSError):
     """The copies cannot be read."""
 
 
-def is_remote(path: str) -> bool:
-    return "://" in path
-
-
 def check_url(url: str, output: str) -> None:
     """Refuse a URL that fsspec cannot open, that holds credentials, or that lies in the run's own folder.
 
