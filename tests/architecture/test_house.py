@@ -26,7 +26,7 @@ BUDGETS = {
     "data": 5_950,
     "engine": 6_020,
     "environments": 1_640,
-    "launch": 1_975,
+    "launch": 1_995,
     "processes": 845,
     "recipes": 1_020,
     "report": 1_400,
