@@ -68,45 +68,12 @@ def _show_options(
     pass
 
 
-COMMANDS = {
-    "train": train.train,
-    "check": train.check,
-    "scale": train.scale,
-    "save": train.save,
-    "stop": train.stop,
-}
+COMMANDS = {"train": train.train, "check": train.check, "scale": train.scale, "save": train.save, "stop": train.stop}
 # As `--help` lists them, with those of companions.
 ORDER = (
-    "train",
-    "check",
-    "plan",
-    "watch",
-    "scale",
-    "save",
-    "stop",
-    "doctor",
-    "check-sync",
-    "convert",
-    "indexed",
-    "pipeline",
-    "sweep",
-    "launch",
-    "eval",
-    "generate",
-    "score",
-    "chat",
-    "serve",
-    "serve-reward",
-    "board",
-    "explain",
-    "diagnose",
-    "inspect-data",
-    "init",
-    "import-config",
-    "recipes",
-    "extend-vocab",
-    "merge",
-    "schema",
+    *("train", "check", "plan", "watch", "scale", "save", "stop", "doctor", "check-sync", "convert", "indexed"),
+    *("pipeline", "sweep", "launch", "eval", "generate", "score", "chat", "serve", "serve-reward", "board"),
+    *("explain", "diagnose", "inspect-data", "init", "import-config", "recipes", "extend-vocab", "merge", "schema"),
 )
 # Their settings may be written with dashes by mistake: these reach the configuration, which says what is right.
 TAKE_SETTINGS = ("train", "check", "plan", "doctor", "pipeline", "sweep", "eval", "inspect-data")

@@ -20,7 +20,7 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 BUDGETS = {
     "algorithms": 2_500,
     "backends": 12_450,
-    "cli": 530,
+    "cli": 490,
     "cluster": 6_340,
     "config": 3_320,
     "data": 5_950,

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from coalign import load_config
-from coalign.api import evaluate
+from coalign import evaluate, load_config
 from coalign.backends.base import Module
 from coalign.cluster.local import LocalCluster
 from coalign.config.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coalign.api import evaluate
+from coalign import evaluate
 from coalign.data.batch import Batch
 from coalign.engine.environment import describe_sources
 from coalign.engine.reward import RewardTerm, combine, combine_rewards, observe_rewards

@@ -105,8 +105,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
 def test_a_trained_model_is_evaluated_against_the_reference_of_its_run(tmp_path, algorithm):
-    from coalign import load_config
-    from coalign.api import evaluate
+    from coalign import evaluate, load_config
 
     config = configuration(tmp_path, algorithm, eval_every=8)
     run(config)

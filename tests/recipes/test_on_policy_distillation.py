@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coalign import load_config
-from coalign.api import evaluate
+from coalign import evaluate, load_config
 from coalign.data.batch import Batch
 from coalign.launch.plan import prepare
 from coalign.launch.trace import trace

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from coalign import api
+import coalign
 from coalign.backends.engines.native import kernels
 from coalign.config import load_section
 from coalign.report.display import Display
@@ -101,9 +101,9 @@ def test_another_model_is_evaluated_in_its_own_dtype(tmp_path, models, fast, cap
     file.write_text(json.dumps(config))
     losses = {}
     for name, dtype in (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32"), ("float32", "bfloat16")):
-        losses[name, dtype] = api.evaluate(file, model=models[name], dtype=dtype, quiet=True)["eval/loss/value"]
+        losses[name, dtype] = coalign.evaluate(file, model=models[name], dtype=dtype, quiet=True)["eval/loss/value"]
         expected = name if dtype == "auto" else dtype
         assert capsys.readouterr().err.splitlines()[-1] == f"{models[name]}: {expected}"
     assert len({*losses.values()}) > 1
     with pytest.raises(ValueError, match=r"dtype bfloat16 is for another model.*models\.NAME\.dtype"):
-        api.evaluate(file, dtype="bfloat16")
+        coalign.evaluate(file, dtype="bfloat16")
