@@ -55,11 +55,7 @@ COMPANIONS = {
     "coalign-megatron": {COMMANDS: ("convert", "extend-vocab", "indexed"), BACKENDS: ("megatron",)},
     "coalign-migrate": {COMMANDS: ("import-config",)},
     "coalign-plan": {COMMANDS: ("plan",), CHECKS: ("cluster", "memory", "placement")},
-    "coalign-prepare": {
-        CHECKS: ("data",),
-        COMMANDS: ("init", "inspect-data", "recipes", "schema"),
-        FORMATS: ("gguf",),
-    },
+    "coalign-prepare": {CHECKS: ("data",), COMMANDS: ("init", "inspect-data", "recipes", "schema"), FORMATS: ("gguf",)},
     "coalign-serve": {
         API: ("evaluate", "generate"),
         CHECKS: ("pipeline",),

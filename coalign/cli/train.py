@@ -53,8 +53,7 @@ GoingRun = Annotated[Path, typer.Argument(help="The folder of a run that is goin
 
 
 def scale(
-    run: GoingRun,
-    processes: Annotated[list[str], typer.Argument(help="Processes by model: `policy=4 trainer=2`.")],
+    run: GoingRun, processes: Annotated[list[str], typer.Argument(help="Processes by model: `policy=4 trainer=2`.")]
 ):
     """Give models of a running run more processes or fewer, between two steps, and wait for the run's answer."""
     from coalign.cli.ask_run import scale_run

@@ -120,12 +120,7 @@ class RowEncoder(ABC):
     counted: ClassVar[Mapping[str, str]] = {}  # further counts of used rows: {name in `count`: words for the report}
 
     def __init__(
-        self,
-        name: str,
-        config: DataConfig,
-        source: SourceConfig,
-        template: Template,
-        limits: Sequence[RowLimit] = (),
+        self, name: str, config: DataConfig, source: SourceConfig, template: Template, limits: Sequence[RowLimit] = ()
     ) -> None:
         self.name = name
         self.source = source.called

@@ -15,13 +15,7 @@ from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_name
 from coalign.hub import find_directory
 from coalign.launch.plan import Plan, PlannedModel
-from coalign.launch.validate import (
-    check_context,
-    check_it_learns,
-    check_reward_sources,
-    check_rope,
-    find_token_limit,
-)
+from coalign.launch.validate import check_context, check_it_learns, check_reward_sources, check_rope, find_token_limit
 from coalign.roles import Rollout
 
 if TYPE_CHECKING:

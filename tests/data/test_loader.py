@@ -270,11 +270,7 @@ def test_all_goes_through_in_order_and_leaves_the_cursor(tmp_path):
     """Batches hold rows of one source each, and the limit is for each source."""
     made = loader(numbered(tmp_path / "a.jsonl", 5), numbered(tmp_path / "b.jsonl", 4, 100), split="eval")
     found = [(source, [row["n"] for row in b["rows"]], b["group"].tolist()) for source, b in made.all()]
-    assert found == [
-        ("a", [0, 1, 2, 3], [0, 1, 2, 3]),
-        ("b", [100, 101, 102, 103], [5, 6, 7, 8]),
-        ("a", [4], [4]),
-    ]
+    assert found == [("a", [0, 1, 2, 3], [0, 1, 2, 3]), ("b", [100, 101, 102, 103], [5, 6, 7, 8]), ("a", [4], [4])]
     assert [(source, len(b)) for source, b in made.all(limit=3)] == [("a", 3), ("b", 3)] and made.drawn == 0
 
 
@@ -283,10 +279,7 @@ def test_a_row_names_its_source_itself_or_has_its_files(tmp_path):
     other = write(
         tmp_path / "c.jsonl", [{"prompt": "c", "meta": {"from": "math"}}, {"prompt": "d", "meta": {"from": 7}}]
     )
-    sources = [
-        SourceConfig(path=mixed, name="rest"),
-        SourceConfig(path=other, keys={"data_source": "meta.from"}),
-    ]
+    sources = [SourceConfig(path=mixed, name="rest"), SourceConfig(path=other, keys={"data_source": "meta.from"})]
     for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):  # without, filled, read
         config = DataConfig(train=sources, shuffle=False, cache=cache)
         made = build_loader(config, TOKENIZER, kind="prompts", split="train", batch_size=4, seed=0)

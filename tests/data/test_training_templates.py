@@ -4,16 +4,7 @@ import pytest
 
 from coalign.data.sources import BadRow
 from coalign.data.templates import TRAINING_TEMPLATES, ChatTemplate, encode_learned, load_template, read_template
-from tests.data.families import (
-    CALLED,
-    DIALOGUE,
-    PLAIN,
-    SYSTEM,
-    TOOL,
-    answer,
-    family_tokenizer,
-    user,
-)
+from tests.data.families import CALLED, DIALOGUE, PLAIN, SYSTEM, TOOL, answer, family_tokenizer, user
 from tests.data.reading import reader, use
 
 PAIRS = [  # the family's own template, ours, and arguments

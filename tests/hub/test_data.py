@@ -239,8 +239,7 @@ def test_files_of_mixed_columns_are_read_as_far_as_they_are_known(hub, stream):
 
     assert [row["prompt"] for row in loader(max_samples=7).next()["rows"]][3:5] == ["3 + 1?", "1?"]
     with pytest.raises(
-        ValueError,
-        match=r"train-2\.parquet row 0: no key 'prompt'; .* body, title.* 7 rows of mixed:train have",
+        ValueError, match=r"train-2\.parquet row 0: no key 'prompt'; .* body, title.* 7 rows of mixed:train have"
     ):
         made = loader()
         made.next(), made.next()

@@ -94,10 +94,7 @@ REFUSED = {
         ([*GAME, "runtime.samples_per_prompt=3"], f"runtime.samples_per_prompt is 3: {PAIRS}"),
         (GAME, f"runtime.eval_samples is 1: {PAIRS} of a prompt; make it even"),
         ([*GAME, WARM, "runtime.eval_samples=3"], "runtime.eval_samples is 3"),
-        (
-            "rollout={fn: game, settings: {stick: 5}}",
-            r"settings.stick: unknown argument of Nim; did you mean 'sticks'",
-        ),
+        ("rollout={fn: game, settings: {stick: 5}}", r"settings.stick: unknown argument of Nim; did you mean 'sticks'"),
         ("rollout={fn: self_play, rules: Nym}", r"'Nym' is not in coalign.environments.games; did you mean 'Nim'"),
         ("rollout={fn: game, opponent: random}", r"'random' is not in coalign.environments.games"),
         (
@@ -107,27 +104,15 @@ REFUSED = {
         ("rollout={fn: tool_use, tols: [calculator]}", r"(?s)rollout.*tols"),
         ("rollout={fn: tool_user}", r"tool_user.*did you mean 'tool_use'"),
         ("rollout={fn: tool_use, tools: [calculator], round_tokens: 8}", r"round_tokens: .* `tool_use` cannot be cut"),
-        (
-            "rollout={fn: tool_use, tools: [calculater]}",
-            r"tools\[0\]: 'calculater' .*did you mean 'calculator'",
-        ),
-        (
-            f"rollout={{fn: tool_use, tools: [calculator, '{SEARCH}']}}",
-            r"tools\[1\].index: missing: search needs it",
-        ),
+        ("rollout={fn: tool_use, tools: [calculater]}", r"tools\[0\]: 'calculater' .*did you mean 'calculator'"),
+        (f"rollout={{fn: tool_use, tools: [calculator, '{SEARCH}']}}", r"tools\[1\].index: missing: search needs it"),
         (f"rollout={{fn: tool_use, tools: [{{fn: '{SEARCH}', indx: a}}]}}", r"tools\[0\].indx: .*did you mean 'index'"),
         (
             f"rollout={{fn: tool_use, tools: [{{fn: '{SEARCH}', index: 3}}]}}",
             r"tools\[0\].index: is 3; expected a text",
         ),
-        (
-            "rollout={fn: tool_use, tools: [{name: calculator}]}",
-            r"tools\[0\] is .*expected the name .* with `fn`",
-        ),
-        (
-            "rollout={fn: tool_use, tools: [calculator, calculator]}",
-            r"\[1\]: a second tool is called 'calculator'",
-        ),
+        ("rollout={fn: tool_use, tools: [{name: calculator}]}", r"tools\[0\] is .*expected the name .* with `fn`"),
+        ("rollout={fn: tool_use, tools: [calculator, calculator]}", r"\[1\]: a second tool is called 'calculator'"),
         ("rollout={fn: tool_use, tools: [calculator], parser: hermez}", r"'hermez' .*did you mean 'hermes'"),
         ("rollout={fn: agent, run: 'tests.launch.test_validate:solv'}", r"has no 'solv'; did you mean 'solve'"),
         (
@@ -137,10 +122,7 @@ REFUSED = {
         ("rollout={fn: simulated_user, user: scriptd}", r"'scriptd' .*did you mean 'scripted'"),
         # weights and processes
         ("sync.adapters=apart", r"models\.trainer has no adapters: give it `lora`"),
-        (
-            ["sync.adapters=apart", "models.trainer.lora={dora: true}"],
-            r"magnitudes of .*lora\.dora have to be merged",
-        ),
+        (["sync.adapters=apart", "models.trainer.lora={dora: true}"], r"magnitudes of .*lora\.dora have to be merged"),
         (["sync.adapters=apart", LORA], r"models\.policy\.module, `native`, knows merged weights only; use `merged`"),
         ("sync=broadcast", r"sync\.transport: `broadcast` is for models in processes of their own"),
         (
@@ -152,10 +134,7 @@ REFUSED = {
             r"`cuda_ipc` needs models\.trainer and models\.policy on one GPU; they have 0 and 0, in no common group",
         ),
         (["sync=cuda_ipc", RAY, *ONE_EACH], "they have 1 and 1, in no common group"),
-        (
-            ["sync=cuda_ipc", RAY, *ONE_EACH, "models.trainer.num_gpu=2", TOGETHER],
-            "they have 2 and 1, in one group",
-        ),
+        (["sync=cuda_ipc", RAY, *ONE_EACH, "models.trainer.num_gpu=2", TOGETHER], "they have 2 and 1, in one group"),
         ("sync=pigeon", r"(?s)sync.transport.*shared_memory"),
         (
             ["sync={every: 3}", "runtime.max_staleness=1"],
@@ -170,10 +149,7 @@ REFUSED = {
             "(?s)runtime.save_every.*is 1, no multiple of `sync.every`",
         ),
         ([RAY, "runtime.autoscale={policy: {min: 2, max: 1}}"], r"autoscale\.policy\.max: is 1, and min is 2"),
-        (
-            [RAY, "runtime.autoscale={policy: {max: 2, free: 0.9}}"],
-            r"policy\.free: is 0\.9, and busy is 0\.8",
-        ),
+        ([RAY, "runtime.autoscale={policy: {max: 2, free: 0.9}}"], r"policy\.free: is 0\.9, and busy is 0\.8"),
         ([RAY, "runtime.autoscale={polcy: {max: 2}}"], "is no model that samples or scores.*did you mean 'policy'"),
         ([RAY, "runtime.autoscale={trainer: {max: 2}}"], "is no model that samples or scores"),
         ([RAY, TOGETHER, "runtime.autoscale={policy: {max: 2}}"], "shares its devices"),

@@ -95,10 +95,7 @@ def test_shared_storages_are_counted_once_and_stay_for_whoever_is_there(arena):
     shared, own = filled(KIB, KIB)
     arena.settle("trainer", "weights", [shared])
     arena.settle("policy", "weights", [shared[:10], own])
-    assert (arena.list_resident("trainer"), arena.list_resident("policy")) == (
-        {"weights": 1024},
-        {"weights": 1024},
-    )
+    assert (arena.list_resident("trainer"), arena.list_resident("policy")) == ({"weights": 1024}, {"weights": 1024})
     assert arena.offload("trainer", ["weights"]) == 0
     assert shared[3] == 3.0 and arena.list_resident("policy") == {"weights": 2048}
     assert arena.list_offloaded("trainer") == {"weights": 0}

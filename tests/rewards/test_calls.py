@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.rewards.calls import (
-    BUGS,
-    GiveUp,
-    RewardCaller,
-    RewardError,
-    RewardFailure,
-    RewardFunction,
-    read_outcomes,
-)
+from coalign.rewards.calls import BUGS, GiveUp, RewardCaller, RewardError, RewardFailure, RewardFunction, read_outcomes
 from coalign.rewards.thread_pool import MAX_HUNG
 from coalign.services import ServiceError
 from tests.rewards.samples import sample
