@@ -130,12 +130,6 @@ def test_every_name_of_a_table_is_a_class(home):
         assert isinstance(resolve_class(name, home), type)
 
 
-def test_the_projects_own_names():
-    assert resolve("policy_gradient", "coalign.algorithms.losses").__name__ == "policy_gradient"
-    assert resolve("gae", "coalign.algorithms.advantages").__name__ == "gae"
-    assert resolve("math", "coalign.rewards").__name__ == "math"
-
-
 def loss(
     x, *, clip: float = 0.2, mode: Literal["a", "b"] = "a", limits: tuple[float, float] = (0.0, 1.0), k: int | None
 ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from itertools import combinations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,14 +21,6 @@ def test_differencing_by_hand():
     assert partition([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]]
     # Three subsets: (8) (7) (6), then 5 to the 6 and 4 to the 7.
     assert partition([8, 7, 6, 5, 4], 3) == [[0], [1, 4], [2, 3]]
-
-
-def test_the_longest_first_rule_is_beaten():
-    costs = [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1]
-    greedy = [0, 0, 0]
-    for each in costs:
-        greedy[greedy.index(min(greedy))] += each
-    assert max(sums(costs, 3)) <= max(greedy)
 
 
 def test_few_indices_fill_the_first_parts():
@@ -85,9 +76,3 @@ def test_bins_hold_everything_once_within_their_room_and_waste_little(sizes, roo
     fitting = [size for size in sizes if size <= room]
     own = sum(size > room for size in sizes)
     assert len(bins) - own <= 11 / 9 * -(-sum(fitting) // room) * 1.5 + 1
-
-
-@pytest.mark.parametrize("by", [partition, pack_bins])
-def test_the_same_numbers_give_the_same_parts(by):
-    sizes = [3, 3, 3, 5, 5, 1, 1, 1]
-    assert by(sizes, 6) == by(list(sizes), 6)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.data.reading import assistant, batch, reader, texts, use, user
+from tests.data.reading import assistant, batch, chatml, reader, texts, use, user
 from tests.tiny import CHATML, tiny_tokenizer
 
 TALK = {"messages": [user("a"), assistant("first"), user("b"), assistant("last")]}
@@ -34,5 +34,18 @@ def test_a_conversation_without_an_answer_is_empty(row):
 @pytest.mark.parametrize("answer", ["b", assistant("b"), [assistant("b")], [assistant("b"), user("never answered")]])
 @pytest.mark.parametrize("prompt", ["a", [user("a")]])
 def test_a_prompt_and_its_completion_in_every_shape(prompt, answer):
-    expected = texts(batch("conversations", {"prompt": "a", "answer": "b"}))
-    assert texts(batch("conversations", {"prompt": prompt, "completion": answer}, answer_key="completion")) == expected
+    made = batch("conversations", {"prompt": prompt, "completion": answer}, answer_key="completion")
+    assert texts(made) == [(chatml(user("a"), assistant("b")), "b<|im_end|>")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("a"), assistant("b")]},
+        {"prompt": [user("a"), assistant("b")]},
+        {"messages": [user("a"), assistant("b"), user("never answered")]},
+        {"prompt": [user("a")], "answer": "b", "messages": None},
+    ],
+)
+def test_a_conversation_in_every_shape(row):
+    assert texts(batch("conversations", row)) == [(chatml(user("a"), assistant("b")), "b<|im_end|>")]

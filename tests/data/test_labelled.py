@@ -64,11 +64,3 @@ def test_what_is_missing_is_named():
     made = batch("labelled", {"prompt": "1+1?", "completion": "2", "desirable": True}, answer_key="completion",
                  label_key="desirable")  # fmt: skip
     assert texts(made) == texts(batch("labelled", GOOD))
-
-
-def test_a_long_prompt_is_cut_and_never_the_response():
-    row = {"prompt": "0123456789", "answer": "abc", "label": False}
-    made = batch("labelled", row, chat_template="none", on_long="truncate_left", max_tokens=6)
-    assert texts(made) == [("89abc<|im_end|>", "abc<|im_end|>")] and made["prompt_length"].tolist() == [2]
-    examples = reader("labelled", chat_template="none", on_long="truncate_left", max_tokens=4)
-    assert use(examples, row) == [] and examples.counts["long"] == 1

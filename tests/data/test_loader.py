@@ -10,7 +10,6 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.loader import build_loader
 from tests.data.reading import TOKENIZER, drawn, loader, numbered, write
 from tests.gsm8k import TEST, needs_gsm8k
-from tests.tiny import tiny_tokenizer
 
 
 def text(batch, i=0):
@@ -57,24 +56,6 @@ def test_prompts_of_messages(tmp_path):
     assert [r.get("answer") for r in batch["rows"]] == [None, "d", None]
 
 
-def test_a_conversation_batch(tmp_path):
-    two = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = [
-        {"prompt": "a", "answer": "b"},
-        {"messages": two},
-        {"prompt": two},
-        {"messages": [*two, {"role": "user", "content": "never answered"}]},
-        {"prompt": two[:1], "answer": "b", "messages": None},
-    ]
-    batch = loader(write(tmp_path / "a.jsonl", rows), kind="conversations", batch_size=5, shuffle=False).next()
-    for row in batch.rows():
-        assert TOKENIZER.decode(row["tokens"]) == (
-            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-        )
-        assert TOKENIZER.decode(row["tokens"][row["loss_mask"]]) == "b<|im_end|>"
-    assert batch["loss_mask"].dtype == torch.bool
-
-
 def test_bad_rows_are_counted_or_refused(tmp_path):
     rows = [{"prompt": "ok"}, {"prompt": "  "}, {"prompt": None}, {"prompt": []}, {"other": 1}, {"prompt": "x" * 90}]
     path = write(tmp_path / "a.jsonl", rows)
@@ -119,17 +100,6 @@ def test_long_rows_are_cut_on_the_left(tmp_path):
     assert made.report() == "a.jsonl: 2 rows: 2 used, 1 of these cut to 70 tokens"
     batch = made.next()
     assert batch.lengths[0] == 70 and text(batch).endswith("789<|im_end|>\n<|im_start|>assistant\n")
-    made = loader(path, kind="conversations", on_long="truncate_left", max_tokens=6, shuffle=False, batch_size=2)
-    assert made.next().lengths.tolist() == [6, 6] and text(made.next()) == "\nyes<|im_end|>\n"
-    assert [r["loss_mask"].tolist() for r in made.next().rows()] == [
-        [False, True, True, True, True, False],
-        [False, False, False, True, True, False],
-    ]
-    tokenizer = tiny_tokenizer(chat_template="{{ bos_token + messages[0]['content'] }}", bos_token="<|endoftext|>")
-    source = SourceConfig(path=path, max_samples=1)
-    config = DataConfig(train=[source], on_long="truncate_left", max_prompt_tokens=4)
-    batch = build_loader(config, tokenizer, kind="prompts", split="train", batch_size=1, seed=0).next()
-    assert tokenizer.decode(batch["tokens"].tolist()) == "<|endoftext|>789"  # a cut prompt keeps its BOS
 
 
 def test_prompt_format_is_checked(tmp_path):
@@ -137,8 +107,6 @@ def test_prompt_format_is_checked(tmp_path):
     for broken in ("{}", "{0}", "{n:x%}", "{prompt.text}"):
         with pytest.raises(ValueError, match=r"a\.jsonl:1: data\.prompt_format .* does not fit the row"):
             loader(path, prompt_format=broken)
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: no key 'context', which data\.prompt_format names"):
-        loader(path, prompt_format="{context} {prompt}")
     assert loader(path, prompt_format="{{{prompt}}} {n:03d}", shuffle=False).next()["rows"][1]["prompt"] == "{p1} 001"
 
 

@@ -356,5 +356,3 @@ def test_the_format_is_applied_to_the_last_question():
         assert batch("prompts", {**row, "score": 0.5}, **form)["tokens"].tolist() == expected
     made = batch("conversations", {"prompt": plain, "answer": "end.", "score": 0.5}, **form)
     assert made["tokens"].tolist()[: len(expected)] == expected
-    with pytest.raises(ValueError, match=r"no key 'score', which data.prompt_format names"):
-        batch("prompts", {"prompt": plain}, **form)

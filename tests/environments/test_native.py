@@ -222,9 +222,3 @@ def test_both_sides_of_a_game_are_samples(directory):
     assert len(out) == 12 and stats["episode/illegal_moves"].count == 12
     rewards = [episode_reward(s) for s in read_samples(out, tiny_tokenizer())]
     assert set(rewards) <= {1.0, -1.0, 0.0}
-
-
-def test_tools_through_the_module(directory):
-    out, stats = module(directory, "tool_use", tools=["calculator"], max_turns=2).generate(prompts(directory))
-    assert '"calculator"' in read_samples(out, tiny_tokenizer(directory))[0].prompt
-    assert stats["episode/turns"].value >= 1.0
