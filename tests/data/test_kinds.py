@@ -3,12 +3,13 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coalign.data import messages
 from coalign.data.kinds import KINDS
-from tests.data.reading import reader, use
+from tests.data.reading import assistant, reader, use, user
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
 
@@ -42,3 +43,73 @@ def test_a_row_that_would_be_tokenised_for_minutes_counts_as_long(kind, template
     assert examples.counts["long"] == {"documents": 2, "prompts": 2}.get(kind, 3)
     with pytest.raises(ValueError, match=r"a\.jsonl:1: a text of [\d,]+ characters; at most 400 are tokenised"):
         use(reader(kind, chat_template=template, on_long="error"), rows[2])
+
+
+GOOD = {"prompt": "1+1?", "answer": "2", "label": True}
+PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "five"}
+STEPS = {"prompt": "1+1+1?", "steps": ["1+1=2", "2+1=4"], "labels": [True, 0.25]}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "prompts": [
+        ({"prompt": 3}, "'prompt' is int; expected a string or a list"),
+        ({"prompt": ["a"]}, "'prompt': message 0 is not an object with role and content: a"),
+        ({"prompt": [{"role": "user"}]}, "'prompt': message 0 is not an object with role and content"),
+        ({"messages": {}}, "'messages' is dict"),
+    ],
+    "conversations": [
+        ({"prompt": "a", "answer": 3}, "'answer' is int; expected a string"),
+        ({"prompt": "a"}, "no key 'answer'; the row has prompt"),
+    ],
+    "documents": [
+        ({"body": "a"}, "no key 'text'; the row has body"),
+        ({"text": 3}, "'text' is int; expected"),
+    ],
+    "preferences": [
+        ({"prompt": "p", "chosen": "a"}, "no key 'rejected'; the row has chosen, prompt"),
+        ({"chosen": "a", "rejected": "b"}, "the row has no prompt, and 'chosen' is a text that does not hold one"),
+        ({**PAIR, "chosen": 3}, "'chosen' is int; expected a string or a list"),
+        ({**PAIR, "chosen": [{"content": "a"}]}, "'chosen': message 0 is not an object with role and content"),
+        ({**PAIR, "chosen": [user("p"), assistant("a")]}, "of chosen, rejected, some are whole conversations"),
+        (
+            {"chosen": [user("p"), assistant("a")], "rejected": [user("q"), assistant("a")]},
+            "chosen, rejected begin with different messages",
+        ),
+        ({**PAIR, "prompt": [user("p"), assistant("a")]}, "'prompt' ends with the assistant's words"),
+        ({**PAIR, "margin": "big"}, "'margin' is 'big'; expected"),
+        ({**PAIR, "margin": -1}, "'margin' is -1; expected"),
+        ({**PAIR, "margin": True}, "'margin' is True; expected"),
+        ({"prompt": "p", "responses": ["a"]}, r"'responses' is \"\['a'\]\"; expected a list of two responses or more"),
+        ({"prompt": "p", "responses": "ab"}, "'responses' is 'ab'; expected a list of two responses"),
+        ({"prompt": "p", "responses": ["a", "b"], "scores": [1]}, r"'scores' is \[1\]; expected 2 numbers"),
+        (
+            {"prompt": "p", "responses": ["a", "b"], "scores": [1, float("nan")]},
+            r"'scores' is \[1, nan\]; expected 2 numbers",
+        ),
+        ({"prompt": "p", "responses": ["a", 7]}, r"'responses\[1\]' is int"),
+    ],
+    "steps": [
+        ({**STEPS, "labels": [True]}, r"'labels' is \[True\]; expected 2 labels, one for each step"),
+        ({**STEPS, "labels": [True, "no"]}, "'labels': label 1 is 'no'; expected true or false, or a probability"),
+        ({**STEPS, "labels": [True, 1.5]}, r"'labels': label 1 is 1\.5"),
+        ({**STEPS, "labels": [True, -1]}, "'labels': label 1 is -1"),
+        ({**STEPS, "labels": [True, float("nan")]}, "'labels': label 1 is nan"),
+        ({**STEPS, "steps": "1+1=2"}, "'steps' is '1.1=2'; expected a list of texts"),
+        ({**STEPS, "steps": ["a", 2]}, "expected a list of texts"),
+        ({"prompt": "p", "steps": ["a"]}, "no key 'labels'; the row has prompt, steps"),
+    ],
+    "labelled": [
+        *(
+            (GOOD | {"label": label}, "'label' is .*; expected true or false, or 1 or 0")
+            for label in ("yes", "2", 2, 0.5, -1, [True])
+        ),
+        ({"prompt": "p", "answer": "a"}, "no key 'label'; the row has"),
+        ({"prompt": "p", "label": True}, "no key 'answer'; the row has"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"), [(kind, *case) for kind, cases in REFUSED.items() for case in cases]
+)
+def test_rows_of_another_shape_are_refused_with_their_line(kind, row, message):
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: .*{message}"):
+        use(reader(kind), row)

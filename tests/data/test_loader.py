@@ -78,22 +78,6 @@ def test_bad_rows_are_counted_or_refused(tmp_path):
         loader(path, bad_rows="drop", max_prompt_tokens=2)
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "message"),
-    [
-        ({"prompt": 3}, "prompts", "'prompt' is int; expected a string or a list"),
-        ({"prompt": ["a"]}, "prompts", "'prompt': message 0 is not an object with role and content: a"),
-        ({"prompt": [{"role": "user"}]}, "prompts", "'prompt': message 0 is not an object with role and content"),
-        ({"prompt": "a", "answer": 3}, "conversations", "'answer' is int; expected a string"),
-        ({"messages": {}}, "prompts", "'messages' is dict"),
-        ({"prompt": "a"}, "conversations", "no key 'answer'; the row has prompt"),
-    ],
-)
-def test_rows_of_the_wrong_shape_are_refused_with_their_line(tmp_path, row, kind, message):
-    with pytest.raises(ValueError, match=rf"a\.jsonl:1: {message}"):
-        loader(write(tmp_path / "a.jsonl", [row]), kind=kind)
-
-
 def test_long_rows_are_cut_on_the_left(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "0123456789" * 9, "answer": "yes"}, {"prompt": "a", "answer": "b"}])
     made = loader(path, on_long="truncate_left", max_prompt_tokens=70, shuffle=False, batch_size=2)

@@ -137,37 +137,6 @@ def test_rows_with_nothing_to_choose_are_counted_or_refused():
             use(reader("preferences", **{key: "error"}), row)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "p", "chosen": "a"}, "no key 'rejected'; the row has chosen, prompt"),
-        ({"chosen": "a", "rejected": "b"}, "the row has no prompt, and 'chosen' is a text that does not hold one"),
-        ({**PAIR, "chosen": 3}, "'chosen' is int; expected a string or a list"),
-        ({**PAIR, "chosen": [{"content": "a"}]}, "'chosen': message 0 is not an object with role and content"),
-        ({**PAIR, "chosen": [user("p"), assistant("a")]}, "of chosen, rejected, some are whole conversations"),
-        (
-            {"chosen": [user("p"), assistant("a")], "rejected": [user("q"), assistant("a")]},
-            "chosen, rejected begin with different messages",
-        ),
-        ({**PAIR, "prompt": [user("p"), assistant("a")]}, "'prompt' ends with the assistant's words"),
-        ({**PAIR, "margin": "big"}, "'margin' is 'big'; expected"),
-        ({**PAIR, "margin": -1}, "'margin' is -1; expected"),
-        ({**PAIR, "margin": True}, "'margin' is True; expected"),
-        ({"prompt": "p", "responses": ["a"]}, r"'responses' is \"\['a'\]\"; expected a list of two responses or more"),
-        ({"prompt": "p", "responses": "ab"}, "'responses' is 'ab'; expected a list of two responses"),
-        ({"prompt": "p", "responses": ["a", "b"], "scores": [1]}, r"'scores' is \[1\]; expected 2 numbers"),
-        (
-            {"prompt": "p", "responses": ["a", "b"], "scores": [1, float("nan")]},
-            r"'scores' is \[1, nan\]; expected 2 numbers",
-        ),
-        ({"prompt": "p", "responses": ["a", 7]}, r"'responses\[1\]' is int"),
-    ],
-)
-def test_rows_of_another_shape_are_refused(row, message):
-    with pytest.raises(ValueError, match=f"a.jsonl:1: {message}"):
-        use(reader("preferences"), row)
-
-
 LONG = {"prompt": "0123456789", "chosen": "abc", "rejected": "d"}
 PLAIN = {"chat_template": "none"}  # tokens are bytes
 

@@ -44,24 +44,6 @@ def test_a_long_prompt_is_cut_with_its_columns():
     assert len(made["candidates"]) == made.tokens_total
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({**ROW, "labels": [True]}, r"'labels' is \[True\]; expected 2 labels, one for each step"),
-        ({**ROW, "labels": [True, "no"]}, "'labels': label 1 is 'no'; expected true or false, or a probability"),
-        ({**ROW, "labels": [True, 1.5]}, r"'labels': label 1 is 1\.5"),
-        ({**ROW, "labels": [True, -1]}, "'labels': label 1 is -1"),
-        ({**ROW, "labels": [True, float("nan")]}, "'labels': label 1 is nan"),
-        ({**ROW, "steps": "1+1=2"}, "'steps' is '1.1=2'; expected a list of texts"),
-        ({**ROW, "steps": ["a", 2]}, "expected a list of texts"),
-        ({"prompt": "p", "steps": ["a"]}, "no key 'labels'; the row has prompt, steps"),
-    ],
-)
-def test_rows_of_another_shape_are_refused(row, message):
-    with pytest.raises(ValueError, match=f"a.jsonl:1: .*{message}"):
-        use(reader("steps"), row)
-
-
 def test_what_happened_is_counted():
     examples = reader("steps", **PLAIN, max_tokens=30)
     use(examples, ROW, {**ROW, "steps": []}, {**ROW, "steps": ["a", " \n"]}, {**ROW, "prompt": "long" * 20})
