@@ -507,7 +507,7 @@ class Engine:
         if self.rewards:
             self.rewards.load_state_dict(self.rewards.fetch_state(snapshot["rewards"]))
         self.load_state_dict(snapshot["recipe"])
-        self.environment.note_resumed(self.step)
+        self.environment.events.resumed(self.step, self.environment)
 
 
 def _compute_rates(stats: Stats, seconds: float) -> Stats:

@@ -46,8 +46,12 @@ class UnfinishedGroups:
         self.min_complete: float | None = None  # the share of groups that ends the next rollout
         self.calls = 0
         self.rolling_out = False  # whether `env_flow` is running
-        self.finished: FinishedRollouts | None = None  # set by coalign.engine.hooks.journal_hook
+        self.finished: FinishedRollouts | None = None
         self._unfinished: BatchRef | Future | None = None
+
+    def reuse(self, finished: FinishedRollouts) -> None:
+        """Keep what calls of ``generate`` return there, and take from there what an earlier run has generated."""
+        self.finished = finished
 
     @property
     def active(self) -> bool:

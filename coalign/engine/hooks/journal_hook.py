@@ -1,4 +1,4 @@
-"""Keeps a run's journal: opens it, passes it to the Environment, and notes steps, syncs and restarts."""
+"""Keeps a run's journal: opens it, lets it listen to the Environment, and notes steps, syncs and restarts."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ class JournalHook(Hook):
             return
         start = self._find_start()
         environment = engine.environment
-        self._journal = Journal(self.path, start or time.time(), environment.unfinished.list_continued() or ())
+        unfinished = environment.unfinished.list_continued() or ()
+        self._journal = Journal(self.path, start or time.time(), engine.cluster, unfinished)
         if start is None:
             self._journal.note("run", run=self.run, started=round(time.time(), 3))
-        self._engine, environment.journal = engine, self._journal
+        self._engine = engine
+        environment.listen(self._journal)
         if not environment.unfinished.active and self.finished is None:  # unfinished groups span several rollouts
-            self.finished = environment.unfinished.finished = self._open_finished(engine)
+            self.finished = self._open_finished(engine)
+            environment.unfinished.reuse(self.finished)
         if start is not None or engine.step:
-            environment.note_resumed(engine.step)
+            self._journal.resumed(engine.step, environment)
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         if self._journal is None:
@@ -76,7 +79,7 @@ class JournalHook(Hook):
         if self.finished is not None:
             self.finished.go_back(self._engine.step)
         if repeat:
-            self._engine.environment.note_resumed(self._engine.step)
+            self._journal.resumed(self._engine.step, self._engine.environment)
         else:
             self._journal.note_rewound(self._engine.step)
 
