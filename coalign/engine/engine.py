@@ -28,8 +28,8 @@ from coalign.engine.flow import AbsentScorer, FunctionChain, PtxTrainer, Rollout
 from coalign.engine.progress import Progress
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
-from coalign.engine.selection import build_group_selection
-from coalign.engine.unfinished import UnfinishedGroups
+from coalign.engine.rollouts.selection import build_group_selection
+from coalign.engine.rollouts.unfinished import UnfinishedGroups
 from coalign.roles import Rollout, Scorer
 from coalign.types import Stats, Total, merge_stats
 from coalign.weights.sync.sync import WeightSync

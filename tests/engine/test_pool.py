@@ -6,7 +6,7 @@ import torch
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.engine.pool import GroupPool, count_groups
+from coalign.engine.rollouts.pool import GroupPool, count_groups
 
 STORE = LocalStore()
 

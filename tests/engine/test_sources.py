@@ -10,8 +10,8 @@ import torch
 from coalign.api import evaluate
 from coalign.data.batch import Batch
 from coalign.engine.reward import RewardTerm, combine, combine_rewards, observe_rewards
-from coalign.engine.rollout import describe_sources
-from coalign.engine.selection import filter_groups
+from coalign.engine.rollouts.bundle import describe_sources
+from coalign.engine.rollouts.selection import filter_groups
 from coalign.rewards.calls import RewardError
 from coalign.types import Stat, Status, Total
 from tests.runs import metrics, run, samples, settings

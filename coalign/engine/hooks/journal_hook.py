@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from coalign.engine.engine import Hook
-from coalign.engine.finished_rollouts import FOLDER, FinishedRollouts
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.run_folder import replace_non_finite
-from coalign.engine.journal import Journal, read_lines
+from coalign.engine.rollouts.finished_rollouts import FOLDER, FinishedRollouts
+from coalign.engine.rollouts.journal import Journal, read_lines
 from coalign.files import move_aside
 from coalign.types import Stats
 
@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class JournalHook(Hook):
-    """Writes the journal of a run with rollouts into ``path``; see coalign.engine.journal.
+    """Writes the journal of a run with rollouts into ``path``; see coalign.engine.rollouts.journal.
 
-    The finished rollouts since the newest checkpoint on ``disk`` are kept beside it (coalign.engine.finished_rollouts).
+    The finished rollouts since the newest checkpoint on ``disk`` are kept beside it
+    (coalign.engine.rollouts.finished_rollouts).
     A checkpoint keeps the identity of its run, so that a journal of another run is recognised, and moved aside.
     """
 

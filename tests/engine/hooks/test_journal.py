@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
-from coalign.engine.journal import (
+from coalign.engine.rollouts.journal import (
     Journal,
     decode_line,
     describe_samples,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from coalign.cluster.future import BatchRef, Future, WatchedCalls
 from coalign.data.batch import Batch
-from coalign.engine.journal import list_groups
-from coalign.engine.selection import find_sources
-from coalign.engine.unfinished import find_oldest_versions
+from coalign.engine.rollouts.journal import list_groups
+from coalign.engine.rollouts.selection import find_sources
+from coalign.engine.rollouts.unfinished import find_oldest_versions
 from coalign.types import Max, Metric, Moments, Stat, Stats, Status, Total, merge_stats
 
 METRIC_TYPES = {metric.__name__: metric for metric in get_args(Metric)}

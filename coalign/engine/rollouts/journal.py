@@ -37,14 +37,14 @@ from torch import Tensor
 from coalign.cluster.future import Future
 from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
-from coalign.engine.events import CollectedBundle, RolloutEvents
+from coalign.engine.rollouts.events import CollectedBundle, RolloutEvents
 from coalign.files import RecordFile, describe_problem, open_regular
 from coalign.run_files.records import MAX_LINE
 
 if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
     from coalign.engine.environment import Environment
-    from coalign.engine.pool import ReadyGroups
+    from coalign.engine.rollouts.pool import ReadyGroups
 
 log = logging.getLogger(__name__)
 NAME = "journal.jsonl"

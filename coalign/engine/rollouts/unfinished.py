@@ -20,8 +20,8 @@ from coalign.backends.engines.request import begin_samples
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.engine.finished_rollouts import FinishedRollouts
-from coalign.engine.journal import list_groups
+from coalign.engine.rollouts.finished_rollouts import FinishedRollouts
+from coalign.engine.rollouts.journal import list_groups
 from coalign.types import Max, Stats, Status, Total
 
 if TYPE_CHECKING:

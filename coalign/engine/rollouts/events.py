@@ -14,7 +14,7 @@ from coalign.types import Stats
 
 if TYPE_CHECKING:
     from coalign.engine.environment import Environment
-    from coalign.engine.pool import ReadyGroups
+    from coalign.engine.rollouts.pool import ReadyGroups
 
 
 @dataclass(frozen=True)
