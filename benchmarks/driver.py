@@ -31,7 +31,7 @@ from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import RunData
 from coalign.engine.hooks.timeline import Timeline
-from coalign.engine.selection import filter_groups
+from coalign.engine.rollouts.selection import filter_groups
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.recipes.grpo import GRPO
 from coalign.roles import Context

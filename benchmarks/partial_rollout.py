@@ -28,8 +28,8 @@ from coalign.cluster.local import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.environment import Environment
-from coalign.engine.selection import build_group_selection
-from coalign.engine.unfinished import UnfinishedGroups
+from coalign.engine.rollouts.selection import build_group_selection
+from coalign.engine.rollouts.unfinished import UnfinishedGroups
 from coalign.launch.plan import Plan, find_recipe
 from coalign.roles import Context
 

@@ -1,11 +1,9 @@
 """The loop of a run. Start with ``engine.py``: recipes subclass its ``Engine``.
 
-- ``environment.py`` is the rollout side: bundles of prompts go through ``env_flow``, and steps take complete groups;
-  ``selection.py`` decides which prompts are drawn and which groups are trained on; ``unfinished.py`` keeps the groups
-  that the next rollout continues.
+- ``environment.py`` is the rollout side: prompts go through ``env_flow``, and steps take complete groups;
+  ``rollouts/`` has what it keeps them in.
 - ``evaluator.py`` is the evaluation side; ``reference.py`` has references without a separate model.
 - ``reward.py`` combines all rewards into ``self.reward``; ``vocabulary.py`` compares tokenizers.
-- ``journal.py`` records what happens to groups; ``finished_rollouts.py`` keeps finished rollouts for a resumed run.
 - ``fleet.py`` changes numbers of processes; ``sampler_comparison.py`` compares users' generators with trainers.
 - ``hooks/`` is everything that watches the loop: evaluation, checkpoints, guards, records.
 """

@@ -28,8 +28,8 @@ from coalign.engine.flow import AbsentScorer, FunctionChain, PtxTrainer, Rollout
 from coalign.engine.progress import Progress
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
-from coalign.engine.selection import build_group_selection
-from coalign.engine.unfinished import UnfinishedGroups
+from coalign.engine.rollouts.selection import build_group_selection
+from coalign.engine.rollouts.unfinished import UnfinishedGroups
 from coalign.roles import Rollout, Scorer
 from coalign.types import Stats, Total, merge_stats
 from coalign.weights.sync.sync import WeightSync
@@ -507,7 +507,7 @@ class Engine:
         if self.rewards:
             self.rewards.load_state_dict(self.rewards.fetch_state(snapshot["rewards"]))
         self.load_state_dict(snapshot["recipe"])
-        self.environment.note_resumed(self.step)
+        self.environment.events.resumed(self.step, self.environment)
 
 
 def _compute_rates(stats: Stats, seconds: float) -> Stats:

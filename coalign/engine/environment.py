@@ -19,153 +19,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from coalign.cluster.future import BatchRef, Future, WatchedCalls
+from coalign.cluster.future import BatchRef, Future
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.engine.journal import CollectedBundle, Journal, describe_samples, format_groups, list_groups
-from coalign.engine.selection import GroupSelection, filter_groups, find_sources, pass_rates, response_lengths
-from coalign.engine.unfinished import UnfinishedGroups, find_oldest_versions
-from coalign.types import Max, Metric, Moments, Stat, Stats, Status, Total, merge_stats
+from coalign.engine.rollouts.bundle import METRIC_TYPES, Bundle, count, describe, describe_sources, group_ages
+from coalign.engine.rollouts.events import CollectedBundle, RolloutEvents
+from coalign.engine.rollouts.journal import list_groups
+from coalign.engine.rollouts.pool import GroupPool, ReadyGroups, count_groups
+from coalign.engine.rollouts.selection import GroupSelection, filter_groups, pass_rates, response_lengths
+from coalign.engine.rollouts.unfinished import UnfinishedGroups
+from coalign.types import Stat, Stats, Total, merge_stats
 
 if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadyGroups:
-    """Neighbouring groups whose oldest token was sampled by the weights of ``version``."""
-
-    batch: BatchRef
-    version: int
-
-    @property
-    def ends(self) -> list[int]:
-        """The row at which each group ends; without groups every row is one."""
-        return _find_group_ends(self.batch.group, len(self.batch))
-
-
-class GroupPool:
-    """A first-in first-out queue of references to groups no older than ``max_age`` weight versions."""
-
-    def __init__(self, max_age: int) -> None:
-        self.max_age = max_age
-        self._ready: deque[_ReadyGroups] = deque()
-
-    def __len__(self) -> int:
-        """Count the groups."""
-        return sum(len(ready.ends) for ready in self._ready)
-
-    def add(self, batch: BatchRef, versions: Tensor | int) -> None:
-        """Add groups; ``versions`` i64[groups], or one for all, are those of their oldest tokens."""
-        ends = _find_group_ends(batch.group, len(batch))
-        ages = torch.as_tensor(versions).expand(len(ends)).tolist()
-        start = 0
-        for i, end in enumerate(ends):
-            if i + 1 == len(ends) or ages[i + 1] != ages[i]:
-                self._ready.append(_ReadyGroups(batch.slice(start, end), ages[i]))
-                start = end
-
-    def find_expired(self, version: int) -> list[int]:
-        """Return the numbers of the groups that are too old to be trained on at this version."""
-        old = (ready for ready in self._ready if version - ready.version > self.max_age)
-        return [group for ready in old for group in list_groups(ready.batch.group)]
-
-    def expire(self, version: int) -> int:
-        """Drop the groups that are too old to be trained on at this version; return how many."""
-        held = len(self)
-        self._ready = deque(ready for ready in self._ready if version - ready.version <= self.max_age)
-        return held - len(self)
-
-    def take(self, groups: int | None, version: int) -> BatchRef:
-        """Remove and return the oldest ``groups`` (None: all), or fewer if there are not so many.
-
-        RuntimeError if the pool is empty. AssertionError if a group is older than the bound, which is a bug.
-        """
-        taken: list[BatchRef] = []
-        missing = len(self) if groups is None else groups
-        while self._ready and missing > 0:
-            ready = self._ready.popleft()
-            assert version - ready.version <= self.max_age, (version, ready)
-            ends = ready.ends
-            cut = ends[min(missing, len(ends)) - 1]
-            taken.append(ready.batch.slice(0, cut))
-            missing -= len(ends)
-            if cut < len(ready.batch):
-                self._ready.appendleft(_ReadyGroups(ready.batch.slice(cut, len(ready.batch)), ready.version))
-        if not taken:
-            raise RuntimeError("there is no group to train on")
-        return BatchRef.concat(taken)
-
-    def entries(self) -> list[_ReadyGroups]:
-        """Return all entries, oldest first (for a checkpoint)."""
-        return list(self._ready)
-
-    def restore(self, entries: list[_ReadyGroups]) -> None:
-        """Replace the content by the result of ``entries``."""
-        self._ready = deque(entries)
-
-
-def _find_group_ends(group: Tensor | None, rows: int) -> list[int]:
-    """Return where each run of equal neighbours in ``group`` i64[N] ends; without groups every row is one."""
-    if group is None:
-        return list(range(1, rows + 1))
-    return torch.unique_consecutive(group, return_counts=True)[1].cumsum(0).tolist()
-
-
-METRIC_TYPES = {metric.__name__: metric for metric in get_args(Metric)}
-
-
-@dataclass
-class Bundle:
-    """Groups that go through the flow together.
-
-    ``batches`` by name: `groups` (those to train on), and small ones that describe them: `ages` (_group_ages),
-    `shares` (selection.pass_rates), `lengths` (selection.response_lengths), `samples` (journal.describe_samples). It is
-    empty if there was nothing to generate.
-    """
-
-    version: int  # the weight version when its prompts were drawn
-    target: int = 0  # number of groups that it should give
-    prompts: Batch | None = None
-    batches: dict[str, Future | BatchRef] = field(default_factory=dict)
-    calls: WatchedCalls = field(default_factory=WatchedCalls)
-    earlier_stats: Stats = field(default_factory=dict)  # metrics of drawing its prompts, or from before a restart
-
-    def wait(self) -> tuple[dict[str, BatchRef], Stats]:
-        """Wait for all calls; return (batches, merged metrics). Raises what a call raised."""
-        done = {name: b.result() if isinstance(b, Future) else b for name, b in self.batches.items()}
-        return done, merge_stats([self.earlier_stats, self.calls.stats()])
-
-    def is_complete(self) -> bool:
-        """Whether its calls were made, and all have ended without an error."""
-        if not self.batches and self.prompts is not None:
-            return False
-        calls = [batch for batch in self.batches.values() if isinstance(batch, Future)]
-        return all(call.done() and call.ended.exception() is None for call in calls)
-
-    def list_groups(self) -> list[int]:
-        """Return the numbers of its groups, as far as they can be told without waiting."""
-        batches = [batch for batch in self.batches.values() if isinstance(batch, BatchRef)]
-        columns = [batch.group for batch in batches] + ([self.prompts["group"]] if self.prompts else [])
-        return sorted({group for column in columns for group in list_groups(column)})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: its groups, or the prompts to start again if not all are complete."""
-        if not self.is_complete():
-            return {"target": self.target, "prompts": self.prompts, "before": _encode(self.earlier_stats)}
-        batches, stats = self.wait()
-        fetched = {name: batch.fetch() for name, batch in batches.items()}
-        return {"target": self.target, "version": self.version, "batches": fetched, "before": _encode(stats)}
-
-
-def _encode(stats: Stats) -> dict[str, list[Any]]:
-    return {name: [type(metric).__name__, *astuple(metric)] for name, metric in stats.items()}
 
 
 MIN_KEPT_SHARE = 0.25  # so at most 4 prompts are drawn per missing group: a surplus costs memory, and ages
@@ -204,7 +72,11 @@ class Environment:
         self.pool = GroupPool(selection.max_age)
         self.on_wait = on_wait
         self.kept_share = 1.0  # share of the last step's groups that passed the filter
-        self.journal: Journal | None = None  # set by coalign.engine.hooks.journal_hook
+        self.events = RolloutEvents()  # nobody listens
+
+    def listen(self, listener: RolloutEvents) -> None:
+        """Tell ``listener`` from now on what happens to groups."""
+        self.events = listener
 
     def next(self, version: int, served: int) -> tuple[BatchRef, Stats]:
         """Return the batch that the step at this weight version trains on, and its metrics (`time/rollout`: s waited).
@@ -213,9 +85,8 @@ class Environment:
         if no group is left to train on.
         """
         started_at = time.perf_counter()
-        if self.journal:
-            self.journal.note_dropped("expired", self.pool.find_expired(version))
         expired = self.pool.expire(version)
+        self.events.expired(expired)
         self.under_way = deque((step, self._begin_restored(served, step, bundle)) for step, bundle in self.under_way)
         while self.drawn < self.last and self.drawn - served <= self.max_staleness:
             self._draw_step(served, self.drawn, self._count_wanted(version))
@@ -236,7 +107,7 @@ class Environment:
         if self.unfinished.finished is not None and (restored := self.unfinished.finished.take_restored()):
             counts["rollout/restored"] = Total(restored)
         if self.selection.groups is not None:
-            counts |= {"rollout/expired": Total(expired), "rollout/waiting": Total(len(self.pool))}
+            counts |= {"rollout/expired": Total(count_groups(expired)), "rollout/waiting": Total(len(self.pool))}
         return batch, merge_stats([stats, described, self.loader.stats(), counts])
 
     # ---- bundles ---------------------------------------------------------------------------------------------------
@@ -262,8 +133,7 @@ class Environment:
         self.unfinished.oldest_version = step - self.selection.max_age
         bundles = min(MAX_BUNDLES_PER_STEP, max(1, len(prompts))) if self.max_staleness else 1
         chunks = prompts.split(bundles, keep="group", by="sequences") if bundles > 1 else [prompts]
-        if self.journal:
-            self.journal.note_drawn(step + 1, version, chunks)
+        self.events.drawn(step + 1, version, chunks)
         for number, chunk in enumerate(chunks):
             chunk_target = target * (number + 1) // bundles - target * number // bundles
             self.under_way.append((step, self._begin(version, step, chunk_target, chunk, stats if number == 0 else {})))
@@ -289,9 +159,9 @@ class Environment:
                     filter_groups, groups, keep=keep.func, arguments=keep.keywords, by_source=several
                 )
             if self.unfinished.continues or may_be_older:
-                batches["ages"] = self.cluster.transform(_group_ages, groups, default=version)
-        if self.journal:  # outside of `watch`, which would add it to the metrics of the step
-            batches["samples"] = self.cluster.transform(describe_samples, complete)
+                batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
+        if (described := self.events.begun(complete)) is not None:  # outside of `watch`: no metric of the step
+            batches["samples"] = described
         return Bundle(version, target, prompts, {"groups": groups, **batches}, calls, stats)
 
     def _count_prompts(self, target: int) -> int | None:
@@ -323,7 +193,7 @@ class Environment:
 
     def _collect(self, done: Bundle, version: int) -> Stats:
         """Wait for a bundle and add its groups to the pool."""
-        described = done.batches.pop("samples", None)  # only the journal needs it, so no step waits for it
+        described = done.batches.pop("samples", None)  # from `events.begun`: no step waits for it
         for batch in done.batches.values():
             if isinstance(batch, Future):
                 batch.wait(self.on_wait)
@@ -335,10 +205,10 @@ class Environment:
         if "groups" in batches and len(batches["groups"]):
             ages = batches["ages"].fetch()["oldest"] if "ages" in batches else done.version
             self.pool.add(batches["groups"], ages)
-        if self.journal and described is not None:
+        if described is not None:
             prompted = list_groups(done.prompts["group"]) if done.prompts else []
             kept, continued = list_groups(batches["groups"].group), self.unfinished.list_continued()
-            self.journal.note_collected(CollectedBundle(described, prompted, kept, continued, stats))
+            self.events.collected(CollectedBundle(described, prompted, kept, continued, stats))
         return stats
 
     def _update_kept_share(self, stats: Stats) -> None:
@@ -350,8 +220,7 @@ class Environment:
         """Run the flow on a bundle whose samples were not complete at the checkpoint; return any other unchanged."""
         if bundle.batches or bundle.prompts is None:
             return bundle
-        if self.journal:
-            self.journal.note_begun(bundle.prompts, version)
+        self.events.repeated(bundle.prompts, version)
         return self._begin(version, step, bundle.target, bundle.prompts, bundle.earlier_stats)
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -376,8 +245,7 @@ class Environment:
                 f"step {version + 1}: none of {len(taken)} samples has a token that the policy chose and that is "
                 "trained on (loss_mask), so there is nothing to learn from"
             )
-        if self.journal:
-            self.journal.note_taken(version + 1, waited.group, taken.group)
+        self.events.taken(version + 1, waited.group, taken.group)
         return taken, described
 
     def _explain_empty_pool(self, version: int, stats: Stats) -> str:
@@ -406,12 +274,6 @@ class Environment:
         self.unfinished.restore(None)
         if self.selection.replay:
             self.selection.replay.restore([])
-
-    def note_resumed(self, step: int) -> None:
-        """Note in the journal, if there is one, that the run goes on from the state saved after ``step``."""
-        if self.journal:
-            waiting = format_groups(self.list_waiting_groups())
-            self.journal.note("resumed", step=step, drawn=self.loader.drawn, waiting=waiting)
 
     def list_waiting_groups(self) -> list[int]:
         """Return the numbers of the groups that no step has taken yet, unfinished ones included."""
@@ -454,7 +316,7 @@ class Environment:
         self.loader.load_state_dict(state["loader"])
         self.kept_share, self.drawn = state["kept"], state["drawn"]
         self.under_way = deque((entry["step"], self._restore(entry)) for entry in state["under_way"])
-        self.pool.restore([_ReadyGroups(self.cluster.put(entry["batch"]), entry["version"]) for entry in state["pool"]])
+        self.pool.restore([ReadyGroups(self.cluster.put(entry["batch"]), entry["version"]) for entry in state["pool"]])
         self.unfinished.restore(state["unfinished"])
         if self.selection.replay:
             self.selection.replay.restore(state["replay"])
@@ -469,62 +331,3 @@ class Environment:
             name: self.cluster.put(stored) for name, stored in state.get("batches", {}).items()
         }
         return Bundle(state.get("version", 0), state["target"], state.get("prompts"), batches, earlier_stats=stats)
-
-
-def count(loss_mask: Tensor, versions: Tensor | None = None, reward: Tensor | None = None) -> dict[str, Metric]:
-    """Metrics of one rollout as it leaves its flow, before any filter."""
-    stats: dict[str, Metric] = {
-        "tokens/generated": Total(float(loss_mask.sum()) if versions is not None else 0.0),
-    }
-    if reward is not None:
-        stats["rollout/reward"] = Stat.of(reward)
-    return stats
-
-
-def describe(
-    loss_mask: Tensor,
-    segment: Tensor,
-    lengths: Tensor,
-    status: Tensor | None = None,
-    versions: Tensor | None = None,
-    reward: Tensor | None = None,
-    *,
-    version: int,
-) -> dict[str, Metric]:
-    """Metrics of a batch that is trained on: lengths (tokens), statuses, staleness (versions), rewards."""
-    trained = torch.zeros(len(lengths), dtype=torch.int64).index_add_(0, segment, loss_mask.long())
-    stats: dict[str, Metric] = {
-        "tokens/response": Stat.of(trained),
-        "tokens/response_max": Max(float(trained.max()) if len(trained) else 0.0),
-        "tokens/prompt": Stat.of(lengths - trained),
-        "samples/count": Total(float(len(lengths))),
-        "samples/empty": Stat.of(trained == 0),
-    }
-    if status is not None:
-        stats["samples/truncated"] = Stat.of(status == int(Status.TRUNCATED))
-    if versions is not None:
-        ages = version - versions[loss_mask]
-        stats["samples/staleness"] = Stat.of(ages)
-        stats["samples/staleness_max"] = Max(float(ages.max()) if len(ages) else 0.0)
-    if reward is not None and len(reward):
-        stats["reward/mean"] = Stat.of(reward)
-        stats["reward/std"] = Moments.of(reward)
-        stats["reward/max"] = Max(float(reward.max()))
-    return stats
-
-
-def describe_sources(rows: list[dict[str, Any]], group: Tensor, reward: Tensor | None = None) -> dict[str, Metric]:
-    """Metrics of each source of a batch that is trained on: samples, groups and mean reward."""
-    stats: dict[str, Metric] = {}
-    for source, is_of_source in find_sources(rows).items():
-        stats[f"source/{source}/samples"] = Total(float(is_of_source.sum()))
-        stats[f"source/{source}/groups"] = Total(float(len(group[is_of_source].unique())))
-        if reward is not None:
-            stats[f"source/{source}/reward"] = Stat.of(reward, is_of_source & reward.isfinite())
-    return stats
-
-
-def _group_ages(batch: Batch, *, default: int) -> Batch:
-    """Return one row without tokens for each group; column ``oldest``: see ``find_oldest_versions``."""
-    oldest = find_oldest_versions(batch, default=default)
-    return Batch(torch.zeros(len(oldest)), {}, {"oldest": oldest})

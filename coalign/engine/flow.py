@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.data.loader import Loader
-    from coalign.engine.unfinished import UnfinishedGroups
+    from coalign.engine.rollouts.unfinished import UnfinishedGroups
     from coalign.roles import Rollout, Trainable
 
 

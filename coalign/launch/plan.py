@@ -25,7 +25,7 @@ from coalign.data.kinds import KINDS
 from coalign.data.templates import read_template
 from coalign.engine.engine import Engine
 from coalign.engine.reward import list_reward_models, list_reward_parts
-from coalign.engine.selection import check_limits
+from coalign.engine.rollouts.selection import check_limits
 from coalign.engine.vocabulary import find_tokenizer_name, is_scored_at_end_of_text, is_tokenized_alike
 from coalign.launch import validate
 from coalign.launch.device_plan import assign_devices, describe_devices

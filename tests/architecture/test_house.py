@@ -24,7 +24,7 @@ BUDGETS = {
     "cluster": 6_340,
     "config": 3_320,
     "data": 5_950,
-    "engine": 6_020,
+    "engine": 6_110,
     "environments": 1_640,
     "launch": 1_995,
     "processes": 845,
@@ -35,7 +35,7 @@ BUDGETS = {
     "weights": 2_360,
     "": 2_860,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 262, 51_000
+CORE_FILES, CORE_LINES = 265, 51_000
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),
@@ -103,7 +103,7 @@ def test_no_function_is_longer_than_100_lines():
     assert not [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= 100]
 
 
-@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 140), ("coalign.cli", 14)])
+@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 144), ("coalign.cli", 14)])
 def test_a_start_loads_few_modules(module, most):
     code = f"import sys, {module}; print(sum(name.partition('.')[0].startswith('coalign') for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ import torch
 from coalign.backends.engines.request import begin_samples
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.engine.selection import add_budgets
+from coalign.engine.rollouts.selection import add_budgets
 from tests.engine.test_partial_rollout import Watched, partial
 from tests.runs import metrics, run, settings
 

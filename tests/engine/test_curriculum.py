@@ -5,7 +5,7 @@ import torch
 
 from coalign.config.schema.rollout import CurriculumConfig
 from coalign.data.batch import Batch
-from coalign.engine.selection import Curriculum, hash_row, pass_rates
+from coalign.engine.rollouts.selection import Curriculum, hash_row, pass_rates
 
 
 class Numbers:

@@ -12,9 +12,10 @@ from coalign.cluster.future import Call, Future, Outcome
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import RolloutConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.environment import MAX_BUNDLES_PER_STEP, Bundle, Environment
-from coalign.engine.selection import GroupSelection
-from coalign.engine.unfinished import UnfinishedGroups
+from coalign.engine.environment import MAX_BUNDLES_PER_STEP, Environment
+from coalign.engine.rollouts.bundle import Bundle
+from coalign.engine.rollouts.selection import GroupSelection
+from coalign.engine.rollouts.unfinished import UnfinishedGroups
 from coalign.types import EffectiveSize, Max, Stat, Total, merge_stats
 
 

@@ -11,9 +11,9 @@ import torch
 
 from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.data.batch import Batch
-from coalign.engine.finished_rollouts import decode_samples, encode_samples
 from coalign.engine.hooks.checkpoint import Save
 from coalign.engine.hooks.recorder import MetricsRecorder
+from coalign.engine.rollouts.finished_rollouts import decode_samples, encode_samples
 from coalign.types import Status
 from tests.runs import metrics, run, settings, weights_hash
 
@@ -155,7 +155,7 @@ def flip(file: Path, place: int) -> None:
 @pytest.mark.slow
 def test_roll_outs_of_weights_that_come_out_different_are_not_used(interrupted, monkeypatch, caplog):
     def change(folder: Path) -> None:
-        from coalign.engine.journal import decode_line, encode_line
+        from coalign.engine.rollouts.journal import decode_line, encode_line
 
         file = folder / "finished" / "3.rollouts"
         first, _, rest = file.read_bytes().partition(b"\n")

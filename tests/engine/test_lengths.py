@@ -6,8 +6,8 @@ from coalign.cluster.batch_shards import shard_rows
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.engine.selection import ResponseLengths, response_lengths
-from coalign.engine.unfinished import continue_groups
+from coalign.engine.rollouts.selection import ResponseLengths, response_lengths
+from coalign.engine.rollouts.unfinished import continue_groups
 from coalign.types import Status
 
 STORE = LocalStore()

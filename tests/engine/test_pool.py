@@ -6,7 +6,7 @@ import torch
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.engine.environment import GroupPool
+from coalign.engine.rollouts.pool import GroupPool, count_groups
 
 STORE = LocalStore()
 
@@ -44,8 +44,8 @@ def test_rows_of_one_stored_batch_are_read_from_it_once():
 def test_groups_beyond_the_age_are_dropped_and_counted():
     pool = GroupPool(max_age=1)
     pool.add(stored(1, 1, 2, 3, 3), torch.tensor([0, 0, 1]))
-    assert pool.expire(1) == 0
-    assert pool.expire(2) == 2
+    assert pool.expire(1) == []
+    assert count_groups(pool.expire(2)) == 2
     assert taken(pool, None, 2) == [3, 3]
 
 
@@ -54,8 +54,8 @@ def test_a_restored_pool_goes_on():
     pool.add(stored(1, 2, 2, 3), 5)
     pool.take(1, 5)
     copy.restore(pool.entries())
-    assert copy.expire(7) == 0 and taken(copy, 1, 7) == [2, 2]
-    assert copy.expire(8) == 1
+    assert copy.expire(7) == [] and taken(copy, 1, 7) == [2, 2]
+    assert count_groups(copy.expire(8)) == 1
 
 
 def test_rows_without_groups_count_one_by_one():

@@ -9,9 +9,9 @@ import torch
 
 from coalign import evaluate
 from coalign.data.batch import Batch
-from coalign.engine.environment import describe_sources
 from coalign.engine.reward import RewardTerm, combine, combine_rewards, observe_rewards
-from coalign.engine.selection import filter_groups
+from coalign.engine.rollouts.bundle import describe_sources
+from coalign.engine.rollouts.selection import filter_groups
 from coalign.rewards.calls import RewardError
 from coalign.types import Stat, Status, Total
 from tests.runs import metrics, run, samples, settings

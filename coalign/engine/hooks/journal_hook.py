@@ -1,4 +1,4 @@
-"""Keeps a run's journal: opens it, passes it to the Environment, and notes steps, syncs and restarts."""
+"""Keeps a run's journal: opens it, lets it listen to the Environment, and notes steps, syncs and restarts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from coalign.engine.engine import Hook
-from coalign.engine.finished_rollouts import FOLDER, FinishedRollouts
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.run_folder import replace_non_finite
-from coalign.engine.journal import Journal, read_lines
+from coalign.engine.rollouts.finished_rollouts import FOLDER, FinishedRollouts
+from coalign.engine.rollouts.journal import Journal, read_lines
 from coalign.files import move_aside
 from coalign.types import Stats
 
@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class JournalHook(Hook):
-    """Writes the journal of a run with rollouts into ``path``; see coalign.engine.journal.
+    """Writes the journal of a run with rollouts into ``path``; see coalign.engine.rollouts.journal.
 
-    The finished rollouts since the newest checkpoint on ``disk`` are kept beside it (coalign.engine.finished_rollouts).
+    The finished rollouts since the newest checkpoint on ``disk`` are kept beside it
+    (coalign.engine.rollouts.finished_rollouts).
     A checkpoint keeps the identity of its run, so that a journal of another run is recognised, and moved aside.
     """
 
@@ -47,14 +48,17 @@ class JournalHook(Hook):
             return
         start = self._find_start()
         environment = engine.environment
-        self._journal = Journal(self.path, start or time.time(), environment.unfinished.list_continued() or ())
+        unfinished = environment.unfinished.list_continued() or ()
+        self._journal = Journal(self.path, start or time.time(), engine.cluster, unfinished)
         if start is None:
             self._journal.note("run", run=self.run, started=round(time.time(), 3))
-        self._engine, environment.journal = engine, self._journal
+        self._engine = engine
+        environment.listen(self._journal)
         if not environment.unfinished.active and self.finished is None:  # unfinished groups span several rollouts
-            self.finished = environment.unfinished.finished = self._open_finished(engine)
+            self.finished = self._open_finished(engine)
+            environment.unfinished.reuse(self.finished)
         if start is not None or engine.step:
-            environment.note_resumed(engine.step)
+            self._journal.resumed(engine.step, environment)
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         if self._journal is None:
@@ -76,7 +80,7 @@ class JournalHook(Hook):
         if self.finished is not None:
             self.finished.go_back(self._engine.step)
         if repeat:
-            self._engine.environment.note_resumed(self._engine.step)
+            self._journal.resumed(self._engine.step, self._engine.environment)
         else:
             self._journal.note_rewound(self._engine.step)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coalign.engine.journal import NAME, read_lines
+from coalign.engine.rollouts.journal import NAME, read_lines
 from coalign.types import Status
 from coalign_diagnose.run_history import GroupLife, RunHistory, format_time, list_runs
 

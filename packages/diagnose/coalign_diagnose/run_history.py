@@ -1,4 +1,4 @@
-"""The history of a run's groups of samples and steps, read from its journal (coalign.engine.journal).
+"""The history of a run's groups of samples and steps, read from its journal (coalign.engine.rollouts.journal).
 
 What a run trained after the checkpoint that it goes on from is kept as discarded: those steps are trained again, and
 their groups may be drawn again.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from coalign.engine.journal import parse_groups
+from coalign.engine.rollouts.journal import parse_groups
 
 
 @dataclass

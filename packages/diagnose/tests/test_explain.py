@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from coalign import cli
-from coalign.engine.journal import encode_line
+from coalign.engine.rollouts.journal import encode_line
 from coalign_diagnose.explain import explain
 from coalign_diagnose.run_history import format_time
 

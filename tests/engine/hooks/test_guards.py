@@ -12,7 +12,7 @@ from coalign.algorithms.losses import policy_gradient
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.engine.hooks.guards import METRICS, UNHEALTHY, list_exceeded, list_non_finite, read_dump
-from coalign.engine.journal import read_lines
+from coalign.engine.rollouts.journal import read_lines
 from coalign.launch.plan import prepare
 from coalign.launch.run import train
 from coalign.launch.trace import trace

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
-from coalign.engine.journal import (
+from coalign.engine.rollouts.journal import (
     Journal,
     decode_line,
     describe_samples,
@@ -170,7 +170,7 @@ def test_a_journal_of_another_run_is_moved_aside(tmp_path, caplog):
 def test_a_line_that_a_kill_has_cut_does_not_spoil_the_next_one(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(encode_line({"event": "run"})[:10])
-    journal = Journal(path, 0.0)
+    journal = Journal(path, 0.0, None)
     journal.note("ended", step=1)
     journal.close()
     first, second = read_lines(path)

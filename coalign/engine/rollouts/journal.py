@@ -27,20 +27,24 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.future import Future
 from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
+from coalign.engine.rollouts.events import CollectedBundle, RolloutEvents
 from coalign.files import RecordFile, describe_problem, open_regular
 from coalign.run_files.records import MAX_LINE
-from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.cluster import Cluster
+    from coalign.engine.environment import Environment
+    from coalign.engine.rollouts.pool import ReadyGroups
 
 log = logging.getLogger(__name__)
 NAME = "journal.jsonl"
@@ -132,32 +136,17 @@ def _round(reward: float) -> float | None:
     return float(f"{reward:.6g}") if math.isfinite(reward) else None
 
 
-@dataclass(frozen=True)
-class CollectedBundle:
-    """A bundle whose calls have ended.
-
-    ``samples`` is, or will be, the result of ``describe_samples``. ``prompted`` are the groups of its prompts, ``kept``
-    those that the filter kept, and ``continued`` those that the next rollout continues (None: not known yet). ``stats``
-    are its metrics.
-    """
-
-    samples: Future | BatchRef
-    prompted: list[int]
-    kept: list[int]
-    continued: set[int] | None
-    stats: Stats
-
-
-class Journal:
+class Journal(RolloutEvents):
     """Appends what happens to the groups of a run to a file, in a thread.
 
     ``start`` is when the journal began, in seconds since the epoch. ``unfinished`` are the groups that an earlier
-    rollout has left unfinished. Lines are written in the order noted. The loop waits neither for the disk nor for the
-    description of samples.
+    rollout has left unfinished. Samples are described in a worker of ``cluster``. Lines are written in the order noted.
+    The loop waits neither for the disk nor for the description of samples.
     """
 
-    def __init__(self, path: Path, start: float, unfinished: Iterable[int] = ()) -> None:
+    def __init__(self, path: Path, start: float, cluster: Cluster, unfinished: Iterable[int] = ()) -> None:
         self._file = RecordFile(path)
+        self._cluster = cluster
         self._start = start
         self._unfinished = set(unfinished)
         self._sources: dict[str, int] = {}
@@ -177,18 +166,19 @@ class Journal:
         """Wait until everything is written."""
         self._writer.shutdown()
 
-    def note_drawn(self, step: int, version: int, bundles: Sequence[Batch]) -> None:
-        """Note the prompts drawn for ``step``, in the bundles that start with them."""
+    def drawn(self, step: int, version: int, bundles: Sequence[Batch]) -> None:
         rows = [[self._number_source(row), row.get(MARKS[1])] for bundle in bundles for row in bundle["rows"]]
         groups = format_groups(chain.from_iterable(bundle["group"].tolist() for bundle in bundles))
         sizes = [len(bundle) for bundle in bundles]
         self.note("drawn", step=step, version=version, groups=groups, bundles=sizes, rows=rows)
 
-    def note_begun(self, prompts: Batch, version: int) -> None:
-        """Note prompts that are generated again after a restart."""
+    def begun(self, samples: Future) -> Future:
+        return self._cluster.transform(describe_samples, samples)
+
+    def repeated(self, prompts: Batch, version: int) -> None:
         self.note("begun", version=version, groups=format_groups(prompts["group"].tolist()))
 
-    def note_collected(self, bundle: CollectedBundle) -> None:
+    def collected(self, bundle: CollectedBundle) -> None:
         """Note the complete and the dropped groups of a bundle, once its samples are described."""
         self._submit(self._write_collected, bundle, time.time())
 
@@ -218,13 +208,15 @@ class Journal:
     def _since_start(self, at: float) -> float:
         return round(at - self._start, 3)
 
-    def note_dropped(self, cause: str, groups: Iterable[int]) -> None:
-        """Note groups that are dropped for a cause other than the filter."""
-        if text := format_groups(groups):
-            self.note("dropped", cause=cause, groups=text)
+    def expired(self, groups: Sequence[ReadyGroups]) -> None:
+        if text := format_groups(number for ready in groups for number in list_groups(ready.batch.group)):
+            self.note("dropped", cause="expired", groups=text)
 
-    def note_taken(self, step: int, waited: Tensor | None, trained: Tensor | None) -> None:
-        """Note the groups that leave the pool for ``step``, and those that `replay` adds or leaves out."""
+    def resumed(self, step: int, environment: Environment) -> None:
+        waiting = format_groups(environment.list_waiting_groups())
+        self.note("resumed", step=step, drawn=environment.loader.drawn, waiting=waiting)
+
+    def taken(self, step: int, waited: Tensor | None, trained: Tensor | None) -> None:
         groups, batch = list_groups(waited), list_groups(trained)
         replayed = format_groups(sorted(set(batch) - set(groups)))
         left_out = format_groups(sorted(set(groups) - set(batch)))

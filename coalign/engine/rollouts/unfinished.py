@@ -20,8 +20,8 @@ from coalign.backends.engines.request import begin_samples
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.engine.finished_rollouts import FinishedRollouts
-from coalign.engine.journal import list_groups
+from coalign.engine.rollouts.finished_rollouts import FinishedRollouts
+from coalign.engine.rollouts.journal import list_groups
 from coalign.types import Max, Stats, Status, Total
 
 if TYPE_CHECKING:
@@ -46,8 +46,12 @@ class UnfinishedGroups:
         self.min_complete: float | None = None  # the share of groups that ends the next rollout
         self.calls = 0
         self.rolling_out = False  # whether `env_flow` is running
-        self.finished: FinishedRollouts | None = None  # set by coalign.engine.hooks.journal_hook
+        self.finished: FinishedRollouts | None = None
         self._unfinished: BatchRef | Future | None = None
+
+    def reuse(self, finished: FinishedRollouts) -> None:
+        """Keep what calls of ``generate`` return there, and take from there what an earlier run has generated."""
+        self.finished = finished
 
     @property
     def active(self) -> bool:
