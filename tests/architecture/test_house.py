@@ -35,7 +35,7 @@ BUDGETS = {
     "weights": 2_360,
     "": 2_860,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 265, 51_000
+CORE_FILES, CORE_LINES = 265, 51_050
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),
