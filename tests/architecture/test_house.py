@@ -21,7 +21,7 @@ BUDGETS = {
     "algorithms": 2_500,
     "backends": 12_450,
     "cli": 640,
-    "cluster": 6_340,
+    "cluster": 6_470,
     "commands": 560,
     "config": 3_520,
     "data": 6_250,
@@ -36,7 +36,7 @@ BUDGETS = {
     "weights": 2_360,
     "": 2_955,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 53_050
+CORE_FILES, CORE_LINES = 290, 53_200
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),
