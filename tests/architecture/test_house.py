@@ -30,11 +30,11 @@ BUDGETS = {
     "launch": 2_420,
     "processes": 850,
     "recipes": 1_020,
-    "report": 1_350,
+    "report": 1_355,
     "rewards": 950,
     "run_files": 795,
     "weights": 2_360,
-    "": 2_955,  # modules beside the rooms
+    "": 2_960,  # modules beside the rooms
 }
 CORE_FILES, CORE_LINES = 290, 53_050
 # Words that stand for a noun in a name: `found` for the nodes that were found.
