@@ -70,6 +70,11 @@ class CallQueue:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
         self._thread = start_thread(self._work, f"coalign-{name}")
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a task of this queue."""
+        return self._thread is threading.current_thread()
+
     def submit(self, task: Callable[[], Any], deliver: Callable[[Any], Any] = lambda result: None) -> None:
         """Run ``task`` after all earlier ones, and call ``deliver`` with what it returns."""
         self._tasks.put((task, deliver))

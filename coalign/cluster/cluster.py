@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -130,7 +130,7 @@ class Cluster(ABC):
             added = [outcome.result] if isinstance(outcome.result, BatchRef) else []  # no columns: statistics alone
             return replace(outcome, result=BatchRef.join([batch, *added]), stats=dropped | outcome.stats)
 
-        return self.launch(Call(None, name_of(function)), work)
+        return self.launch(Call(None, name_of(function)), work, inputs=inputs)
 
     def join(self, *inputs: BatchRef | Batch | Future) -> Future:
         """Combine the columns of batches of the same sequences into one BatchRef; nothing is computed or stored.
@@ -141,7 +141,7 @@ class Cluster(ABC):
         def work(future: Future) -> Outcome:
             return Outcome(*BatchRef.join(self._resolve_batches("join", future, inputs)).without_errors())
 
-        return self.launch(Call(None, "join"), work)
+        return self.launch(Call(None, "join"), work, inputs=inputs)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """Call a pure function that makes a new batch (other rows, other tokens) of complete batches, in a CPU worker.
@@ -153,7 +153,7 @@ class Cluster(ABC):
             rows = [ref.worker_rows for ref in self._resolve_batches("transform", future, inputs)]
             return self._call_functions(future, "transform", function, rows, keywords)
 
-        return self.launch(Call(None, name_of(function)), work)
+        return self.launch(Call(None, name_of(function)), work, inputs=inputs)
 
     def shutdown(self) -> None:
         """End every call and every worker. Safe to call twice."""
@@ -185,13 +185,13 @@ class Cluster(ABC):
         work: Callable[[Future], Outcome],
         queue: CallQueue | None = None,
         fatal: bool = True,
-        after: BatchRef | Future | None = None,
+        inputs: Iterable[Any] = (),
         recover: Callable[[WorkerLost], None] | None = None,
     ) -> Future:
         """Run ``work(future)`` in the thread of ``queue`` (None: in a new thread); returns its Future.
 
-        An error of a ``fatal`` call ends the run. In `any_order` the call is queued only when ``after`` has ended.
-        A call that loses a process is made again after ``recover(lost)``, unless that raises.
+        An error of a ``fatal`` call ends the run. In `any_order` the call is queued only when the Futures among its
+        ``inputs`` have ended. A call that loses a process is made again after ``recover(lost)``, unless that raises.
         """
         future = Future(call)
         with self._lock:
@@ -200,15 +200,40 @@ class Cluster(ABC):
             future.fail(self.error)
         if self.on_call:
             self.on_call(future)
-        task = partial(self._complete, future, work, fatal, recover)
+        waits_for = [value for value in inputs if isinstance(value, Future)]
+        self._schedule(future, partial(self._complete, future, work, fatal, recover), queue, waits_for, fatal)
+        return future
+
+    def _schedule(
+        self, future: Future, task: Callable[[], None], queue: CallQueue | None, inputs: list[Future], fatal: bool
+    ) -> None:
+        """Run the ``task`` of a call in the thread that it needs, when its turn comes."""
         if queue is None:
             start_thread(task, "coalign-task")
-        elif self.in_order or not isinstance(after, Future):
+        elif self.in_order:
             queue.submit(task)
-        else:  # without its input the call fails at once, whatever its model is doing
-            fail = partial(self._complete, future, lambda _: after.result(), fatal, None)
-            after.ended.add_done_callback(lambda ended: fail() if ended.exception() else queue.submit(task))
-        return future
+        else:
+            self._run_after(inputs, future, partial(queue.submit, task), fatal)
+
+    def _run_after(self, inputs: list[Future], future: Future, run: Callable[[], None], fatal: bool) -> None:
+        """Call ``run`` once all inputs have ended. If one fails, the call fails at once, whatever its model does."""
+        lock, missing = threading.Lock(), len(inputs)
+
+        def note(ended: concurrent.futures.Future[Outcome]) -> None:
+            nonlocal missing
+            failed = ended.exception() is not None
+            with lock:
+                is_last = missing == 1 or (failed and missing > 0)
+                missing = 0 if is_last else missing - 1
+            if is_last and failed:
+                self._complete(future, lambda _: ended.result(), fatal, None)
+            elif is_last:
+                run()
+
+        for value in inputs:
+            value.ended.add_done_callback(note)
+        if not inputs:
+            run()
 
     @contextmanager
     def watch(self) -> Iterator[WatchedCalls]:
@@ -361,6 +386,10 @@ class Cluster(ABC):
     def stacks(self) -> dict[str, str]:
         """The Python stacks of every process of the run, by process name (`driver`, `policy, replica 0`)."""
         return {"driver": stacks.format_own_stacks()}
+
+    def model_queue(self, name: str, config: ModelConfig, ranks: Sequence[WorkerHandle]) -> CallQueue:
+        """Return the queue whose thread does the work of a model's calls."""
+        return self.call_queue(name)
 
     def call_queue(self, name: str) -> CallQueue:
         """Start a call queue that ends with this cluster."""

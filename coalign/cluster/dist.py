@@ -101,7 +101,7 @@ class DistModel(Generic[Role]):
         self.spmd = spmd  # the processes compute together
         self._count_shards()
         self._keep_groups = self._compares_groups = True
-        self._queue = cluster.call_queue(name)
+        self._queue = cluster.model_queue(name, config, self._ranks)
         self.slices: SliceScheduler | None = None  # set where a policy generates while its trainer trains
         self.takes_weights = False  # another model's: a process that is started again has none
 
@@ -118,7 +118,7 @@ class DistModel(Generic[Role]):
             return self.cluster.launch(call, work)
         record = None if self.spmd else record  # ranks that compute together are all called
         work = self._shard((prompts,), keywords, by="work", record=record)
-        return self.cluster.launch(call, work, self._queue, after=prompts, recover=self._recover)
+        return self.cluster.launch(call, work, self._queue, inputs=[prompts, *keywords.values()], recover=self._recover)
 
     def generate_continuously(self) -> None:
         """Generate in slices from now on (coalign.cluster.slices)."""
@@ -130,17 +130,17 @@ class DistModel(Generic[Role]):
         """Compute columns for the rows of ``batch``: a BatchRef of these columns alone."""
         work = self._shard((batch,), keywords, by="cost", by_row=True)
         call = Call(self.name, "forward_step")
-        return self.cluster.launch(call, work, self._queue, after=batch, recover=self._recover)
+        return self.cluster.launch(call, work, self._queue, inputs=[batch, *keywords.values()], recover=self._recover)
 
     def train_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Learn from ``batch``: Stats. The rows of each update do not depend on the number of ranks."""
         work = self._shard((batch,), keywords, by="cost", updates=self.config.updates_per_batch)
-        return self.cluster.launch(Call(self.name, "train_step"), work, self._queue)
+        return self.cluster.launch(Call(self.name, "train_step"), work, self._queue, inputs=[batch, *keywords.values()])
 
     def eval_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Compute the loss of ``batch``, without learning: Stats."""
         work = self._shard((batch,), keywords, by="cost")
-        return self.cluster.launch(Call(self.name, "eval_step"), work, self._queue)
+        return self.cluster.launch(Call(self.name, "eval_step"), work, self._queue, inputs=[batch, *keywords.values()])
 
     def save(self, directory: str) -> Future:
         """Write everything needed to resume bit for bit. A failure (a full disk) ends this call only, not the run."""
@@ -165,7 +165,8 @@ class DistModel(Generic[Role]):
         Batches among the positional arguments are split alike, so they must hold the same sequences. A batch passed by
         keyword is split independently.
         """
-        return self.cluster.launch(Call(self.name, method), self._shard(arguments, keywords), self._queue, fatal)
+        work, inputs = self._shard(arguments, keywords), [*arguments, *keywords.values()]
+        return self.cluster.launch(Call(self.name, method), work, self._queue, fatal, inputs)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         if method.startswith("_"):

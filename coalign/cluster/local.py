@@ -1,18 +1,24 @@
-"""The cluster of a run in one process: a thread for each model, no Ray, nothing copied."""
+"""The cluster of a run in one process: one thread computes, no Ray, nothing copied.
+
+A call whose inputs have ended is done on the thread of its worker from beginning to end: nobody waits for an answer.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from coalign.cluster.cluster import Cluster
 from coalign.cluster.dist import DistActor, DistModel
-from coalign.cluster.future import Meta, WorkerHandle, WorkerLost, WorkerTask
+from coalign.cluster.future import Future, Meta, WorkerHandle, WorkerLost, WorkerTask
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, find_accelerator, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.worker import Worker
@@ -20,7 +26,9 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.devices import count_devices
 from coalign.memory import Arena
-from coalign.threads import CallQueue
+from coalign.threads import CallQueue, start_thread
+
+LOOK_SECONDS = 0.5  # between two looks whether a call has missed its deadline
 
 
 class LocalReference:
@@ -47,15 +55,62 @@ class LocalStore:
         return ref.value.select(rows)
 
 
-class LocalWorker:
-    """A worker of this process whose verbs run on the thread of ``calls``."""
+class ComputeThread(CallQueue):
+    """A thread that computes for workers. ``call`` is the call whose work it does, None if it serves another thread."""
 
-    def __init__(self, name: str, worker: Worker, calls: CallQueue) -> None:
-        self.name, self._worker, self._calls = name, worker, calls
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.call: Future | None = None
+
+    def submit_call(self, future: Future, task: Callable[[], None]) -> None:
+        """Run the ``task`` of a call after all earlier ones."""
+
+        def work() -> None:
+            self.call = future
+            try:
+                task()
+            finally:
+                self.call = None
+
+        self.submit(work)
+
+
+class CallLine:
+    """The calls of one model, which its thread does in their order, each once its inputs have ended."""
+
+    def __init__(self, thread: ComputeThread) -> None:
+        self._thread = thread
+        self._waiting: deque[tuple[Future, Callable[[], None], list[Future]]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, future: Future, task: Callable[[], None], inputs: list[Future]) -> None:
+        with self._lock:
+            self._waiting.append((future, task, inputs))
+        for value in inputs:
+            value.ended.add_done_callback(lambda _: self._advance())
+        self._advance()
+
+    def _advance(self) -> None:
+        with self._lock:
+            while self._waiting and all(value.done() for value in self._waiting[0][2]):
+                future, task, _ = self._waiting.popleft()
+                self._thread.submit_call(future, task)
+
+
+class LocalWorker:
+    """A worker of this process whose verbs run on a ``thread``: at once for the work of a call that runs there."""
+
+    def __init__(self, name: str, worker: Worker, thread: ComputeThread) -> None:
+        self.name, self._worker, self.thread = name, worker, thread
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         task = WorkerTask(self.name, concurrent.futures.Future(), LocalReference())
-        self._calls.submit(partial(self._worker.execute, verb, *arguments), partial(_answer, task))
+        if self.thread.is_current:
+            if self.thread.call is not None:
+                self.thread.call.running = [task]
+            _answer(task, self._worker.execute(verb, *arguments))
+        else:
+            self.thread.submit(partial(self._worker.execute, verb, *arguments), partial(_answer, task))
         return task
 
     def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
@@ -65,7 +120,7 @@ class LocalWorker:
             for task, verb in zip(tasks, verbs, strict=True):
                 _answer(task, self._worker.execute(*verb))
 
-        self._calls.submit(work)
+        self.thread.submit(work)
         return tasks
 
     def replace(self) -> LocalWorker:
@@ -91,11 +146,63 @@ class LocalCluster(Cluster):
     def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
         super().__init__(config, models)
         self._max_restarts = 0  # a thread cannot be ended, so none can take its place
-        self._cpu = self.call_queue("cpu")
+        self._compute_threads: list[ComputeThread] = []
+        self._cpu = self.compute_thread("cpu")
+        self._computing: dict[str, ComputeThread] = {}  # by model: its calls are done on the thread of its worker
+        self._lines: dict[str, CallLine] = {}  # by model: its calls wait for their inputs without holding the thread
+        self._closed = threading.Event()
+        start_thread(self._watch_deadlines, "coalign-deadlines")
         self._arenas: dict[str, Arena] = {}  # by device: models on one device share one
         self._threads = config.runtime.threads
         self._device = find_accelerator(config.runtime.accelerator).device
         self.nodes, self.placements = self._place()
+
+    def compute_thread(self, name: str) -> ComputeThread:
+        """Start a thread for workers, which ends with this cluster."""
+        thread = ComputeThread(name)
+        self._queues.append(thread)
+        self._compute_threads.append(thread)
+        return thread
+
+    def model_queue(self, name: str, config: ModelConfig, ranks: Sequence[WorkerHandle]) -> CallQueue:
+        """A model of one process needs no thread of its own that waits for that process.
+
+        It has one if components of models come and go during its calls, or if its results come in chunks.
+        """
+        managed = self.slots[name].name in self.residency.slots
+        if len(ranks) > 1 or managed or config.parts_per_call > 1:
+            return super().model_queue(name, config, ranks)
+        thread = self._computing[name] = cast(LocalWorker, ranks[0]).thread
+        if thread is self._cpu:  # others need it, too
+            self._lines[name] = CallLine(thread)
+        return thread
+
+    def _schedule(
+        self, future: Future, task: Callable[[], None], queue: CallQueue | None, inputs: list[Future], fatal: bool
+    ) -> None:
+        model = future.call.model
+        if model is None:  # a function: it changes nothing, so its turn comes with its inputs
+            self._run_after(inputs, future, partial(self._cpu.submit_call, future, task), fatal)
+        elif queue is None or model not in self._computing:
+            super()._schedule(future, task, queue, inputs, fatal)
+        elif not self.in_order:
+            self._run_after(inputs, future, partial(self._computing[model].submit_call, future, task), fatal)
+        elif model in self._lines:
+            self._lines[model].add(future, task, inputs)
+        else:
+            self._computing[model].submit_call(future, task)
+
+    def _watch_deadlines(self) -> None:
+        """End the run if a worker does not answer in time: no other thread waits for it."""
+        while not self._closed.wait(LOOK_SECONDS):
+            for thread in self._compute_threads:
+                call = thread.call
+                if call is None or not call.running:
+                    continue
+                if time.monotonic() - call.running[0].monotonic_start > self.deadlines.find(call.call):
+                    error = self.deadlines.build_error(call, call.running)
+                    call.fail(error)
+                    self._cancel(error)
 
     def _place(self) -> tuple[list[Node], dict[str, list[ProcessPlacement]]]:
         """The nodes, and the placement of each model's processes. ValueError if there are not enough devices."""
@@ -109,13 +216,13 @@ class LocalCluster(Cluster):
         if processes > 1:
             raise ValueError(f"models.{name} asks for {processes} processes; use `runtime.cluster: ray`")
         devices = self.placements[name][0].devices
-        calls = self.call_queue(f"{name}-worker") if devices or not exclusive else self._cpu
+        thread = self.compute_thread(name) if devices or not exclusive else self._cpu
         device = f"{self._device}:{devices[0]}" if devices else "cpu"
         arena = None
         if self.residency.slots and exclusive:
             limit = self.residency.capacity if slot.name in self.residency.slots else None
             arena = self._arenas.setdefault(device, Arena(device, limit))
-        return [DistActor([LocalWorker(name, Worker(self.store, threads, arena), calls)], device)]
+        return [DistActor([LocalWorker(name, Worker(self.store, threads, arena), thread)], device)]
 
     def _hold(self, slot: Slot, *models: str) -> AbstractContextManager[None]:
         one_thread = not slot.devices and slot.name not in self.residency.slots  # that thread runs calls in turn
@@ -134,4 +241,5 @@ class LocalCluster(Cluster):
         raise ValueError(f"models.{model.name} runs in this process, which has no others; use `runtime.cluster: ray`")
 
     def _kill(self) -> None:
-        """Do nothing: threads cannot be killed; they end when idle, or with the process."""
+        """Watch no longer. Threads cannot be killed; they end when idle, or with the process."""
+        self._closed.set()

@@ -18,7 +18,7 @@ class ThreadCluster(LocalCluster):
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
         kind = "rank" if spmd else "replica"
         ranks = [
-            LocalWorker(f"{name}, {kind} {i}", Worker(self.store, threads), self.call_queue(f"{name}-{i}"))
+            LocalWorker(f"{name}, {kind} {i}", Worker(self.store, threads), self.compute_thread(f"{name}-{i}"))
             for i in range(slot.footprints[name].processes)
         ]
         return [DistActor(ranks, "cpu")] if spmd else [DistActor([rank], "cpu") for rank in ranks]

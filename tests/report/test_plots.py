@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from coalign.report import plots
-from coalign.report.plots import PLOTS, choose_curves, format_tick, new_figure, plot_run, plot_settings, smooth
+from coalign.report.plots import PLOTS, choose_curves, format_tick, new_figure, plot_run, smooth
 
 
 def write(folder, rows, tail=""):
@@ -106,19 +105,6 @@ def test_no_exponent_of_an_axis_stands_where_the_title_is(ends):
     axes.plot([5_000_000, 9_000_000], ends)
     exponent, ticks = list_ticks(figure)
     assert exponent == "" and all(len(set(texts)) == len(texts) > 1 for texts in ticks)
-
-
-def test_settings_of_a_sweep_have_no_exponent_either(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
-    trials = {
-        "lr": [(1e-6, 1e-7), (2e-6, 2e-7)],
-        "loss.fn": [("dpo", 1e9), ("ipo", 2e9)],
-        "seed": [(1, 1.0), (99, 2.0)],
-    }
-    plot_settings(trials, "eval/loss/value", tmp_path / "settings.png")
-    exponent, ticks = list_ticks(figures[0])
-    assert exponent == "" and ticks[2] == ["dpo", "ipo"]  # names stay names
 
 
 @pytest.mark.parametrize(("value", "text"), [(3e-06, "3e-6"), (0.1 + 0.2, "0.3"), (2e7, "20000000"), (1e-10, "1e-10")])

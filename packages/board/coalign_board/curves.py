@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.run_files.records import START, FilePosition, is_number, is_record, parse_record, read_growth
+from coalign.run_files.records import is_number, is_record, parse_record
+from coalign_board.following import START, FilePosition, read_growth
 
 MOST_BUCKETS = 1024  # then two become one
 FEWEST_BUCKETS = 256  # a part of a curve with fewer buckets is read again, step by step

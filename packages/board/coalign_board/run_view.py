@@ -15,9 +15,10 @@ from typing import Any
 from coalign.report.plots import PLOTS, Curve, CurvePlot, choose_curves
 from coalign.report.step_line import describe_goodput, format_metric, format_number, list_step_fields, smooth_metrics
 from coalign.run_files.lock import read_owner
-from coalign.run_files.records import START, follow_growth, follow_records, follow_text, parse_record, select_numbers
+from coalign.run_files.records import parse_record, select_numbers
 from coalign.run_files.sample_text import name_group
 from coalign.run_files.state import read_state
+from coalign_board.following import START, follow_growth, follow_records, follow_text
 
 SAMPLES, LOG_LINES = 200, 500  # the newest ones are kept
 MAX_CURVE_POINTS = 2000  # a longer curve loses every second point

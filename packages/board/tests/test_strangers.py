@@ -16,7 +16,8 @@ import pytest
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from coalign.run_files.records import MAX_LINE, START, parse_record, read_growth
+from coalign.run_files.records import MAX_LINE, parse_record
+from coalign_board.following import START, read_growth
 from coalign_board.readers import cause
 from coalign_board.server import build_board, make_readers
 from packages.board.tests.folders import add_samples, add_steps, make_run

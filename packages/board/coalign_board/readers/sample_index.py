@@ -9,7 +9,8 @@ from pathlib import Path
 from sys import intern
 from typing import IO, Any
 
-from coalign.run_files.records import LARGEST_STEP, START, is_number, parse_record, read_growth
+from coalign.run_files.records import LARGEST_STEP, is_number, parse_record
+from coalign_board.following import START, read_growth
 
 NAME = "samples.jsonl"
 PHASES = ("train", "eval")

@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from coalign.report.display import Display
-from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_settings, plot_trials
+from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot
 from coalign.report.step_line import format_number
 from coalign.run_files.records import read_records
 from coalign_jobs.sweep.config import SweepConfig
+from coalign_jobs.sweep.pictures import plot_settings, plot_trials
 from coalign_jobs.sweep.space import format_setting
 from coalign_jobs.sweep.state import SweepState, SweepTrial
 

@@ -4,7 +4,8 @@ import json
 import os
 
 from coalign.files import write_atomically
-from coalign.run_files.records import START, follow_records, follow_text, read_growth, read_records, select_numbers
+from coalign.run_files.records import read_records, select_numbers
+from coalign_board.following import START, follow_records, follow_text, read_growth
 
 
 def lines(*records):
