@@ -81,7 +81,9 @@ def _set_sizes(translation: ForeignTranslation) -> None:
 def _set_lengths(translation: ForeignTranslation) -> None:
     """Set the limits of prompts and responses; `seq_length` is the limit of both together."""
     both = translation.get(f"{_ROLLOUT}.seq_length")
-    response = translation.get(f"{_ROLLOUT}.max_response_tokens_length") or translation.get(f"{_ROLLOUT}.max_new_tokens")
+    response = translation.get(f"{_ROLLOUT}.max_response_tokens_length") or translation.get(
+        f"{_ROLLOUT}.max_new_tokens"
+    )
     if response is None and both is not None:
         response = both
         translation.notes.append(
@@ -210,5 +212,7 @@ def _set_devices(translation: ForeignTranslation, algorithm: str) -> None:
 
 def _list_groups(colocation: Any) -> list[list[str]]:
     """Return groups of models: texts with commas are a group each; names alone are one group."""
-    groups = [[OLD_NAMES.get(str(name), str(name)) for name in list_values(item)] for item in list_values(colocation or [])]
+    groups = [
+        [OLD_NAMES.get(str(name), str(name)) for name in list_values(item)] for item in list_values(colocation or [])
+    ]
     return groups if any(len(group) > 1 for group in groups) else [[name for group in groups for name in group]]

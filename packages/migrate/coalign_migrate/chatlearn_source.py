@@ -45,7 +45,9 @@ class ChatLearnReader:
     def _read_model(self, name: str, file: str) -> dict[str, Any]:
         """Return the settings of a model's file that the table knows; the rest is noted together."""
         values = self._read_file(file)
-        translated = {key: value for key, value in values.items() if load_keys("chatlearn").describe(f"models.{name}.{key}")}
+        translated = {
+            key: value for key, value in values.items() if load_keys("chatlearn").describe(f"models.{name}.{key}")
+        }
         if untranslated := sorted(set(values) - set(translated)):
             self.notes.append(f"models.{name}: of {file} these settings are not translated: {', '.join(untranslated)}")
         return translated

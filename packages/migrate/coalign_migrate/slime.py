@@ -48,9 +48,7 @@ def translate_slime(values: dict[str, Any]) -> ForeignTranslation:
         translation.refuse("optimizer", "see models.trainer.optimizer.name; the run takes adamw")
     set_warmup(translation, "lr_warmup_fraction")
     set_least_rate(translation, "min_lr")
-    set_trackers(
-        translation, "wandb_project", "wandb_group", {"wandb": "use_wandb", "tensorboard": "use_tensorboard"}
-    )
+    set_trackers(translation, "wandb_project", "wandb_group", {"wandb": "use_wandb", "tensorboard": "use_tensorboard"})
     translation.hide("wandb_key")
     if loss_type == "sft_loss":
         _set_conversations(translation)

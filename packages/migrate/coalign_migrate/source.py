@@ -186,10 +186,10 @@ class _CommandReader:
         if framework == "verl":
             return self._read_verl(program, words)
         values = _read_flags(words)
-        if files := [word for word in words if re.search(r"\.(ya?ml|json)$", word) and is_known(word)]:
-            if words[0] == files[0] or words[words.index(files[0]) - 1] == "--config":
-                values.pop("config", None)
-                values = self._read_config(files[0]) | dict(_read_overrides(words)) | values
+        files = [word for word in words if re.search(r"\.(ya?ml|json)$", word) and is_known(word)]
+        if files and (words[0] == files[0] or words[words.index(files[0]) - 1] == "--config"):
+            values.pop("config", None)
+            values = self._read_config(files[0]) | dict(_read_overrides(words)) | values
         values |= _count_processes([*preceding, *words], command.variables)
         values.pop("nproc_per_node", None)
         return ForeignSource(framework, program, values)

@@ -154,7 +154,7 @@ class ForeignTranslation:
                 self.run.pop(name, None)
             if missing == names and key in self.given:
                 listed = self.refused if names[0].startswith("loss.") else self.skipped
-                listed[key] = f"`{algorithm}` has no {names[0]}"
+                listed[key] = f"`{algorithm}` has no {'value model' if names[0].startswith('models.') else names[0]}"
 
     def list_unneeded(self) -> Iterator[tuple[str, Any, str]]:
         """Yield keys of the file that have no counterpart because none is needed: key, value, reason."""

@@ -71,6 +71,7 @@ def translate_verl(program: str, values: dict[str, Any]) -> ForeignTranslation:
     if "one_step_off_policy" in program:
         translation.set("runtime.max_staleness", 1)
         translation.notes.append("runtime.max_staleness is 1: verl's program samples one step ahead")
+    _set_common(translation)
     _set_loss(translation, algorithm)
     _set_kl(translation, algorithm)
     _set_teachers(translation, algorithm)
@@ -80,7 +81,6 @@ def translate_verl(program: str, values: dict[str, Any]) -> ForeignTranslation:
     _set_rollout(translation)
     _set_policy_rows(translation)
     adapter = translation.get_text(f"{_MODEL}.lora_adapter_path")
-    _set_common(translation)
     if adapter and f"{TRAINER}.lora.rank" in translation.run:
         translation.set(f"{TRAINER}.lora.load", adapter)
     set_policy_parallel(translation)
@@ -226,11 +226,12 @@ def _set_teachers(translation: ForeignTranslation, algorithm: str) -> None:
         translation.set(f"models.{model}.{setting}", value)
         if row and len(set(names)) > 1:
             translation.notes.append(f"models.{model} is for rows whose key `teacher` says so (verl: {row})")
-    translation.skip(f"{prefix}.teacher_models.*.inference.*", "a teacher is scored by the module fsdp")
-    translation.skip(f"{prefix}.*n*", PLACED)
     loss = f"{prefix}.distillation_loss"
     mode, candidates = translation.get(f"{loss}.loss_mode", "k3"), translation.get(f"{loss}.topk", 32)
     by_gradient = translation.get(f"{loss}.use_policy_gradient", False)
+    translation.skip(f"{prefix}.teacher_models.*.inference.*", "a teacher is scored by the module fsdp")
+    for name in ("n_gpus_per_node", "nnodes", "teacher_models.*.num_replicas", "num_workers"):
+        translation.skip(f"{prefix}.{name}", PLACED)
     if mode == "forward_kl_topk":
         translation.drop("loss.")
         translation.set("loss.fn", "distillation")
@@ -299,9 +300,11 @@ def _set_sizes(translation: ForeignTranslation) -> None:
 
 def _set_value(translation: ForeignTranslation, algorithm: str) -> None:
     """Set the value model, which is like the trainer where the file says nothing."""
+    if algorithm != "ppo":
+        return translation.skip("critic.*", f"`{algorithm}` has no value model")
     if translation.run.get(f"{VALUE}.load") == translation.run.get(f"{POLICY}.load"):
         translation.drop(f"{VALUE}.load")
-    if algorithm == "ppo" and (update := translation.get("critic.ppo_mini_batch_size")):
+    if update := translation.get("critic.ppo_mini_batch_size"):
         batch = translation.get("data.train_batch_size")
         translation.set(f"{VALUE}.updates_per_batch", count_updates(translation, batch, update, "critic's"))
 
