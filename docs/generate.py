@@ -25,7 +25,7 @@ from coalign.config.yaml_reader import emit, emit_inline
 from coalign.data.kinds import KINDS
 from coalign.launch.template import RunTemplate
 from coalign_jobs.sweep.config import SweepConfig
-from coalign_serve.config.pipeline import PipelineConfig
+from coalign_serve.config.stages import PipelineConfig
 from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
 
 _BOUNDS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}

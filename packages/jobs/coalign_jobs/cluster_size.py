@@ -58,7 +58,7 @@ def size_cluster(config: RunConfig, nodes: int | None = None, devices: int | Non
 
 
 def _find_slots(config: RunConfig) -> list[Slot]:
-    """Return the slots with devices of the models that get processes of their own. Reward functions need not be here."""
+    """Return the slots of the models that have devices. Reward functions need not be importable here."""
     roles = outline_run(config).roles
     judges = {reward.model for reward in config.reward}
     models = {name: model for name, model in config.models.items() if name in roles or name in judges}

@@ -148,7 +148,7 @@ def score(
     """Score responses with a reward model or reward functions. After an interruption the same command resumes."""
     from coalign.config.schema import DataConfig, ImagesConfig, RewardConfig, SourceConfig
     from coalign.report.display import Display
-    from coalign_serve.config.pipeline import ScoreConfig
+    from coalign_serve.config.stages import ScoreConfig
     from coalign_serve.score import score as judge
 
     if (model is None) == (not reward):

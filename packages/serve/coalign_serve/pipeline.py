@@ -31,8 +31,8 @@ from coalign.report.display import Display
 from coalign.report.step_line import format_metric
 from coalign.roles import Trainable
 from coalign.run_files.lock import lock_folder
-from coalign_serve.config.pipeline import GenerateConfig, JudgeConfig, ScoreConfig, SelectConfig
 from coalign_serve.config.pipeline_file import PipelineFile, is_pipeline, load_pipeline
+from coalign_serve.config.stages import GenerateConfig, JudgeConfig, ScoreConfig, SelectConfig
 from coalign_serve.generate import generate
 from coalign_serve.judges import choose_device
 from coalign_serve.resumable import JsonRecord, fingerprint_settings

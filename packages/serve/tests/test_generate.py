@@ -21,7 +21,7 @@ from coalign.config.schema import DataConfig, NativeConfig, SamplingConfig, Sour
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.run_files.lock import FolderInUse
-from coalign_serve.config.pipeline import GenerateConfig
+from coalign_serve.config.stages import GenerateConfig
 from coalign_serve.generate import generate
 from coalign_serve.resumable import ResumableOutput
 from tests.runs import ROOT

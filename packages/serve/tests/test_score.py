@@ -14,7 +14,7 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign_serve import score as scoring
-from coalign_serve.config.pipeline import ScoreConfig
+from coalign_serve.config.stages import ScoreConfig
 from coalign_serve.resumable import ResumableOutput
 from coalign_serve.score import score
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from coalign_serve.config.pipeline import SelectConfig
+from coalign_serve.config.stages import SelectConfig
 from coalign_serve.select import select
 
 
