@@ -25,8 +25,8 @@ from coalign.config.yaml_reader import emit, emit_inline
 from coalign.data.kinds import KINDS
 from coalign.launch.template import RunTemplate
 from coalign_jobs.sweep.config import SweepConfig
-from coalign_serve.config.stages import PipelineConfig
 from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
+from coalign_serve.config.stages import PipelineConfig
 
 _BOUNDS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping", Any: "anything"}

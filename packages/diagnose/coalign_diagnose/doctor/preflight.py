@@ -122,8 +122,8 @@ def count_levels(findings: Iterable[PreflightFinding]) -> Counter[str]:
 def _conclude(check: str, problems: Iterable[Problem], fine: str) -> list[PreflightFinding]:
     """Return the problems, alike ones of several nodes in one row, or else the finding that all is well."""
     nodes: dict[tuple[Level, str, str], list[str]] = {}
-    for node, *problem in problems:
-        nodes.setdefault(tuple(problem), []).append(node)
+    for node, level, problem, remedy in problems:
+        nodes.setdefault((level, problem, remedy), []).append(node)
     merged = [PreflightFinding(check, ", ".join(dict.fromkeys(names)), *key) for key, names in nodes.items()]
     return merged or ([PreflightFinding(check, ALL, "ok", fine)] if fine else [])
 
