@@ -95,7 +95,7 @@ def _translate_offline(algorithm: str, values: dict[str, Any]) -> ForeignTransla
 
 
 def _set_common(translation: ForeignTranslation) -> None:
-    """Set what all programs share: templates, adapters, schedule, averages, trackers."""
+    """Set what all programs share: templates, adapters, schedule, trackers."""
     if _is_newer(translation):  # its default
         translation.run.setdefault(f"models.{translation.main}.compute_dtype", "bfloat16")
     templated = translation.get("apply_chat_template", False)
@@ -114,9 +114,6 @@ def _set_common(translation: ForeignTranslation) -> None:
     if translation.get("lr_scheduler") == "cosine_with_min_lr":
         translation.set(f"{TRAINER}.optimizer.min_lr_ratio", least)
     set_warmup(translation, "lr_warmup_ratio")
-    decay = translation.number("ema_beta", 0.992)
-    if translation.get("enable_ema", False):
-        translation.set(f"{TRAINER}.ema.decay", decay)
     used = {"wandb": "use_wandb", "tensorboard": "use_tensorboard"}
     set_trackers(translation, "wandb_project", "wandb_run_name", used)
     for key in used.values():
@@ -177,8 +174,6 @@ def _set_lengths(translation: ForeignTranslation) -> None:
 def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
     coef, in_loss = translation.number("init_kl_coef"), bool(translation.get("use_kl_loss", False))
     estimator = translation.get("kl_estimator", "k1")
-    for key in ("kl_target", "kl_horizon"):
-        translation.refuse(key, "OpenRLHF's target is nats per token, Coalign's `kl.target` nats per response")
     if algorithm in KL_IN_REWARD and estimator != "k1":
         translation.refuse("kl_estimator", "the divergence in the reward is k1")
     set_divergence(
@@ -193,24 +188,13 @@ def _set_kl(translation: ForeignTranslation, algorithm: str) -> None:
 
 def _set_rewards(translation: ForeignTranslation) -> None:
     remote, models = translation.get("remote_rm_url"), translation.get("reward_pretrain")
-    clip = translation.get("reward_clip_range")
     common: dict[str, Any] = {"normalise": "running"} if translation.get("normalize_reward", False) else {}
-    if clip is not None:
-        low, high = map(float, list_values(clip))
-        if -low == high:
-            common["clip"] = high
-        else:
-            translation.refuse("reward_clip_range", "limits are symmetric here (`reward[].clip`)")
     rewards = set_reward_models(translation, list_values(models) if models and not remote else [], **common)
     urls = list_values(remote) if remote else []
     if urls and str(urls[0]).endswith(".py"):
         rewards.append(wrap_function(translation, f"reward_func of {urls[0]}") | common)
     elif urls:
         rewards.append({"fn": "remote", "url": urls, **common})
-    buffer, factor = translation.get("overlong_buffer_len"), translation.number("overlong_penalty_factor", 1.0)
-    if buffer:
-        limit = translation.run[f"{SAMPLING}.max_new_tokens"]
-        rewards.append({"fn": "length_penalty", "weight": factor, "max_tokens": limit, "buffer": int(buffer)})
     translation.set("reward", rewards or None)
 
 
