@@ -13,7 +13,7 @@ from coalign.backends.engines.native import kernels
 from coalign.commands.run_model import choose_dtype
 from coalign.config import load_section
 from coalign.report.display import Display
-from coalign_serve.config.pipeline import GenerateConfig
+from coalign_serve.config.stages import GenerateConfig
 from coalign_serve.generate import generate
 from tests.runs import settings
 from tests.tiny import tiny_model_dir
