@@ -109,8 +109,8 @@ def test_values_that_nobody_knows(read):
     assert "#   models.policy.load: <$ROOT/qwen>\n" in yaml
     with pytest.raises(ValueError, match=r"run.sh: data.train_batch_size is \$BATCH, which is not known here"):
         read(scripts.VERL_ARRAYS.replace("train_batch_size=512", "train_batch_size=$BATCH"))
-    with pytest.raises(ValueError, match=r"run.sh: algorithm.adv_estimator is \$NAME, which is not known here"):
-        read(scripts.VERL_ARRAYS.replace("adv_estimator=grpo", "adv_estimator=$NAME"))
+    with pytest.raises(ValueError, match=r"run.sh: algorithm.adv_estimator is \$UNSET_NAME, which is not known here"):
+        read(scripts.VERL_ARRAYS.replace("adv_estimator=grpo", "adv_estimator=$UNSET_NAME"))
 
 
 def test_the_environment_gives_what_a_script_takes_from_it(read, monkeypatch):
