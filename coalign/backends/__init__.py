@@ -7,7 +7,8 @@ Start with ``base.py``: a backend is a subclass of ``Module``, or of ``Trainable
 - ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and the companion coalign-megatron use other
   engines for that.
 - ``engines/`` generates: the contract, and the engines ``native``, ``vllm`` and ``transformers``.
-- ``scorers/`` only score: reward functions, judges, reward models with a tokenizer of their own, cached answers.
+- ``scorers/`` only score: reward functions, reward models with a tokenizer of their own, cached answers. Judges are in
+  the companion coalign-graders.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ CLASSES = {
     "transformers": "coalign.backends.engines.transformers:TransformersModule",
     "vllm": "coalign.backends.engines.vllm.vllm_module:VLLMModule",
     "reward": "coalign.backends.scorers.reward_functions:RewardModule",
-    "judge": "coalign.backends.scorers.judge:JudgeModule",
-    "preference": "coalign.backends.scorers.judge:PreferenceModule",
     "cached": "coalign.backends.scorers.cached:CachedModule",
     "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",
     "cross_tokenizer": "coalign.backends.scorers.retokenize:CrossTokenizerModule",

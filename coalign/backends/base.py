@@ -13,25 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from coalign.algorithms import segments
 from coalign.algorithms.divergence import mismatch_stats
-from coalign.algorithms.segments import (
-    LossTotals,
-    aggregation_weights,
-    check_aggregation,
-    count_trained_sequences,
-    group_weights,
-    required_inputs,
-    segment_count,
-    sequence_weights,
-    value_unit,
-)
+from coalign.algorithms.segments import LossTotals, segment_count
 from coalign.backends.optim import compute_learning_rate
 from coalign.backends.packing import get_loss_mask
 from coalign.config.errors import located_at, parse_key
@@ -58,7 +49,11 @@ STEP_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
 
 
 class Objective:
-    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss."""
+    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss.
+
+    ``fn`` names the loss; ``section`` is the dotted path of its section, for errors. Raises ConfigError for wrong
+    arguments, ValueError for a loss that is not there or an aggregation that has no meaning for it.
+    """
 
     def __init__(
         self,
@@ -69,33 +64,22 @@ class Objective:
         section: str = "loss",
         **arguments: Any,
     ) -> None:
-        """``fn`` names the loss; ``section`` is the dotted path of its section, for errors.
-
-        Raises ConfigError for wrong arguments, ValueError for a loss that is not there or an aggregation that has no
-        meaning for it.
-        """
         with located_at(*parse_key(section), "fn"):
             loss = resolve(fn, LossConfig.home)
         arguments = bind(loss, arguments, section)
-        check_aggregation(loss, fn, aggregation, section)
-        self.name = fn
-        self.section = section
+        segments.check_aggregation(loss, fn, aggregation, section)
+        self.name, self.section, self.aggregation = fn, section, aggregation
         self.loss = partial(loss, **arguments)
-        self.needs = required_inputs(loss, arguments)
-        self.per = value_unit(loss)
-        self.aggregation = aggregation
-        self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
+        self.needs = segments.required_inputs(loss, arguments)
+        self.per = segments.value_unit(loss)
+        length = 1 if constant_length is None else constant_length
+        self.weights = partial(segments.aggregation_weights, aggregation=aggregation, constant_length=length)
 
     @classmethod
     def of(cls, config: LossConfig, section: str) -> Objective:
         """The loss that ``section`` of the configuration describes."""
-        return cls(
-            config.fn,
-            aggregation=config.aggregation,
-            constant_length=config.constant_length,
-            section=section,
-            **config.arguments,
-        )
+        settings: dict[str, Any] = {"aggregation": config.aggregation, "constant_length": config.constant_length}
+        return cls(config.fn, section=section, **settings, **config.arguments)
 
     def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: LossTotals) -> tuple[Tensor, Stats]:
         """The scalar to differentiate, and the loss's statistics.
@@ -135,10 +119,10 @@ class Objective:
     def _weights(self, x: LossInput, totals: LossTotals) -> Tensor:
         if self.per == "token":
             return self.weights(x.segment, x.sequences, totals=totals)
-        if self.per == "sequence":
-            return sequence_weights(x.segment, x.sequences, totals=totals)
+        if self.per == "sequence":  # the mean over those with trained tokens
+            return (segment_count(x.segment, x.sequences) > 0).double() / totals.sequences
         if self.per == "group":
-            return group_weights(x.groups, totals=totals, device=x.segment.device)
+            return torch.full((x.groups,), 1.0 / totals.groups, dtype=torch.float64, device=x.segment.device)
         return torch.ones(1)
 
 
@@ -364,7 +348,6 @@ class TrainableModule(Module):
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
         self._batch_shards = len(set(config.shares(context.world_size)))  # ranks may compute rows together
-        self._named_objectives: dict[str, Objective] = {}  # for calls that name another loss than the configured one
 
     @property
     def constant(self) -> Sequence[str]:
@@ -588,8 +571,8 @@ class TrainableModule(Module):
 
     def _count_totals(self, batch: Batch) -> LossTotals:
         segment, group = batch.segment[get_loss_mask(batch)], _groups_of(batch)
-        counts = len(segment), count_trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
-        return LossTotals(*self.all_reduce([float(count) for count in counts]))
+        sequences, groups = len(segment.unique()), int(group.max()) + 1 if len(group) else 0
+        return LossTotals(*self.all_reduce([float(len(segment)), float(sequences), float(groups)]))
 
     def _prepare(
         self, batch: Batch, objective: Objective, totals: LossTotals, logprobs: _TrainedLogprobs | None = None
@@ -647,9 +630,7 @@ class TrainableModule(Module):
     def _objective(self, name: str | None) -> Objective:
         """The loss of the configuration, or the one called ``name``. ValueError without any."""
         if name is not None:
-            if name not in self._named_objectives:
-                self._named_objectives[name] = Objective(name)
-            return self._named_objectives[name]
+            return _build_objective(name)
         if self.context.loss is None:
             model = self.context.model
             raise ValueError(
@@ -693,6 +674,9 @@ class _TrainedLogprobs:
             positions = micro.token["token"][get_loss_mask(micro)]
             first = self.values[positions].isnan()
             self.values[positions[first]] = outputs["logprobs"].detach().float().cpu()[first]
+
+
+_build_objective = cache(Objective)  # for calls that name another loss than the configured one
 
 
 def _split_updates(batch: Batch, count: int) -> list[Batch]:

@@ -85,10 +85,11 @@ class _KnownModel:
     is_tied: bool
 
     @property
-    def linears(self) -> Counter[tuple[int, int]]:
-        """How many linear layers of (in, out) there are, the head among them."""
+    def linears(self) -> tuple[tuple[tuple[int, int], int], ...]:
+        """((in, out), how many) of the linear layers, the head among them, sorted."""
         shapes = [shape for shape in self.shapes.values() if len(shape) == 2]
-        return Counter((inputs, outputs) for outputs, inputs in (shapes if self.is_tied else shapes[1:]))
+        counts = Counter((inputs, outputs) for outputs, inputs in (shapes if self.is_tied else shapes[1:]))
+        return tuple(sorted(counts.items()))
 
     def fits(self, stored: Mapping[str, StoredTensor], config: ModelConfig) -> bool:
         """Whether files hold the tensors of the model with the head that ``config`` asks for, and no others."""

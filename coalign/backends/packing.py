@@ -40,6 +40,10 @@ class Block:
         return self.start + sum(self.lengths)
 
     @property
+    def prefix_length(self) -> int:
+        return self.prefix[1] - self.prefix[0] if self.prefix else 0
+
+    @property
     def is_ragged(self) -> bool:
         """Whether its spans differ in length."""
         return len(set(self.lengths)) > 1
@@ -107,32 +111,16 @@ class RowPlan:
             ("mask", number, window), lambda: _mask(self.blocks[number], window, self.device, self.two_way)
         )
 
-    @property
+    @cached_property
     def two_way_groups(self) -> Tensor:
         """i32[P]: the number of the two-way group of each position of the row; -1: none."""
-        return self.keep("two_way", self._find_two_way_groups)
-
-    def _find_two_way_groups(self) -> Tensor:
         groups = torch.full((sum(self.sizes),), -1, dtype=torch.int32)
         for number, (start, stop) in enumerate(self.two_way):
             groups[start:stop] = number
         return groups.to(self.device)
 
-    @property
+    @cached_property
     def spans(self) -> Spans:
-        return self.keep("spans", self._find_spans)
-
-    @property
-    def owners(self) -> tuple[Tensor, Tensor]:
-        """i32[P] twice: the span of each token of the row, and the span that this one continues (-1: none)."""
-        return self.keep("owners", self._find_owners)
-
-    @property
-    def positions(self) -> Tensor:
-        """i32[P]: the index of each token of the row within its sequence."""
-        return self.keep("positions", self._find_positions)
-
-    def _find_spans(self) -> Spans:
         queries, keys, source = [0], [0], []
         for block in self.blocks:
             start, prefix = block.start, range(*block.prefix) if block.prefix else range(0)
@@ -147,14 +135,16 @@ class RowPlan:
         shared = keys[-1] > queries[-1]
         return Spans(moved[0], moved[1], torch.cat(source).to(self.device) if shared else None, tuple(longest))
 
-    def _find_positions(self) -> Tensor:
-        ranges = []
-        for block in self.blocks:
-            prefix = block.prefix[1] - block.prefix[0] if block.prefix else 0
-            ranges += [torch.arange(prefix, prefix + length, dtype=torch.int32) for length in block.lengths]
+    @cached_property
+    def positions(self) -> Tensor:
+        """i32[P]: the index of each token of the row within its sequence."""
+        firsts = [(block.prefix_length, length) for block in self.blocks for length in block.lengths]
+        ranges = [torch.arange(first, first + length, dtype=torch.int32) for first, length in firsts]
         return torch.cat(ranges).to(self.device)
 
-    def _find_owners(self) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """i32[P] twice: the span of each token of the row, and the span that this one continues (-1: none)."""
         lengths = torch.tensor([length for block in self.blocks for length in block.lengths])
         first: dict[int, int] = {}  # start in the row -> the number of the span that begins there
         continued, number = [], 0
@@ -180,11 +170,8 @@ def _index_stacking(blocks: Iterable[Block]) -> Tensor:
     return torch.cat(indices)
 
 
-def _mask(
-    block: Block, window: int | None, device: torch.device, two_way: Sequence[tuple[int, int]] = ()
-) -> Tensor | None:
-    prefix = block.prefix[1] - block.prefix[0] if block.prefix else 0
-    longest = max(block.lengths)
+def _mask(block: Block, window: int | None, device: torch.device, two_way: Sequence[tuple[int, int]]) -> Tensor | None:
+    prefix, longest = block.prefix_length, max(block.lengths)
     inside = [(a, b) for a, b in two_way if block.start <= a and b <= block.stop]
     if not prefix and not inside and (window is None or window >= longest):
         return None

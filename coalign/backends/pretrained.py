@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ContextDecorator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 from unittest.mock import patch
@@ -55,24 +55,18 @@ TRAINED_AT: ScoreAt = "last_trained"  # the token whose score the recipes train
 MIXERS = {"full_attention", "sliding_attention"}
 
 
-class _BuildLock(ContextDecorator):
-    """Lets only one thread of the process at a time build, read or write a model.
+_BUILD_LOCK = threading.RLock()
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Let only one thread of the process at a time build, read or write a model.
 
     transformers replaces functions of all models meanwhile: how weights are drawn and tied, the default dtype, the
     default device. Two models that load side by side would lose their tied weights.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-building = _BuildLock()
+    with _BUILD_LOCK:
+        yield
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
@@ -128,7 +122,7 @@ def get_directory(config: ModelConfig) -> Path:
     return find_directory(config.load)
 
 
-@building
+@building()
 def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """Load the model to the CPU, as ``config.load``, ``init``, ``head``, ``head_init`` and ``lora`` say.
 
@@ -138,19 +132,15 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     NotImplementedError for a family that cannot be ``packed``.
     """
     hf, quantization = read_config(config), _quantization(config)
-    auto = _find_class(hf, config)
-    refusal = NotImplementedError(NO_ATTENTION_INTERFACE.format(f"the model type `{hf.model_type}`"))
-    options = _options(config, hf, packed=packed)
+    auto, options = _find_class(hf, config), _options(config, hf, packed=packed)
     if config.init == "random":
         with seed_generator("cpu", seed):
-            model = build_model(auto.from_config, refusal, hf, **options)
+            model = build_model(auto.from_config, _refuse(hf), hf, **options)
     else:
         check_model_files(get_directory(config))
         # Weights of another shape are refused below, by their names.
-        loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = build_model(
-            auto.from_pretrained, refusal, get_directory(config), config=hf, **loading, **options, **quantization
-        )
+        options |= {"config": hf, "output_loading_info": True, "ignore_mismatched_sizes": True, **quantization}
+        model, info = build_model(auto.from_pretrained, _refuse(hf), get_directory(config), **options)
         refuse_unfit(config, model, info)
         if beyond := describe_layers_beyond(config, model, info):
             log.warning("%s; they are left out", beyond)
@@ -168,12 +158,12 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
         lora.attach(model, config, seed=seed, name=name)
         if config.lora and config.lora.load:
             lora.load(model, find_directory(config.lora.load), name)
-        some, all_ = model.num_parameters(only_trainable=True), model.num_parameters()
-        log.info("models.%s trains %s of %s parameters (%.2f %%)", name, f"{some:,}", f"{all_:,}", 100 * some / all_)
+        count, total = model.num_parameters(only_trainable=True), model.num_parameters()
+        log.info(f"models.{name} trains {count:,} of {total:,} parameters ({100 * count / total:.2f} %)")
     return model
 
 
-@building
+@building()
 def check_weights(config: ModelConfig) -> None:
     """Raise what `load` raises for files that are no weights, or not those of the architecture. No values are read.
 
@@ -199,20 +189,23 @@ def check_weights(config: ModelConfig) -> None:
         raise ValueError(beyond)
 
 
-@building
+@building()
 def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """Build the model on the meta device, without weights. ``packed``: as in `load`."""
     hf = read_config(config)
     with torch.device("meta"):
-        refusal = NotImplementedError(NO_ATTENTION_INTERFACE.format(f"the model type `{hf.model_type}`"))
-        auto = _find_class(hf, config)
-        model = build_model(auto.from_config, refusal, hf, **_options(config, hf, packed=packed))
+        make, options = _find_class(hf, config).from_config, _options(config, hf, packed=packed)
+        model = build_model(make, _refuse(hf), hf, **options)
         _reduce_to_text(model, config, name)
         if packed:
             _check_interface(model)
         if has_adapters(config):
             lora.attach(model, config, seed=0, name=name)
     return model
+
+
+def _refuse(hf: PretrainedConfig) -> Exception:
+    return NotImplementedError(NO_ATTENTION_INTERFACE.format(f"the model type `{hf.model_type}`"))
 
 
 def has_adapters(config: ModelConfig) -> bool:
@@ -245,9 +238,8 @@ def find_tokenizer(config: ModelConfig) -> Path:
 
 def read_processor(config: ModelConfig, images: ImagesConfig | None = None) -> ImageProcessor | None:
     """The processor of images of a model that sees; None for one that reads text alone."""
-    if config.vision is None:
-        return None
-    return ImageProcessor(get_directory(config), read_tokenizer(config), images or ImagesConfig())
+    settings = images or ImagesConfig()
+    return ImageProcessor(get_directory(config), read_tokenizer(config), settings) if config.vision else None
 
 
 def read_placeholders(config: ModelConfig, images: ImagesConfig | None = None) -> Placeholders | None:
@@ -389,7 +381,7 @@ class StoredNames:
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
         self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
 
-    @building
+    @building()
     def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -402,7 +394,7 @@ class StoredNames:
             yield from self._revert(name, tensor).items() if name in self.changed else [(name, tensor)]
 
 
-@building
+@building()
 def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
     """Write a model that nothing wraps, with transformers' ``options``.
 
@@ -497,15 +489,13 @@ def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> N
     without an image, and for one without weights: an export needs those of the towers."""
     arguments = inspect.signature(model.forward).parameters.values()
     needed = {a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD} - {"input_ids"}
+    what = f"models.{name}.load: {type(model).__name__}"
     if needed:
-        raise ValueError(
-            f"models.{name}.load: {type(model).__name__} computes no text alone: it needs {sorted(needed)}"
-        )
+        raise ValueError(f"{what} computes no text alone: it needs {sorted(needed)}")
+    if config.vision is not None and not has_towers(model.config):
+        remedy = f"; to let it judge texts, set models.{name}.judge.show_images: false" if config.judge else ""
+        raise ValueError(f"{what} reads no images, and data.images is for models that do{remedy}")
     if config.vision is not None:
-        if not has_towers(model.config):
-            remedy = f"; to let it judge texts, set models.{name}.judge.show_images: false" if config.judge else ""
-            what = "reads no images, and data.images is for models that do"
-            raise ValueError(f"models.{name}.load: {type(model).__name__} {what}{remedy}")
         return
     if config.init == "random" and has_towers(model.config):
         raise ValueError(
@@ -546,14 +536,10 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
         return {}
     from transformers import BitsAndBytesConfig
 
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=getattr(torch, config.compute_dtype or config.dtype),
-        llm_int8_skip_modules=["lm_head", "score"],
-    )
-    return {"quantization_config": nf4, "device_map": {"": "cpu"}}
+    dtype, head = getattr(torch, config.compute_dtype or config.dtype), ["lm_head", "score"]
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=head, **nf4)
+    return {"quantization_config": quantization, "device_map": {"": "cpu"}}
 
 
 def _keep_quantized(model: PreTrainedModel) -> None:

@@ -151,10 +151,6 @@ class TestGroup:
         out = function(column(1.0, 0.0), T([0, 0]), mask("00"), T([0, 1]))
         assert out["advantages"].tolist() == [0.0, 0.0]
 
-    def test_unknown_scale(self):
-        with pytest.raises(ValueError, match="'var': expected 'std', 'batch' or 'none'"):
-            group(column(1.0), T([0]), mask("1"), T([0]), scale="var")
-
     @pytest.mark.parametrize("function", [group, rloo, reinforce_pp_baseline])
     @settings(max_examples=20, deadline=None, derandomize=True)
     @given(seed=st.integers(0, 9999), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))

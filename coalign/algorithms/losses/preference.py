@@ -111,9 +111,8 @@ def nca_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossO
     """NCA (2402.05369): -log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)."""
     pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compare_responses(
-        x, pairs, F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser), rewards, nll_coef
-    )
+    losses = F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser)
+    return compare_responses(x, pairs, losses, rewards, nll_coef)
 
 
 def bco_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
@@ -322,9 +321,7 @@ def _compute_unpaired_loss(
         "rewards/rejected": Stat.of(rewards, ~desirable),
         "logps/chosen": Stat.of(logprobs, desirable),
         "logps/rejected": Stat.of(logprobs, ~desirable),
-        "accuracy": accuracy(
-            gain.detach()
-        ),  # the share on the right side of the reference point; exactly on it counts half
+        "accuracy": accuracy(gain.detach()),  # the share on the right side of the reference point
     }
     return LossOutput(weight * torch.sigmoid(-gain), stats)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -105,10 +105,62 @@ class GenerationSession(ABC):
         """
 
 
+Accepted = TypeVar("Accepted", bound=SubmittedRequest)
+
+
+class QueuedSession(GenerationSession, Generic[Accepted]):
+    """Keeps requests until their samples start, and records what is chosen for these.
+
+    arrived: requests since the last step. waiting: those with samples that have not started. ended: conversations that
+    have had their last turn.
+    """
+
+    engine: InferenceEngine
+
+    def __init__(
+        self, engine: InferenceEngine, sampling: SamplingConfig, on_token: OnToken | None, max_tokens: int | None
+    ) -> None:
+        super().__init__(max_tokens)
+        self.engine, self.sampling, self.on_token = engine, sampling, on_token
+        self.arrived: deque[Accepted] = deque()
+        self.waiting: deque[Accepted] = deque()
+        self.ended: deque[tuple[int, int]] = deque()
+
+    @property
+    def unstarted(self) -> int:
+        return sum(submitted.waiting for submitted in [*self.arrived, *self.waiting])
+
+    def forget(self, group: int, index: int) -> None:
+        self.ended.append((group, index))
+
+    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
+        self.waiting.extendleft(cast("Sequence[Accepted]", requests[::-1]))
+
+    def record(self, answer: PartialResponse, token: int, logprob: float) -> Status | None:
+        """Add the next token of a response; return the status if the response ends with it."""
+        status = answer.add(token, logprob, self.engine.version, self.engine.end_tokens)
+        self.tokens_chosen += 1
+        if self.on_token is not None:
+            request = answer.submitted.request
+            self.on_token(request.group, request.first + answer.offset, token, logprob)
+        return status
+
+    def finish(self, answer: PartialResponse, status: Status) -> None:
+        self.finished += 1
+        answer.submitted.on_done(answer.offset, answer.response(status))
+
+    def finish_unstarted(self) -> None:
+        """Return, as they are, the samples of requests that were cut before these started."""
+        for submitted in [submitted for submitted in self.waiting if submitted.cut]:
+            self.waiting.remove(submitted)
+            for offset in range(submitted.started, submitted.request.samples):
+                self.finish(PartialResponse(submitted, offset, None), Status.PARTIAL)
+
+
 class InferenceEngine(ABC):
     """Generates with weights that may change between two tokens.
 
-    ``version`` of the weights is -1 before any have been loaded.
+    ``version`` of the weights is -1 before any have been loaded. ``end_tokens``: ids that end a response.
 
     recomputes_kv: new weights compute the keys and values of unfinished responses again, so that what follows is a
     function of their tokens and these weights. Otherwise responses keep what the old weights computed, at no cost.
@@ -116,6 +168,7 @@ class InferenceEngine(ABC):
 
     version = -1
     recomputes_kv = False
+    end_tokens: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self._state = threading.Condition()  # guards _pauses and _stepping

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,9 +25,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained
-from coalign.backends.engines.contract import GenerationSession, OnToken
+from coalign.backends.attention import refuse_failure
+from coalign.backends.engines.contract import OnToken, QueuedSession
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, MetaModelEngine, MetaModelModule, compare_logits
-from coalign.backends.engines.native.kernels import choose_compute_dtype
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import read_choices, sample, uniforms
 from coalign.backends.pretrained import MIXERS, describe_encoder
@@ -137,11 +136,9 @@ class TransformersModel(MetaModel):
         trust_remote_code: bool = False,
         images: ImageProcessor | None = None,
     ) -> None:
-        model_type = f"the model type `{config.model_type}`"
-        refusal = ValueError(REFUSAL.format(model_type, "transformers cannot build it"))
-        super().__init__(
-            config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code, images=images
-        )
+        refusal = ValueError(REFUSAL.format(f"the model type `{config.model_type}`", "transformers cannot build it"))
+        more = {"trust_remote_code": trust_remote_code, "images": images}
+        super().__init__(config, refusal, dtype=dtype, device=device, **more)
         parameters = inspect.signature(self.module.forward).parameters
         takes = lambda name: name in parameters  # noqa: E731
         self.takes_positions, self.takes_mask = takes("position_ids"), takes("attention_mask")
@@ -170,9 +167,8 @@ class TransformersModel(MetaModel):
         """Compute prompts, of one length unless rows are padded; ``images`` stand in them. Returns the logits f[B, V]
         after them."""
         longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
-        tokens = self._as_tensor([[0] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)])
-        absent = torch.tensor(padding, device=self.device)
+        tokens = self._as_tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        absent = torch.tensor([longest - len(prompt) for prompt in prompts], device=self.device)
         rows = _CachedRows(absent, torch.zeros_like(absent))
         if self.images is None or images is None or not any(images):
             return self.extend(rows, tokens), rows
@@ -264,18 +260,13 @@ class TransformersModel(MetaModel):
             return
         name = type(self.module).__name__
         prompt, spans = self.images.make_probe()
-        try:
+        with refuse_failure(lambda why: ValueError(REFUSAL.format(name, f"with images: {why}"))):
             after, rows = self.prefill([prompt, prompt[:2]], [spans, []])
             rows = rows.select([0])
             later = self.images.plain[5:7]
             logits = [after[:1], *(self.extend(rows, self._as_tensor([[token]])) for token in later)]
             inputs = self.images.list_plain_inputs(torch.tensor([*prompt, *later], device=self.device), spans)
             expected = self.module(**inputs).logits[0, len(prompt) - 1 :]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as problem:
-            why = f"{type(problem).__name__}: {shorten(str(problem), 200)}"
-            raise ValueError(REFUSAL.format(name, f"with images: {why}")) from problem
         if (error := compare_logits(torch.cat(logits), expected)) > TOLERANCE[self.dtype]:
             raise ValueError(REFUSAL.format(name, f"with images its logits differ by {error:.1e} of their spread"))
 
@@ -346,32 +337,24 @@ class _RowBatch:
     rows: _CachedRows
 
 
-class _TransformersSession(GenerationSession):
+class _TransformersSession(QueuedSession[SubmittedRequest]):
     """Schedules requests on batches of rows: one batch if rows can be padded, otherwise one for each length.
 
     Samples of a prompt share its prefill. Where rows can be padded, a conversation keeps its row between two turns, as
     long as no other sample needs the slot and the weights stay; otherwise every turn is computed from its beginning.
     """
 
+    engine: _TransformersEngine
+
     def __init__(self, engine: _TransformersEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
-        super().__init__(engine.model.context)
-        self.engine = engine
+        super().__init__(engine, sampling, on_token, engine.model.context)
         self.model = engine.model
-        self.sampling = sampling
-        self.on_token = on_token
-        self.arrived: deque[SubmittedRequest] = deque()
-        self.waiting: deque[SubmittedRequest] = deque()
-        self.ended: deque[tuple[int, int]] = deque()  # conversations that have had their last turn
         self.batches: list[_RowBatch] = []
         self.kept: dict[tuple[int, int], tuple[list[int], _CachedRows]] = {}  # sample -> its tokens and its row
 
     @property
     def unfinished(self) -> bool:
         return bool(self.arrived or self.waiting or self.batches)
-
-    @property
-    def unstarted(self) -> int:
-        return sum(pending.waiting for pending in [*self.arrived, *self.waiting])
 
     @property
     def active(self) -> list[_SampleRow]:
@@ -386,15 +369,9 @@ class _TransformersSession(GenerationSession):
     def cut_all(self) -> None:
         self.cut(*self.arrived, *self.waiting, *(answer.submitted for answer in self.active))
 
-    def forget(self, group: int, index: int) -> None:
-        self.ended.append((group, index))
-
     def take_active(self) -> Sequence[_SampleRow]:
         active, self.batches = self.active, []
         return active
-
-    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
-        self.waiting.extendleft(requests[::-1])
 
     def drop_kept(self) -> None:
         self.kept.clear()
@@ -415,16 +392,13 @@ class _TransformersSession(GenerationSession):
         self.engine.reserve(self, sum(rows.count_bytes() for rows in cached))
 
     def _finish_cut(self) -> None:
-        for pending in [pending for pending in self.waiting if pending.cut]:
-            self.waiting.remove(pending)
-            for offset in range(pending.started, pending.request.samples):
-                self._finish(_SampleRow(pending, offset, None), Status.PARTIAL)
+        self.finish_unstarted()
         batches, self.batches = self.batches, []
         for batch in batches:
             self._put(batch, [row for row, answer in enumerate(batch.samples) if not answer.submitted.cut])
             for answer in batch.samples:
                 if answer.submitted.cut:
-                    self._finish(answer, Status.PARTIAL)
+                    self.finish(answer, Status.PARTIAL)
 
     def _admit(self) -> None:
         """Start waiting samples, in order, as many as there are free rows."""
@@ -475,42 +449,29 @@ class _TransformersSession(GenerationSession):
             self._choose(_RowBatch(samples, rows.select(repeated)), logits[repeated])
 
     def _start(self, pending: SubmittedRequest, count: int) -> list[_SampleRow]:
-        first = pending.started
+        first, engine = pending.started, self.engine
         pending.started += count
-        return [
-            _SampleRow(
-                pending,
-                offset,
-                pending.find_stops(self.sampling, self.engine.decoder),
-                key=pending.find_key(self.engine.seed, offset),
-            )
-            for offset in range(first, first + count)
-        ]
+        stops = [pending.find_stops(self.sampling, engine.decoder) for _ in range(count)]
+        numbered = enumerate(stops, first)
+        return [_SampleRow(pending, i, stop, key=pending.find_key(engine.seed, i)) for i, stop in numbered]
 
     def _choose(self, batch: _RowBatch, logits: Tensor) -> None:
         """Draw and record the next token of every sample; put those that go on into the session's batches."""
-        samples, engine, logits = batch.samples, self.engine, self.model.forbid(logits)
+        samples, logits = batch.samples, self.model.forbid(logits)
         pairs = [[answer.key, answer.length] for answer in samples]
         keys, positions = torch.tensor(pairs, device=logits.device).unbind(1)
         tokens, logprobs = sample(logits, uniforms(keys, positions), self.sampling, self._note_seen(samples, logits))
         groups = [answer.submitted.request.group for answer in samples]
-        choices = read_choices(tokens, logprobs, groups, engine.version)
-        self.tokens_chosen += len(samples)
-        ended: list[tuple[int, Status]] = []
+        choices = read_choices(tokens, logprobs, groups, self.engine.version)
+        ended: dict[int, Status] = {}
         for row, (token, logprob) in enumerate(zip(*choices, strict=True)):
-            answer = samples[row]
-            status = answer.add(token, logprob, engine.version, engine.end_tokens)
-            if self.on_token is not None:
-                request = answer.submitted.request
-                self.on_token(request.group, request.first + answer.offset, token, logprob)
-            if status is not None:
-                ended.append((row, status))
-        for row, _ in ended:
+            if (status := self.record(samples[row], token, logprob)) is not None:
+                ended[row] = status
+        for row in ended:
             self._keep(batch, row)
-        gone = {row for row, _ in ended}
-        self._put(batch, [row for row in range(len(samples)) if row not in gone])
-        for row, status in ended:
-            self._finish(samples[row], status)
+        self._put(batch, [row for row in range(len(samples)) if row not in ended])
+        for row, status in ended.items():
+            self.finish(samples[row], status)
 
     def _note_seen(self, samples: Sequence[_SampleRow], logits: Tensor) -> Tensor | None:
         """Mark the tokens that the repetition penalty applies to; None without one. bool[B, V]"""
@@ -540,10 +501,6 @@ class _TransformersSession(GenerationSession):
                 target.samples, target.rows = target.samples + batch.samples, target.rows.join(batch.rows)
                 return
         self.batches.append(batch)
-
-    def _finish(self, answer: _SampleRow, status: Status) -> None:
-        self.finished += 1
-        answer.submitted.on_done(answer.offset, answer.response(status))
 
 
 class _TransformersEngine(MetaModelEngine):
@@ -577,14 +534,8 @@ class TransformersModule(MetaModelModule):
     def build_model(
         cls, architecture: PreTrainedConfig, config: ModelConfig, device: str, images: ImagesConfig | None = None
     ) -> TransformersModel:
-        return TransformersModel(
-            architecture,
-            dtype=choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device)),
-            device=device,
-            batching=config.transformers.batching,
-            trust_remote_code=config.trust_remote_code,
-            images=pretrained.read_processor(config, images),
-        )
+        settings = cls.find_model_settings(config, device, images)
+        return TransformersModel(architecture, batching=config.transformers.batching, **settings)
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:

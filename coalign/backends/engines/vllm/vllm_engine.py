@@ -19,7 +19,6 @@ import math
 import random
 import signal
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
@@ -42,7 +41,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from coalign.backends import lora
-from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
+from coalign.backends.engines.contract import InferenceEngine, OnToken, QueuedSession
 from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import sample, uniforms
 from coalign.backends.engines.vllm.images import ARGUMENTS, ImageInputs
@@ -128,37 +127,37 @@ class _CounterSampler(LogitsProcessor):
         return _SampledRow(params.extra_args[KEY], shared, len(prompt), chosen)
 
 
-class _VLLMSession(GenerationSession):
+class _VLLMSession(QueuedSession[SubmittedRequest]):
     """Submits every sample as one vLLM request.
 
     Samples of a prompt and turns of a conversation share keys and values through vLLM's prefix cache.
     """
 
+    engine: VLLMEngine
+
     def __init__(self, engine: VLLMEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
-        super().__init__(engine.context)
-        self.engine = engine
-        self.sampling = sampling
-        self.on_token = on_token
-        self._arrived: deque[SubmittedRequest] = deque()
+        super().__init__(engine, sampling, on_token, engine.context)
         self._answers: dict[str, PartialResponse] = {}  # by vLLM's request id
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._arrived or self._answers)
+        return bool(self.arrived or self._answers)
 
     @property
     def unstarted(self) -> int:
-        waiting = sum(submitted.waiting for submitted in [*self._arrived])
-        return waiting + sum(not answer.tokens for answer in self._answers.values())
+        return super().unstarted + sum(not answer.tokens for answer in self._answers.values())
 
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
         vocabulary, context = self.engine.vocabulary, self.engine.context
         submitted = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
-        self._arrived.append(submitted)
+        self.arrived.append(submitted)
         return submitted
 
+    def forget(self, group: int, index: int) -> None:
+        """vLLM's prefix cache keeps what there is room for."""
+
     def cut_all(self) -> None:
-        self.cut(*self._arrived, *(answer.submitted for answer in self._answers.values()))
+        self.cut(*self.arrived, *(answer.submitted for answer in self._answers.values()))
 
     def take_active(self) -> Sequence[PartialResponse]:
         """Samples that wait within vLLM are taken, too: they might reuse keys and values of older weights."""
@@ -171,18 +170,18 @@ class _VLLMSession(GenerationSession):
             self._begin(submitted)
 
     def step(self) -> None:
-        while self._arrived:
-            submitted = self._arrived.popleft()
+        while self.arrived:
+            submitted = self.arrived.popleft()
             self.total += submitted.request.samples
             self._begin(submitted)
         cut = [name for name, answer in self._answers.items() if answer.submitted.cut]
         self._abort(cut)
         for name in cut:
-            self._finish(name, Status.PARTIAL)
+            self.finish(self._answers.pop(name), Status.PARTIAL)
         if self._answers:
             outputs = self.engine.step()  # vLLM computes the requests of all sessions together
             for session in self.engine.sessions:
-                cast(_VLLMSession, session).record(outputs)
+                cast(_VLLMSession, session).record_outputs(outputs)
 
     def close(self) -> None:
         """Abort unfinished requests."""
@@ -219,7 +218,7 @@ class _VLLMSession(GenerationSession):
             extra_args={KEY: key, SAMPLING: self.sampling},
         )
 
-    def record(self, outputs: list[RequestOutput]) -> None:
+    def record_outputs(self, outputs: list[RequestOutput]) -> None:
         """Add the tokens of this session's requests; finish those that end."""
         ended: dict[str, Status] = {}
         for output in outputs:
@@ -239,30 +238,23 @@ class _VLLMSession(GenerationSession):
                 )
         self._abort([output.request_id for output in outputs if output.request_id in ended and not output.finished])
         for name, status in ended.items():
-            self._finish(name, status)
+            self.finish(self._answers.pop(name), status)
 
     def _add_tokens(self, answer: PartialResponse, output: RequestOutput) -> Status | None:
         [completion] = output.outputs
-        request, version, status = answer.submitted.request, self.engine.version, None
+        status = None
         for token, choices in zip(completion.token_ids, completion.logprobs or (), strict=True):
             assert choices is not None
             logprob = choices[token].logprob
             if not math.isfinite(logprob):
-                raise FloatingPointError(f"logits are not finite (weights version {version}, group {request.group})")
-            status = answer.add(token, logprob, version, self.engine.end_tokens)
-            self.tokens_chosen += 1
-            if self.on_token is not None:
-                self.on_token(request.group, request.first + answer.offset, token, logprob)
+                version, group = self.engine.version, answer.submitted.request.group
+                raise FloatingPointError(f"logits are not finite (weights version {version}, group {group})")
+            status = self.record(answer, token, logprob)
         return status
 
     def _abort(self, names: list[str]) -> None:
         if names:
             self.engine.llm.abort_request(names)
-
-    def _finish(self, name: str, status: Status) -> None:
-        answer = self._answers.pop(name)
-        self.finished += 1
-        answer.submitted.on_done(answer.offset, answer.response(status))
 
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
@@ -474,7 +466,7 @@ def create_engine_arguments(
     return EngineArgs(**arguments)
 
 
-@building  # vLLM sets the default dtype and the default device of the process meanwhile
+@building()  # vLLM sets the default dtype and the default device of the process meanwhile
 def _start_engine(
     arguments: EngineArgs, model: str, processor: ImageProcessor | None
 ) -> tuple[LLMEngine, ImageInputs | None]:
