@@ -13,9 +13,12 @@ Start with ``base.py``: a backend is a subclass of ``Module``, or of ``Trainable
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib import metadata
+
+from coalign.config.errors import suggest
 
 CLASSES = {
     "fsdp": "coalign.backends.hf.fsdp:FSDPModule",
@@ -28,6 +31,20 @@ CLASSES = {
     "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",
     "cross_tokenizer": "coalign.backends.scorers.retokenize:CrossTokenizerModule",
 }
+
+
+def refuse_owned(options: Iterable[str], owned: Mapping[str, str], section: str) -> None:
+    """Raise ValueError for an option of a library that Coalign sets itself. ``owned``: these, and why."""
+    if name := next((name for name in options if name in owned), None):
+        raise ValueError(f"{section}.{name} is set by Coalign: {owned[name]}")
+
+
+def refuse_unknown(
+    options: Iterable[str], names: Iterable[str], owned: Mapping[str, str], section: str, title: str
+) -> None:
+    """Raise ValueError for an option that is not among the ``names`` that a library has. ``title``: what it is not."""
+    if name := next((name for name in options if name not in names), None):
+        raise ValueError(f"{section}.{name} is no {title}{suggest(name, sorted({*names} - owned.keys()))}")
 
 
 def require_package(module: str, title: str, supported: str, extra: str, *names: str, more: str = "") -> None:

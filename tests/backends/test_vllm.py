@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from coalign.backends import lora
+from coalign.backends import lora, refuse_owned, refuse_unknown
 from coalign.backends.engines.vllm import vllm_module as vllm
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
@@ -93,8 +93,9 @@ def test_what_devices_cannot_share_is_refused(directory, tmp_path):
 )
 def test_options_that_are_unknown_or_taken_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        vllm.check_owned({"block_size": 16, name: 1}, "policy")
-        vllm.check_known({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
+        options, owned, section = {"block_size": 16, name: 1}, vllm.OWNED_ARGUMENTS, "models.policy.vllm"
+        refuse_owned(options, owned, section)
+        refuse_unknown(options, ["block_size", "max_num_seqs", "seed"], owned, section, "engine argument of vLLM")
 
 
 @VLLM

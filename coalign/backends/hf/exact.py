@@ -99,16 +99,11 @@ def check_exact(config: ModelConfig, name: str) -> None:
         "fp8": (False, "the scales of 8-bit products have not been compared over ranks"),
         "router_aux_loss_coef": (0.0, "that loss joins the leaves of an update"),
     }
-    if not config.frozen:
-        for key, (right, why) in wanted.items():
-            value, choice = getattr(config, key), right if isinstance(right, tuple) else (right,)
-            if value not in choice:
-                raise _build_error(name, key, value, " or ".join(map(str, choice)), why)
-        if config.optimizer.name != "adamw":
-            raise _build_error(name, "optimizer.name", config.optimizer.name, "adamw", "others mix entries of a weight")
-        if config.lora is not None and config.lora.base_bits:
-            raise _build_error(name, "lora.base_bits", config.lora.base_bits, "None", "4-bit weights are not sharded")
-
-
-def _build_error(name: str, key: str, value: Any, right: str, why: str) -> ValueError:
-    return ValueError(f"models.{name}.{key} is {value}: with `reduction: exact` it must be {right}, since {why}")
+    settings = [(key, getattr(config, key), right, why) for key, (right, why) in wanted.items()]
+    settings.append(("optimizer.name", config.optimizer.name, "adamw", "others mix entries of a weight"))
+    settings.append(("lora.base_bits", config.lora and config.lora.base_bits, None, "4-bit weights are not sharded"))
+    for key, value, right, why in [] if config.frozen else settings:
+        choice = right if isinstance(right, tuple) else (right,)
+        if value not in choice:
+            must = " or ".join(map(str, choice))
+            raise ValueError(f"models.{name}.{key} is {value}: with `reduction: exact` it must be {must}, since {why}")

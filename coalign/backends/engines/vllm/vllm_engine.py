@@ -40,19 +40,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from coalign.backends import lora
+from coalign.backends import lora, refuse_unknown
 from coalign.backends.engines.contract import InferenceEngine, OnToken, QueuedSession
 from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import sample, uniforms
+from coalign.backends.engines.vllm import weight_loader
 from coalign.backends.engines.vllm.images import ARGUMENTS, ImageInputs
-from coalign.backends.engines.vllm.vllm_module import check_known
-from coalign.backends.engines.vllm.weight_loader import (
-    ADAPTER_REQUEST,
-    WeightLoader,
-    WeightOutlet,
-    adapter_capacity,
-    check_adapters,
-)
+from coalign.backends.engines.vllm.vllm_module import OWNED_ARGUMENTS
+from coalign.backends.engines.vllm.weight_loader import WeightLoader, WeightOutlet
 from coalign.backends.pretrained import StoredNames, building, find_tokenizer, get_directory
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.images.processor import ImageProcessor
@@ -111,8 +106,7 @@ class _CounterSampler(LogitsProcessor):
             alike.setdefault(id(sampling), []).append(row)
         if len(alike) == 1:
             return sample(logits, uniform, samplings[0])
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        tokens, logprobs = (logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.float32))
         for rows in alike.values():
             index = torch.tensor(rows, device=logits.device)
             tokens[index], logprobs[index] = sample(logits[index], uniform[index], samplings[rows[0]])
@@ -284,15 +278,11 @@ class _WorkerProcesses:
             return None
         rank, process = self._first.rank, self._first.proc
         process.join(1)
-        name = f"vLLM's process of rank {rank} of {len(self._workers)} (pid {process.pid})"
-        return f"{name} {_describe_exit(process.exitcode)}"
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is None or code >= 0:
-        return "ended" if code is None else f"ended with code {code}"
-    hint = " (as the system does when memory is short)" if -code == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
+        name, code = f"vLLM's process of rank {rank} of {len(self._workers)} (pid {process.pid})", process.exitcode
+        if code is None or code >= 0:
+            return f"{name} ended" if code is None else f"{name} ended with code {code}"
+        hint = " (as the system does when memory is short)" if -code == signal.SIGKILL else ""
+        return f"{name} was ended by {signal.Signals(-code).name}{hint}"
 
 
 class VLLMEngine(InferenceEngine):
@@ -318,13 +308,9 @@ class VLLMEngine(InferenceEngine):
         processor: ImageProcessor | None = None,
     ) -> None:
         super().__init__()
-        self.seed = seed
-        self.end_tokens = frozenset(end_tokens)
-        self.decoder = decoder
-        self.shapes = shapes
-        self.stored = stored
-        self.adapter_rank = adapter_rank
-        self.lora_request = ADAPTER_REQUEST if adapter_rank else None  # makes vLLM apply the adapters to a request
+        self.seed, self.end_tokens, self.decoder = seed, frozenset(end_tokens), decoder
+        self.shapes, self.stored, self.adapter_rank = shapes, stored, adapter_rank
+        self.lora_request = weight_loader.ADAPTER_REQUEST if adapter_rank else None  # to apply them
         self.loads = 0  # number of times that weights were loaded
         self.pipelined = arguments.pipeline_parallel_size > 1
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
@@ -364,9 +350,7 @@ class VLLMEngine(InferenceEngine):
         """Copy the weights: vLLM packs them in its own way."""
         self.loads += 1
         if self.pipelined and self.sessions:
-            raise RuntimeError(
-                "weights cannot change while a pipeline computes (pipeline_parallel): wait for `generate`"
-            )
+            raise RuntimeError("weights cannot change while a pipeline computes (pipeline_parallel)")
         taken: set[str] = set()
         with self._name_lost_worker():
             self._send(self.stored(self._check_weights(weights, taken)))
@@ -411,18 +395,18 @@ class VLLMEngine(InferenceEngine):
                 raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(shape)}")
             taken.add(name)
             yield name, tensor.detach()
-        check_adapters(adapters, self.shapes, self.adapter_rank or 0)
+        weight_loader.check_adapters(adapters, self.shapes, self.adapter_rank or 0)
 
     def _check_complete(self, taken: set[str]) -> None:
         """Raise ValueError if weights are missing: the first time any.
 
         Later it is an error to give a fused layer (queries, keys and values) in part: vLLM loses the rest of it.
         """
-        needed = (
-            set(self.shapes) if self.version < 0 else {sibling for name in taken for sibling in self._list_fused(name)}
-        )
+        needed, why = set(self.shapes), ""
+        if self.version >= 0:
+            needed = {sibling for name in taken for sibling in self._list_fused(name)}
+            why = "; vLLM computes them as one layer with others that came"
         if missing := sorted(needed - taken):
-            why = "" if self.version < 0 else "; vLLM computes them as one layer with others that came"
             raise ValueError(f"the weights do not fit: missing {missing[:5]}{' …' * (len(missing) > 5)}{why}")
 
     def _list_fused(self, name: str) -> list[str]:
@@ -439,7 +423,8 @@ def create_engine_arguments(
 
     Raises ValueError for options and sizes that vLLM does not have.
     """
-    check_known(config.vllm, [field.name for field in fields(EngineArgs)], model)
+    names, section = [field.name for field in fields(EngineArgs)], f"models.{model}.vllm"
+    refuse_unknown(config.vllm, names, OWNED_ARGUMENTS, section, "engine argument of vLLM")
     arguments: dict[str, Any] = {
         "model": str(get_directory(config)),
         "skip_tokenizer_init": True,
@@ -460,7 +445,7 @@ def create_engine_arguments(
     if config.vision is not None:
         arguments |= ARGUMENTS | {"tokenizer": str(find_tokenizer(config))}
     if adapter_rank:
-        arguments |= {"enable_lora": True, "max_lora_rank": adapter_capacity(adapter_rank, model)}
+        arguments |= {"enable_lora": True, "max_lora_rank": weight_loader.adapter_capacity(adapter_rank, model)}
     arguments |= (CPU if device == "cpu" else {}) | config.vllm
     arguments["additional_config"] = {**(arguments.get("additional_config") or {}), FORBIDDEN: [*forbidden]}
     return EngineArgs(**arguments)
