@@ -49,9 +49,7 @@ def refuse_unknown(
 
 def require_package(module: str, title: str, supported: str, extra: str, *names: str, more: str = "") -> None:
     """Raises ImportError, with the command that installs it, unless a ``supported`` version of a package is installed.
-
-    ``names``: those of its distributions; ``more``: a remark on the command.
-    """
+    ``names``: those of its distributions; ``more``: a remark on the command."""
     install, version = f"pip install 'coalign[{extra}]' ({title} {supported}{more})", None
     for name in names:
         with suppress(metadata.PackageNotFoundError):

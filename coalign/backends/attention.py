@@ -177,11 +177,9 @@ def attend_flash(
     window: int | None,
     **options: Any,
 ) -> Tensor:
-    """One call of flash attention: query [Q, heads, D], key and value [K, kv_heads, D] -> [Q, heads, D].
-
-    ``spans``: where the queries and the keys of each sequence begin, i32[N + 1] each; ``longest``: the most of both. A
-    sequence's last query is aligned with its last key. ``options`` are further arguments of torch's varlen_attn.
-    """
+    """One call of flash attention: query [Q, heads, D], key and value [K, kv_heads, D] -> [Q, heads, D]. ``spans``:
+    where the queries and the keys of each sequence begin, i32[N + 1] each; ``longest``: the most of both. A sequence's
+    last query is aligned with its last key. ``options`` are further arguments of torch's varlen_attn."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(

@@ -318,10 +318,8 @@ class Module:
 
     def begin_saves(self) -> bool:
         """Let the next `save`, `save_hf` and `save_adapter` return once they have copied what they write. A collective.
-
         A thread then writes the copies; `coalign.files.read_report` of each directory tells when it is complete. False
-        from a backend without it, whose saves return when everything is written.
-        """
+        from a backend without it, whose saves return when everything is written."""
         return False
 
     def finish_saves(self) -> None:

@@ -209,10 +209,8 @@ def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def find_adapted_weights(model: nn.Module) -> dict[str, Any]:
-    """The adapted layer of each frozen weight, by the weight's name in the model.
-
-    An adapter of stacked experts belongs to a parameter. Those of one module are nested in each other.
-    """
+    """The adapted layer of each frozen weight, by the weight's name in the model. An adapter of stacked experts belongs
+    to a parameter. Those of one module are nested in each other."""
     layers = {}
     for name, layer in _find_adapted_layers(model).items():
         inner = layer

@@ -153,9 +153,7 @@ class CombinedOptimizer:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, *, exact: bool = False) -> float:
     """Scale the gradients down to the L2 norm ``limit`` if they exceed it; returns the unclipped norm. A collective.
-
-    ``exact``: the bits of the norm do not depend on how the gradients are sharded, since each is gathered.
-    """
+    ``exact``: the bits of the norm do not depend on how the gradients are sharded, since each is gathered."""
     alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
     if exact:
         full = (gather(gradient) for gradients in alike for gradient in gradients)  # one after the other

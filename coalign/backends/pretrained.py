@@ -60,11 +60,9 @@ _BUILD_LOCK = threading.RLock()
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Let only one thread of the process at a time build, read or write a model.
-
-    transformers replaces functions of all models meanwhile: how weights are drawn and tied, the default dtype, the
-    default device. Two models that load side by side would lose their tied weights.
-    """
+    """Let only one thread of the process at a time build, read or write a model. transformers replaces functions of all
+    models meanwhile: how weights are drawn and tied, the default dtype, the default device. Two models that load side
+    by side would lose their tied weights."""
     with _BUILD_LOCK:
         yield
 
@@ -166,10 +164,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
 @building()
 def check_weights(config: ModelConfig) -> None:
     """Raise what `load` raises for files that are no weights, or not those of the architecture. No values are read.
-
     ValueError also for layers beyond the architecture, which `load` leaves out with a warning. Of pickles and quantised
-    weights the tensors are not compared.
-    """
+    weights the tensors are not compared."""
     if config.init == "random":
         return
     check_model_files(get_directory(config))
@@ -328,10 +324,8 @@ def check_rope_length(rope_type: str, limit: int, longest: int) -> None:
 
 
 def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> None:
-    """Write the model's tokenizer, with the chat template of the run and its arguments as defaults.
-
-    A run without templates (`none`) leaves the tokenizer's own. A trainer reads tokens, so it need not have one.
-    """
+    """Write the model's tokenizer, with the chat template of the run and its arguments as defaults. A run without
+    templates (`none`) leaves the tokenizer's own. A trainer reads tokens, so it need not have one."""
     if not has_tokenizer(find_tokenizer(config)):
         return
     tokenizer, name = read_tokenizer(config), context.chat_template
@@ -347,11 +341,9 @@ def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> No
 def build_writer(
     model: PreTrainedModel, config: ModelConfig, context: Context, dir: str | Path
 ) -> Callable[[dict[str, torch.Tensor]], None]:
-    """Return the function that writes weights, config.json and tokenizer so that ``from_pretrained`` loads them.
-
-    A vision-language model gets the rest of it from the directory that was loaded. The function reads no values of
-    ``model``, so another thread may call it while the model trains.
-    """
+    """Return the function that writes weights, config.json and tokenizer so that ``from_pretrained`` loads them. A
+    vision-language model gets the rest of it from the directory that was loaded. The function reads no values of
+    ``model``, so another thread may call it while the model trains."""
     carries = config.head == "lm" and has_towers(model.config) and config.vision is None
     # Here, because FSDP reshards a model that is asked for its state.
     state = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()} if carries else {}
@@ -396,11 +388,9 @@ class StoredNames:
 
 @building()
 def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
-    """Write a model that nothing wraps, with transformers' ``options``.
-
-    To unwrap it, transformers would ask accelerate, which imports DeepSpeed where it is installed, and DeepSpeed
-    MLflow: four seconds of every process that saves.
-    """
+    """Write a model that nothing wraps, with transformers' ``options``. To unwrap it, transformers would ask
+    accelerate, which imports DeepSpeed where it is installed, and DeepSpeed MLflow: four seconds of every process that
+    saves."""
     from transformers import modeling_utils
 
     with patch.object(modeling_utils, "unwrap_model", lambda model: model), _transpose_back():
@@ -432,10 +422,8 @@ def save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
 
 
 def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code: bool = False) -> Any:
-    """Choose transformers' auto class for ``hf``. Raises ValueError where it has none.
-
-    Some families have a class of the whole model and one of its language model alone: config.json names one of them.
-    """
+    """Choose transformers' auto class for ``hf``. Raises ValueError where it has none. Some families have a class of
+    the whole model and one of its language model alone: config.json names one of them."""
     import transformers
 
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -112,10 +112,8 @@ class ImageEmbedder:
     # ---- features
 
     def encode(self, spans: Sequence[ImageSpan]) -> dict[str, Features]:
-        """Compute the features of each image of ``spans``, once: {hash: [n, H] of each layer}.
-
-        ValueError for an image of which the tower makes another number of features than there are placeholders.
-        """
+        """Compute the features of each image of ``spans``, once: {hash: [n, H] of each layer}. ValueError for an image
+        of which the tower makes another number of features than there are placeholders."""
         sizes: dict[str, int] = {}
         images = {span.image: span for span in spans}
         for span in spans:

@@ -54,11 +54,9 @@ class GenerationSession(ABC):
 
     @abstractmethod
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
-        """Ask for responses. Each one is given to ``on_done(offset, response)`` on the thread that steps.
-
-        The result can be passed to ``cut``. Raises ValueError for a prompt that is empty, holds an unknown token, or
-        can never fit.
-        """
+        """Ask for responses. Each one is given to ``on_done(offset, response)`` on the thread that steps. The result
+        can be passed to ``cut``. Raises ValueError for a prompt that is empty, holds an unknown token, or can never
+        fit."""
 
     def cut(self, *requests: SubmittedRequest) -> None:
         """End these requests at the next step: their samples come back as they are (PARTIAL)."""
@@ -91,18 +89,14 @@ class GenerationSession(ABC):
         """Drop keys and values of older weights that a request might reuse: of earlier turns and of waiting prompts."""
 
     def restart(self) -> None:
-        """Prefill the active samples again, with the tokens that they have, by the current weights.
-
-        The result is the same as if another engine continued them.
-        """
+        """Prefill the active samples again, with the tokens that they have, by the current weights. The result is the
+        same as if another engine continued them."""
         self.requeue([answer.create_successor() for answer in self.take_active()])
 
     @abstractmethod
     def step(self) -> None:
-        """Start the requests that fit, then compute one token for every active sequence.
-
-        Raises FloatingPointError for logits that are not finite.
-        """
+        """Start the requests that fit, then compute one token for every active sequence. Raises FloatingPointError for
+        logits that are not finite."""
 
 
 Accepted = TypeVar("Accepted", bound=SubmittedRequest)
@@ -187,9 +181,7 @@ class InferenceEngine(ABC):
     @abstractmethod
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Take weights by their Hugging Face names: all of them the first time, later those that have changed.
-
-        ``adopt``: the given tensors may be used as they are. Raises ValueError for weights that do not fit.
-        """
+        ``adopt``: the given tensors may be used as they are. Raises ValueError for weights that do not fit."""
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
@@ -230,11 +222,9 @@ class InferenceEngine(ABC):
             self.resume()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool) -> None:
-        """Take new weights between two tokens: later tokens, also of unfinished responses, come from ``version``.
-
-        Not within ``stepping``. ``adopt`` shares the given tensors where the engine can. Do not change them while a
-        session is open: it may compute with packed copies. Raises ValueError for weights that do not fit.
-        """
+        """Take new weights between two tokens: later tokens, also of unfinished responses, come from ``version``. Not
+        within ``stepping``. ``adopt`` shares the given tensors where the engine can. Do not change them while a session
+        is open: it may compute with packed copies. Raises ValueError for weights that do not fit."""
         with self.paused():
             self._load(weights, adopt=adopt)
             self.version = version
@@ -246,10 +236,8 @@ class InferenceEngine(ABC):
     @contextmanager
     def open(self, sampling: SamplingConfig, on_token: OnToken | None = None) -> Iterator[GenerationSession]:
         """Open a session, whose steps are computed within ``stepping``. Several may be open, and take turns.
-
         ``on_token(group, index, token, logprob)`` is called for every token as it is chosen, on the thread that steps.
-        What it raises ends the session; the engine stays usable.
-        """
+        What it raises ends the session; the engine stays usable."""
         with ExitStack() as stack:
             with self.paused():
                 session = stack.enter_context(self._start_session(sampling, on_token))
@@ -261,10 +249,8 @@ class InferenceEngine(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within this context, entered once the engine is not paused, an open session may compute a step.
-
-        One thread at a time is in it.
-        """
+        """Within this context, entered once the engine is not paused, an open session may compute a step. One thread at
+        a time is in it."""
         with self._state:
             self._state.wait_for(lambda: not self._pauses and not self._stepping)
             self._stepping = True
@@ -294,12 +280,10 @@ class InferenceEngine(ABC):
         (PARTIAL). on_token: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or can
         never fit, and RuntimeError if the engine stops before every response has come.
         """
-        missing: Counter[int] = Counter()  # unfinished samples of each group
-        for request in requests:
-            missing[request.group] += request.samples
+        missing = Counter(request.group for request in requests for _ in range(request.samples))  # unfinished samples
         answers: list[list[Any]] = [[None] * request.samples for request in requests]
         bounds = list(pairwise(accumulate(sizes or [len(requests)], initial=0)))
-        waiting = [sum(request.samples for request in requests[start:stop]) for start, stop in bounds]
+        waiting = [sum(map(len, answers[start:stop])) for start, stop in bounds]
 
         def record(answer: list[Any], group: int, chunk: int, offset: int, response: Response) -> None:
             answer[offset] = response
@@ -320,7 +304,7 @@ class InferenceEngine(ABC):
                     if progress is not None:
                         progress(session.finished, session.total, session.tokens_chosen)
                 if waiting[chunk]:
-                    total = sum(request.samples for request in requests)
+                    total = sum(map(len, answers))
                     raise RuntimeError(f"the engine returned {total - sum(waiting)} of {total} responses")
                 if chunk < len(bounds) - 1:
                     yield answers[start:stop]

@@ -232,10 +232,8 @@ class TransformersModel(MetaModel):
 
     @torch.inference_mode()
     def probe(self) -> None:
-        """Compare logits computed with the cache, among other rows, with those of plain forwards.
-
-        Where they differ, take the next stricter batching. Raises ValueError if none is left, or if one was asked for.
-        """
+        """Compare logits computed with the cache, among other rows, with those of plain forwards. Where they differ,
+        take the next stricter batching. Raises ValueError if none is left, or if one was asked for."""
         name, tolerance = type(self.module).__name__, TOLERANCE[self.dtype]
         declared, reason = self.batching, ""
         for batching in [declared] if self.forced else BATCHINGS[BATCHINGS.index(declared) :]:
@@ -319,10 +317,6 @@ class _SampleRow(PartialResponse):
     """One sample in a row of a batch; ``key``: that of its random stream."""
 
     key: int = 0
-
-    @property
-    def length(self) -> int:
-        return len(self.submitted.request.prompt) + len(self.tokens)
 
     @property
     def text(self) -> list[int]:
@@ -439,10 +433,9 @@ class _TransformersSession(QueuedSession[SubmittedRequest]):
         for pending, count in fresh:
             length = 0 if self.model.batching == "padded" else len(pending.request.prompt)
             by_length.setdefault(length, []).append((pending, count))
+            self.count_prompt(pending, prefilled=len(pending.request.prompt), kept=0)
         for group in by_length.values():
             prompts = [pending.request.prompt for pending, _ in group]
-            for pending, _ in group:
-                self.count_prompt(pending, prefilled=len(pending.request.prompt), kept=0)
             logits, rows = self.model.prefill(prompts, [pending.request.images for pending, _ in group])
             repeated = [row for row, (_, count) in enumerate(group) for _ in range(count)]
             samples = [answer for pending, count in group for answer in self._start(pending, count)]
@@ -460,7 +453,12 @@ class _TransformersSession(QueuedSession[SubmittedRequest]):
         samples, logits = batch.samples, self.model.forbid(logits)
         pairs = [[answer.key, answer.length] for answer in samples]
         keys, positions = torch.tensor(pairs, device=logits.device).unbind(1)
-        tokens, logprobs = sample(logits, uniforms(keys, positions), self.sampling, self._note_seen(samples, logits))
+        seen = None
+        if self.sampling.repetition_penalty != 1:  # bool[B, V]
+            seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            for row, answer in enumerate(samples):
+                seen[row, answer.text] = True
+        tokens, logprobs = sample(logits, uniforms(keys, positions), self.sampling, seen)
         groups = [answer.submitted.request.group for answer in samples]
         choices = read_choices(tokens, logprobs, groups, self.engine.version)
         ended: dict[int, Status] = {}
@@ -472,15 +470,6 @@ class _TransformersSession(QueuedSession[SubmittedRequest]):
         self._put(batch, [row for row in range(len(samples)) if row not in ended])
         for row, status in ended.items():
             self.finish(samples[row], status)
-
-    def _note_seen(self, samples: Sequence[_SampleRow], logits: Tensor) -> Tensor | None:
-        """Mark the tokens that the repetition penalty applies to; None without one. bool[B, V]"""
-        if self.sampling.repetition_penalty == 1:
-            return None
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        for row, answer in enumerate(samples):
-            seen[row, answer.text] = True
-        return seen
 
     def _keep(self, batch: _RowBatch, row: int) -> None:
         """Keep the row of a conversation for its next turn, if all of it was computed by the current weights."""

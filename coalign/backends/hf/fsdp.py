@@ -197,10 +197,8 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     def _prepare_router_loss(self, micros: Sequence[Batch], needs: Sequence[str]) -> Callable[[Tensor], Tensor]:
         """Return the function that adds the routers' losses for the last forward to a loss, and counts their choices.
-
         The loss that balances experts needs the tokens of each expert over all micro-batches and ranks before the first
-        backward. If this rank has several micro-batches, they are counted by a forward of their own.
-        """
+        backward. If this rank has several micro-batches, they are counted by a forward of their own."""
         routers, config = self.model.routers, self.config
         (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
         coefficients = config.router_aux_loss_coef, config.router_z_loss_coef

@@ -113,10 +113,8 @@ class _BroadcastLink:
     buffers: deque[Tensor] = field(default_factory=deque)
 
     def next_buffer(self, size: int) -> Tensor:
-        """Return u8[size], one of two in turn: the other one is under way.
-
-        Both are kept, since new memory costs as much time as a copy.
-        """
+        """Return u8[size], one of two in turn: the other one is under way. Both are kept, since new memory costs as
+        much time as a copy."""
         oldest = self.buffers.popleft() if len(self.buffers) == 2 else None
         if oldest is None or len(oldest) < size:
             oldest = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -132,10 +130,16 @@ class _BroadcastLink:
         self.groups.append(cast("ProcessGroup", group))  # torch's stubs give only that class its `broadcast`
 
 
-def _open_rendezvous(module: SyncModule, store: Store, link: str, device_type: str) -> RendezvousAddress:
-    """Return where readers meet this rank, if it sends. ``device_type``: `cuda` if all ranks have GPUs, else `cpu`."""
+def _open_link(module: SyncModule, link: str, device_type: str) -> _BroadcastLink:
+    """``device_type``: `cuda` if all ranks have GPUs, else `cpu`."""
     device = module.context.device if device_type == "cuda" else device_type
-    rank_link = module.links[link] = _BroadcastLink(torch.device(device))
+    module.links[link] = _BroadcastLink(torch.device(device))
+    return module.links[link]
+
+
+def _open_rendezvous(module: SyncModule, store: Store, link: str, device_type: str) -> RendezvousAddress:
+    """Return where readers meet this rank, if it sends."""
+    rank_link = _open_link(module, link, device_type)
     if not module.exports:
         return None
     rank_link.server = open_store(host := find_own_address())
@@ -159,9 +163,7 @@ def _join_sender_groups(
     timeout: float,
 ) -> None:
     """Join the group of every sender. Raises RuntimeError if not all ranks come within ``timeout`` s."""
-    device = module.context.device if device_type == "cuda" else device_type
-    rank_link = module.links[link] = _BroadcastLink(torch.device(device))
-    rank = 1 + readers.index(identify_process())
+    rank_link, rank = _open_link(module, link, device_type), 1 + readers.index(identify_process())
     for host, port in filter(None, addresses):
         server = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
         rank_link.join_group(server, rank, 1 + len(readers), timeout)
@@ -231,7 +233,12 @@ class _BroadcastSender:
         self._wait(3)  # the messages of one bucket
         payload = self.link.next_buffer(self._filled)
         jobs = ((entry, tensor, entry.bytes(payload)) for entry, tensor in self._tensors)
-        entries = _to_bytes([_to_plain(entry, digest) for entry, digest in copy_tensors(jobs)])
+        entries = _to_bytes(
+            [
+                [e.name, str(e.dtype).removeprefix("torch."), e.shape, e.offset, digest]
+                for e, digest in copy_tensors(jobs)
+            ]
+        )
         self._post(torch.tensor([self._filled, len(entries)]), entries, payload)
         self._tensors, self._filled = [], 0
 
@@ -257,14 +264,6 @@ class _BroadcastSender:
 def _to_bytes(value: Any) -> Tensor:
     """Return the value as JSON, u8[n]: a reader runs nothing that came over the network."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _to_plain(entry: TensorEntry, checksum: int) -> list[Any]:
-    return [entry.name, str(entry.dtype).removeprefix("torch."), entry.shape, entry.offset, checksum]
-
-
-def _read_entry(name: str, dtype: str, shape: list[int], offset: int, checksum: int) -> tuple[TensorEntry, int]:
-    return TensorEntry(name, cast(torch.dtype, getattr(torch, dtype)), tuple(shape), offset), checksum
 
 
 # ---- a reader
@@ -293,10 +292,8 @@ def _merge_streams(
     streams: list[_BroadcastReceiver], ready: queue.SimpleQueue[_BroadcastReceiver]
 ) -> Generator[tuple[str, Tensor]]:
     """Yield the verified weights of all senders. If it is closed early, it drains the streams so that senders end.
-
-    Buckets are taken as they come, not in turn. Senders may gather weights together, so that one of them has nothing
-    to send until another one's buckets are taken.
-    """
+    Buckets are taken as they come, not in turn. Senders may gather weights together, so that one of them has nothing to
+    send until another one's buckets are taken."""
     live = list(streams)
     try:
         while live:
@@ -368,9 +365,13 @@ class _BroadcastReceiver:
             while True:
                 first, second = self._wait(2, torch.int64).tolist()
                 note = json.loads(self._wait(second).cpu().numpy().tobytes())
-                self._put(note if first == END else ([_read_entry(*fields) for fields in note], self._wait(first)))
                 if first == END:
-                    return
+                    return self._put(note)
+                entries = [
+                    (TensorEntry(name, getattr(torch, dtype), tuple(shape), offset), checksum)
+                    for name, dtype, shape, offset, checksum in note
+                ]
+                self._put((entries, self._wait(first)))
         except RuntimeError as problem:
             self._put(problem)
 

@@ -144,11 +144,8 @@ class SyncJournal:
         self.header[2] = state
 
     def follow(self, sync: int, timeout: float, sender: str) -> Iterator[Any]:
-        """Yield the records of a sync, from the first to the last, as they are written.
-
-        Raises WeightError, naming ``sender``, if it breaks off, goes on with another sync, ends, or writes nothing for
-        ``timeout`` seconds.
-        """
+        """Yield the records of a sync, from the first to the last, as they are written. Raises WeightError, naming
+        ``sender``, if it breaks off, goes on with another sync, ends, or writes nothing for ``timeout`` seconds."""
         read, last, heard = 0, None, time.monotonic()
         while True:
             # The state after the number, to which it belongs, and before the count, which is final once it ended.

@@ -207,10 +207,8 @@ def receive(
     turn: int | None,
     timeout: float,
 ) -> int:
-    """Follow the senders to their end; return how many weights came.
-
-    Raises WeightError unless those that this reader verifies arrived as they were sent.
-    """
+    """Follow the senders to their end; return how many weights came. Raises WeightError unless those that this reader
+    verifies arrived as they were sent."""
     if link not in module.links:
         module.links[link] = _ReaderMemory(segment, journals)
     memory: _ReaderMemory = module.links[link]

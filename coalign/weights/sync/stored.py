@@ -64,10 +64,8 @@ class _PackedTensor:
 
 
 def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[_PackedTensor]]:
-    """Yield buckets of at most ``size`` bytes, in the order of the weights; a larger tensor has one of its own.
-
-    Tensors on the host are not copied: a bucket shows later changes until it is stored.
-    """
+    """Yield buckets of at most ``size`` bytes, in the order of the weights; a larger tensor has one of its own. Tensors
+    on the host are not copied: a bucket shows later changes until it is stored."""
     bucket: list[_PackedTensor] = []
     filled = 0
     for name, tensor in weights:
@@ -85,41 +83,47 @@ class ObjectStoreTransport(StagedTransport):
     """Buckets in the cluster's object store."""
 
     def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
-        sent = self.source.run(_export_buckets, self.request(changing), self.bucket_bytes, fatal=False).result()
+        sent = self.export(version, changing)
         on_sent()
-        self.target.run(verify_buckets, _references(sent), fatal=False).result()
+        self.target.run(verify_buckets, _references(sent), self.folder(version), fatal=False).result()
         return sent
 
     def install(self, version: int, sent: list[SentWeights]) -> None:
-        self.target.run(_install_buckets, _references(sent), version, fatal=False).result()
+        arguments = _references(sent), version, self.folder(version)
+        self.target.run(_install_buckets, *arguments, fatal=False).result()
+
+    def export(self, version: int, changing: bool, directory: str | None = None) -> list[SentWeights]:
+        arguments = self.request(changing), self.bucket_bytes, directory
+        return self.source.run(_export_buckets, *arguments, fatal=False).result()
+
+    def folder(self, version: int) -> str | None:
+        """The directory of the files; None: there are none."""
 
 
-class DiskTransport(StagedTransport):
+class DiskTransport(ObjectStoreTransport):
     """Buckets in safetensors files; each reference is a file's name, and the checksum of each tensor in it."""
 
-    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
-        final, request = self._folder(version), self.request(changing)
+    def export(self, version: int, changing: bool, directory: str | None = None) -> list[SentWeights]:
+        final = Path(self.folder(version))
         with write_atomically(final) as aside:
             aside.mkdir(parents=True)
-            sent = self.source.run(_export_buckets, request, self.bucket_bytes, str(aside), fatal=False).result()
+            sent = super().export(version, changing, str(aside))
             if _is_version(final):
                 shutil.rmtree(final)
             elif final.exists():
                 log.warning("%s holds no weights of a sync; it is now %s", final, move_aside(final))
-        on_sent()
-        self.target.run(verify_buckets, _references(sent), str(final), fatal=False).result()
         return sent
 
     def install(self, version: int, sent: list[SentWeights]) -> None:
-        final = self._folder(version)
-        self.target.run(_install_buckets, _references(sent), version, str(final), fatal=False).result()
+        super().install(version, sent)
+        final = Path(self.folder(version))
         for folder in final.parent.glob("version_*"):
             if folder != final and _is_version(folder):
                 shutil.rmtree(folder)
 
-    def _folder(self, version: int) -> Path:
+    def folder(self, version: int) -> str:
         assert self.config.directory is not None  # the run folder's, unless the user set one
-        return Path(self.config.directory) / f"version_{version}"
+        return str(Path(self.config.directory) / f"version_{version}")
 
 
 def _is_version(folder: Path) -> bool:

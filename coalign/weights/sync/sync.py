@@ -122,9 +122,7 @@ class WeightSync:
 
     def _move(self, version: int, on_sent: Callable[[], None]) -> int:
         """Move the weights; return the bytes. Lost replicas are replaced, and then all weights go to all replicas.
-
-        Weights that arrive damaged are sent again, up to MAX_DAMAGED times.
-        """
+        Weights that arrive damaged are sent again, up to MAX_DAMAGED times."""
         slices, damaged = self.target.slices, 0
         while True:
             start = time.monotonic()

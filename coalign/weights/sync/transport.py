@@ -105,10 +105,8 @@ def identify_process() -> ProcessId:
 
 
 def find_own_address() -> str:
-    """Return the address of the interface with the default route, or of the loopback without a network.
-
-    Nothing is sent.
-    """
+    """Return the address of the interface with the default route, or of the loopback without a network. Nothing is
+    sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 1))
@@ -118,10 +116,8 @@ def find_own_address() -> str:
 
 
 def open_store(host: str, port: int = 0) -> TCPStore:
-    """Open the store where ranks meet, on the interface of ``host`` alone; torch's own listens on all of them.
-
-    ``port`` 0: any free one.
-    """
+    """Open the store where ranks meet, on the interface of ``host`` alone; torch's own listens on all of them. ``port``
+    0: any free one."""
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     free_port = listener.getsockname()[1]
     return TCPStore(host, free_port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -209,10 +205,8 @@ class StagedTransport(Transport):
 
     @abstractmethod
     def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
-        """Send the weights and call ``on_sent``; return once every target rank has verified them.
-
-        All still serve their old version.
-        """
+        """Send the weights and call ``on_sent``; return once every target rank has verified them. All still serve their
+        old version."""
 
     @abstractmethod
     def install(self, version: int, sent: list[SentWeights]) -> None:
@@ -255,10 +249,8 @@ def _check_unique(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def wait_for_both(first: Future, second: Future, on_first: Callable[[], None] = lambda: None) -> Any:
-    """Return the first result once both calls are done, and call ``on_first`` once that one is.
-
-    If both fail, raise the first one's error.
-    """
+    """Return the first result once both calls are done, and call ``on_first`` once that one is. If both fail, raise the
+    first one's error."""
     try:
         result = first.result()
     except BaseException:

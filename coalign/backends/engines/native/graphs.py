@@ -51,10 +51,8 @@ class DecodeGraphs:
         self, count: int, columns: int, limits: tuple[int, int], memory: Sequence[Tensor]
     ) -> tuple[Tensor, ...] | None:
         """Return what a step of the first ``count`` slots computes, for more rows than that, until the next step.
-
         ``limits``: the most rows and columns. ``memory``: all tensors that the step reads or writes. None where a step
-        is not captured (yet): the caller then computes it itself.
-        """
+        is not captured (yet): the caller then computes it itself."""
         addresses = [tensor.data_ptr() for tensor in memory]
         if addresses != self._memory_addresses:
             self.clear()

@@ -173,10 +173,8 @@ def measure_kernels(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelCh
 
 
 def _time_in_turns(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
-    """Return the processor seconds of each entry's calls together on one thread, the best of several rounds.
-
-    Another round follows while one was far slower than the best: the machine was busy with something else.
-    """
+    """Return the processor seconds of each entry's calls together on one thread, the best of several rounds. Another
+    round follows while one was far slower than the best: the machine was busy with something else."""
     best = {(name, i): math.inf for name, several in calls.items() for i in range(len(several))}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -220,10 +218,8 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def choose_compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float32 instead of bfloat16 on a CPU without instructions for it, otherwise ``dtype``.
-
-    There float32 is 10 to 100 times as fast, and no less exact.
-    """
+    """Return float32 instead of bfloat16 on a CPU without instructions for it, otherwise ``dtype``. There float32 is 10
+    to 100 times as fast, and no less exact."""
     slow = dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16()
     return torch.float32 if slow else dtype
 
@@ -256,10 +252,8 @@ def _measure_rates(products: Mapping[str, Callable[[], object]], size: int) -> d
 
 @cache
 def is_onednn_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices clearly faster than torch does by itself; kept in a file.
-
-    On x86 torch calls MKL, which uses few of the instructions of an AMD processor.
-    """
+    """Whether oneDNN multiplies float32 matrices clearly faster than torch does by itself; kept in a file. On x86 torch
+    calls MKL, which uses few of the instructions of an AMD processor."""
     return _keep(_cache_file((), torch.float32), _measure_onednn).name == "onednn"
 
 

@@ -71,11 +71,6 @@ class ActiveSequence(PartialResponse):
     slot: int = -1
     prefill: int = 0  # which of the request's prefills computed the keys and values of its prompt
 
-    @property
-    def length(self) -> int:
-        """Tokens in the KV cache or about to be."""
-        return len(self.submitted.request.prompt) + len(self.tokens)
-
     def is_continued_by(self, queued: QueuedRequest) -> bool:
         """Whether ``queued`` is the next turn of this conversation."""
         previous, following = self.submitted.request, queued.request
@@ -147,10 +142,8 @@ class SequenceSlots:
             self.seen[:taken] = seen[:taken]
 
     def add(self, sequence: ActiveSequence, key: int, kept: ActiveSequence | None = None) -> None:
-        """Make a sequence active; its next token follows its prompt and is drawn with the random stream of ``key``.
-
-        It takes over the slot of ``kept``, keys and values included, if that is given.
-        """
+        """Make a sequence active; its next token follows its prompt and is drawn with the random stream of ``key``. It
+        takes over the slot of ``kept``, keys and values included, if that is given."""
         slot = self._active
         if kept is not None:
             self._exchange(kept.slot, slot)
@@ -175,10 +168,8 @@ class SequenceSlots:
             sequence.experts = F.pad(experts, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT)
 
     def keep(self, sequence: ActiveSequence) -> None:
-        """Stop decoding a sequence, but keep its keys and values.
-
-        Decoding may still write to the position of its last token, which has no keys and values yet.
-        """
+        """Stop decoding a sequence, but keep its keys and values. Decoding may still write to the position of its last
+        token, which has no keys and values yet."""
         self._active -= 1
         self._prefixes = None
         self._exchange(sequence.slot, self._active)
@@ -450,12 +441,11 @@ class _NativeSession(QueuedSession[QueuedRequest]):
         """Replay a graph of the step of the first ``count`` slots; None without one."""
         if self._graphs is None:
             return None
-        slots, cache = self.slots, self.slots.cache
+        slots, cache, module = self.slots, self.slots.cache, self.model.module
         if self._memory_state != (now := (self.model.loads, slots.changes)):
             keys_and_values = (storage for layer in cache.layers.values() for storage in layer)
             seen = [] if slots.seen is None else [slots.seen]
-            self._memory = [slots.state, *seen, *keys_and_values, *self.model.module.parameters()]
-            self._memory += self.model.module.buffers()
+            self._memory = [slots.state, *seen, *keys_and_values, *module.parameters(), *module.buffers()]
             self._memory_state = now
         return self._graphs.run(count, columns, (cache.slots, cache.length), self._memory)
 

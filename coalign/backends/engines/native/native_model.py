@@ -96,9 +96,7 @@ class NativeModel(MetaModel):
     @contextlib.contextmanager
     def packed(self) -> Iterator[None]:
         """Let the linear layers compute with packed copies of their weights within this context. Contexts may overlap.
-
-        Weights that change meanwhile are packed again by ``load``.
-        """
+        Weights that change meanwhile are packed again by ``load``."""
         self._packings += 1
         if self._packings == 1:
             self._pack()
@@ -180,11 +178,9 @@ _STEPS = 4  # tokens decoded after the prefill
 
 @torch.inference_mode()
 def check_against_transformers(model: NativeModel) -> None:
-    """Compare the logits of one short sequence, prefilled and then decoded, with a plain forward.
-
-    Raises ValueError where they differ at more than half of the positions (in bfloat16 a router may flip at a few), and
-    for a model that fails on such rows.
-    """
+    """Compare the logits of one short sequence, prefilled and then decoded, with a plain forward. Raises ValueError
+    where they differ at more than half of the positions (in bfloat16 a router may flip at a few), and for a model that
+    fails on such rows."""
     tokens = _probe_tokens(model)
     model.module.set_attn_implementation("eager")
     expected = model.module(input_ids=tokens[None], use_cache=False).logits[0, ROWS - 1 :].float()
@@ -226,7 +222,7 @@ def _compute_images(
     model: NativeModel, images: ImageEmbedder, tokens: Tensor, prompt: int, spans: Sequence[ImageSpan]
 ) -> Tensor:
     """Prefill the prompt, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V]."""
-    cache = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None)
+    cache = KVCache(ROWS, _round_up(len(tokens), STRIDE))
     fed, rotary = _pad(model, tokens[:prompt].tolist(), list(range(prompt)))
     shift = 0
     if (axes := images.find_positions(prompt, spans)) is not None:
@@ -256,11 +252,9 @@ def _probe_tokens(model: NativeModel) -> Tensor:
 
 def _compute_stepwise(model: NativeModel, tokens: Tensor, neighbours: int = 0) -> Tensor:
     """Prefill ROWS tokens, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V].
-
-    ``neighbours``: the number of longer sequences computed with it, in the slots before its own.
-    """
+    ``neighbours``: the number of longer sequences computed with it, in the slots before its own."""
     slots, length = _round_up(neighbours + 1, ROWS), _round_up((3 if neighbours else 1) * len(tokens), STRIDE)
-    cache, indices = KVCache(slots, length, lambda size: None), torch.arange(length, device=model.device)
+    cache, indices = KVCache(slots, length), torch.arange(length, device=model.device)
     fed, positions, sequences = [], [], []
     for slot in range(neighbours):
         start, count = len(positions), len(tokens) + slot
@@ -283,7 +277,7 @@ def _compute_stepwise(model: NativeModel, tokens: Tensor, neighbours: int = 0) -
 
 def _compute_continued(model: NativeModel, tokens: Tensor) -> Tensor:
     """Compute the decoded steps in one prefill, as for a sample that continues. Returns logits, float32 [_STEPS, V]."""
-    cache, count = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None), len(tokens)
+    cache, count = KVCache(ROWS, _round_up(len(tokens), STRIDE)), len(tokens)
     prefill = PrefillAttention(cache, [PrefillSequence(0, count, slice(0, 1), decoded=_STEPS)])
     rows = torch.arange(ROWS, count, device=model.device)
     return model.forward(*_pad(model, tokens.tolist(), list(range(count))), prefill, rows).float()

@@ -331,10 +331,8 @@ class VLLMEngine(InferenceEngine):
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of vLLM.
-
-        In eager mode nothing is compiled: vLLM's sampler would still compile a function, which takes a minute on a CPU.
-        """
+        """Run one step of vLLM. In eager mode nothing is compiled: vLLM's sampler would still compile a function, which
+        takes a minute on a CPU."""
         with torch.compiler.set_stance("force_eager" if self.eager else "default"), self._name_lost_worker():
             return cast(list[RequestOutput], self.llm.step())  # generation models only
 
@@ -398,10 +396,8 @@ class VLLMEngine(InferenceEngine):
         weight_loader.check_adapters(adapters, self.shapes, self.adapter_rank or 0)
 
     def _check_complete(self, taken: set[str]) -> None:
-        """Raise ValueError if weights are missing: the first time any.
-
-        Later it is an error to give a fused layer (queries, keys and values) in part: vLLM loses the rest of it.
-        """
+        """Raise ValueError if weights are missing: the first time any. Later it is an error to give a fused layer
+        (queries, keys and values) in part: vLLM loses the rest of it."""
         needed, why = set(self.shapes), ""
         if self.version >= 0:
             needed = {sibling for name in taken for sibling in self._list_fused(name)}
@@ -419,10 +415,8 @@ class VLLMEngine(InferenceEngine):
 def create_engine_arguments(
     config: ModelConfig, model: str, device: str, adapter_rank: int | None = None, forbidden: Sequence[int] = ()
 ) -> EngineArgs:
-    """Translate a model's configuration to vLLM's engine arguments. ``forbidden``: ids that it must not say.
-
-    Raises ValueError for options and sizes that vLLM does not have.
-    """
+    """Translate a model's configuration to vLLM's engine arguments. ``forbidden``: ids that it must not say. Raises
+    ValueError for options and sizes that vLLM does not have."""
     names, section = [field.name for field in fields(EngineArgs)], f"models.{model}.vllm"
     refuse_unknown(config.vllm, names, OWNED_ARGUMENTS, section, "engine argument of vLLM")
     arguments: dict[str, Any] = {
@@ -494,10 +488,8 @@ def _explain_failure(arguments: EngineArgs, model: str) -> Iterator[None]:
 
 @contextmanager
 def _preserve_process_state() -> Iterator[None]:
-    """Restore what vLLM changes in the whole process, for the other models in it.
-
-    vLLM seeds the random number generators and, on CPU, replaces torch.set_num_threads by a function without effect.
-    """
+    """Restore what vLLM changes in the whole process, for the other models in it. vLLM seeds the random number
+    generators and, on CPU, replaces torch.set_num_threads by a function without effect."""
     threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

@@ -137,7 +137,7 @@ class VLLMModule(RolloutModule):
             end_tokens=self.find_end_tokens(architecture),
             decoder=self.decoder,
             adapter_rank=context.adapter_rank,
-            processor=self.read_processor(),
+            processor=pretrained.read_processor(config, context.images),
         )
 
     def move(self, to: str, components: Sequence[str]) -> None:

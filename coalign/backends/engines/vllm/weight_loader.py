@@ -80,10 +80,8 @@ class WeightLoader:
     coalign_kernels: list[tuple[Any, Any]]  # (method, kernel) of layers with experts, taken out during the load
 
     def coalign_setup(self, eager: bool) -> dict[str, list[str]]:
-        """Return the layers that vLLM computes as one: its name -> their names in Hugging Face's model.
-
-        ``eager``: compile nothing in this process (see VLLMEngine.step).
-        """
+        """Return the layers that vLLM computes as one: its name -> their names in Hugging Face's model. ``eager``:
+        compile nothing in this process (see VLLMEngine.step)."""
         if eager:
             torch.compiler.set_stance("force_eager")
         return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
@@ -119,10 +117,8 @@ class WeightLoader:
                 self.coalign_adapters[name] = tensor.cpu().clone()
 
     def coalign_unpack(self, parcel: _WeightParcel) -> None:
-        """Load a parcel, in a worker of another process.
-
-        The tensors are copied: a layer keeps them until it is complete, and the next parcel uses the same memory.
-        """
+        """Load a parcel, in a worker of another process. The tensors are copied: a layer keeps them until it is
+        complete, and the next parcel uses the same memory."""
         self.coalign_take([(name, tensor.clone()) for name, tensor in parcel.open()])
 
     @torch.no_grad()
@@ -140,11 +136,9 @@ class WeightLoader:
 
 
 def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return (method, its kernel) of all layers with experts, and leave the methods without one.
-
-    vLLM 0.32.0 packs experts for its kernels on CPUs only when it makes the kernel: with one there, it would compute
-    with new weights that are not packed, and nothing would tell.
-    """
+    """Return (method, its kernel) of all layers with experts, and leave the methods without one. vLLM 0.32.0 packs
+    experts for its kernels on CPUs only when it makes the kernel: with one there, it would compute with new weights
+    that are not packed, and nothing would tell."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in kernels:
@@ -153,10 +147,8 @@ def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _repack_shared(model: nn.Module) -> None:
-    """Let layers that share a weight (tied embeddings) derive again what depends on it.
-
-    Only one of them was reloaded. The other may have, for example, a packed copy that CPUs compute logits with.
-    """
+    """Let layers that share a weight (tied embeddings) derive again what depends on it. Only one of them was reloaded.
+    The other may have, for example, a packed copy that CPUs compute logits with."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -184,10 +176,8 @@ def adapter_capacity(rank: int, model: str) -> int:
 
 
 def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size], rank: int) -> None:
-    """Raise ValueError for adapters (their shapes by name) that are incomplete or do not fit these weights.
-
-    shapes: [out, in] of the weights. rank: that of every adapter.
-    """
+    """Raise ValueError for adapters (their shapes by name) that are incomplete or do not fit these weights. shapes:
+    [out, in] of the weights. rank: that of every adapter."""
     for name, shape in tensors.items():
         layer, _, factor = name.partition(lora.INFIX)
         weight = shapes.get(f"{layer.removeprefix(lora.PREFIX)}.weight")
@@ -209,10 +199,8 @@ class _AdaptedModel(Protocol):
 
 
 def _install_adapters(model: _AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Compute with these adapters from now on, unfinished requests included; without tensors, with none.
-
-    ``model``: vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM.
-    """
+    """Compute with these adapters from now on, unfinished requests included; without tensors, with none. ``model``:
+    vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM."""
     manager = model.lora_manager
     adapter = (
         _read_adapter(model, config, tensors)
