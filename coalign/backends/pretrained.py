@@ -15,20 +15,10 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from coalign.backends import attention, lora
+from coalign.backends import attention, lora, vision_language
 from coalign.backends.known_models import find_known_model
 from coalign.backends.unfit_weights import describe_layers_beyond, refuse_unfit
 from coalign.backends.vision import list_placeholder_ids
-from coalign.backends.vision_language import (
-    LEGACY_TEMPLATE,
-    build_classifier,
-    carry_towers,
-    copy_processor,
-    drop_towers,
-    find_conversions,
-    has_towers,
-    list_weight_names,
-)
 from coalign.config.errors import find_nearest
 from coalign.config.schema import ImagesConfig, ModelConfig, ScoreAt
 from coalign.data.images.image_files import ImageFiles
@@ -147,7 +137,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     if config.head != "lm" and config.head_init == "zero":
         nn.init.zeros_(model.get_parameter("score.weight"))
     _reduce_to_text(model, config, name)
-    dropped = has_towers(model.config) and config.vision is None
+    dropped = vision_language.has_towers(model.config) and config.vision is None
     if dropped and not config.frozen and not list_weight_files(get_directory(config)):
         raise ValueError(f"{config.load} has no model.safetensors, from which an export takes the vision tower")
     if packed:
@@ -334,7 +324,9 @@ def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> No
         arguments = {**context.chat_template_kwargs, "reasoning_policy": context.reasoning}
         if (stored := store_arguments(jinja, arguments)) != jinja or name != "auto":
             tokenizer.chat_template = stored
-            (Path(dir) / LEGACY_TEMPLATE).unlink(missing_ok=True)  # a processor would read that of the base
+            (Path(dir) / vision_language.LEGACY_TEMPLATE).unlink(
+                missing_ok=True
+            )  # a processor would read that of the base
     tokenizer.save_pretrained(dir)
 
 
@@ -344,16 +336,16 @@ def build_writer(
     """Return the function that writes weights, config.json and tokenizer so that ``from_pretrained`` loads them. A
     vision-language model gets the rest of it from the directory that was loaded. The function reads no values of
     ``model``, so another thread may call it while the model trains."""
-    carries = config.head == "lm" and has_towers(model.config) and config.vision is None
+    carries = config.head == "lm" and vision_language.has_towers(model.config) and config.vision is None
     # Here, because FSDP reshards a model that is asked for its state.
     state = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()} if carries else {}
 
     def write(weights: dict[str, torch.Tensor]) -> None:
         save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
         if carries:
-            carry_towers(model, state, get_directory(config), Path(dir))
+            vision_language.carry_towers(model, state, get_directory(config), Path(dir))
         elif config.vision is not None:
-            copy_processor(get_directory(config), Path(dir))
+            vision_language.copy_processor(get_directory(config), Path(dir))
         save_tokenizer(config, context, dir)
 
     return write
@@ -369,7 +361,9 @@ class StoredNames:
     def __init__(self, model: PreTrainedModel, source: Path) -> None:
         self.model = model
         # As transformers sets it for a model that it loaded. For one without weights it would omit prefixes of towers.
-        cast(Any, model)._weight_conversions = find_conversions(model, list_weight_names(source))
+        cast(Any, model)._weight_conversions = vision_language.find_conversions(
+            model, vision_language.list_weight_names(source)
+        )
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
         self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
 
@@ -417,7 +411,7 @@ def save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
         architecture = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
         hf |= {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    copy_processor(get_directory(config), Path(dir))
+    vision_language.copy_processor(get_directory(config), Path(dir))
     save_tokenizer(config, context, dir)
 
 
@@ -447,7 +441,7 @@ def _find_class(hf: PretrainedConfig, config: ModelConfig) -> Any:
     visual: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     has_classifier = type(hf) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or type(hf) not in visual
     if config.head != "lm" and config.vision is not None and not has_classifier:
-        return build_classifier(visual[type(hf)])
+        return vision_language.build_classifier(visual[type(hf)])
     return find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
 
 
@@ -480,17 +474,17 @@ def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> N
     what = f"models.{name}.load: {type(model).__name__}"
     if needed:
         raise ValueError(f"{what} computes no text alone: it needs {sorted(needed)}")
-    if config.vision is not None and not has_towers(model.config):
+    if config.vision is not None and not vision_language.has_towers(model.config):
         remedy = f"; to let it judge texts, set models.{name}.judge.show_images: false" if config.judge else ""
         raise ValueError(f"{what} reads no images, and data.images is for models that do{remedy}")
     if config.vision is not None:
         return
-    if config.init == "random" and has_towers(model.config):
+    if config.init == "random" and vision_language.has_towers(model.config):
         raise ValueError(
             f"models.{name}.init is random: {type(model).__name__} learns from text alone, so its vision tower has to "
             "come from weights; use `init: load`"
         )
-    drop_towers(model)
+    vision_language.drop_towers(model)
 
 
 def _check_interface(model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,26 +33,13 @@ from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroup, W
 
 from coalign.cluster.future import Store
 from coalign.devices import make_nccl_group
+from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
 from coalign.weights.sync.segment import TensorEntry, align
-from coalign.weights.sync.transport import (
-    ExportRequest,
-    ProcessId,
-    SentWeights,
-    SourceModule,
-    SyncModule,
-    TargetModule,
-    Transport,
-    WeightError,
-    check_names,
-    check_sum,
-    find_own_address,
-    guard_installation,
-    identify_process,
-    open_export,
-    open_store,
-    wait_for_both,
-)
+from coalign.weights.sync.transport import SentWeights, Transport, WeightError
+
+if TYPE_CHECKING:
+    from coalign.weights.sync.transport import ExportRequest, ProcessId, SourceModule, SyncModule, TargetModule
 
 END = -1
 RendezvousAddress = tuple[str, int] | None  # host, port; None for a rank that does not send
@@ -82,7 +69,7 @@ class BroadcastTransport(Transport):
         arguments = self.labels, version, expected, self.config.timeout
         receiving = self.target.run(_receive_and_install, self.link, *arguments, fatal=False)
         try:
-            wait_for_both(receiving, sending)  # a reader's error includes its sender's
+            transport.wait_for_both(receiving, sending)  # a reader's error includes its sender's
             return sending.result()
         except BaseException:
             for leaving in [model.run(_leave_groups, self.link, fatal=False) for model in (self.source, self.target)]:
@@ -96,7 +83,7 @@ class BroadcastTransport(Transport):
         senders = self.source.run(_join_own_group, link, len(self.readers), self.config.timeout, fatal=False)
         readers = [endpoint.identity for endpoint in self.readers]
         arguments = link, self.device_type, addresses, readers, self.config.timeout
-        wait_for_both(senders, self.target.run(_join_sender_groups, *arguments, fatal=False))
+        transport.wait_for_both(senders, self.target.run(_join_sender_groups, *arguments, fatal=False))
         return link
 
 
@@ -142,7 +129,7 @@ def _open_rendezvous(module: SyncModule, store: Store, link: str, device_type: s
     rank_link = _open_link(module, link, device_type)
     if not module.exports:
         return None
-    rank_link.server = open_store(host := find_own_address())
+    rank_link.server = transport.open_store(host := transport.find_own_address())
     return host, rank_link.server.port
 
 
@@ -163,7 +150,7 @@ def _join_sender_groups(
     timeout: float,
 ) -> None:
     """Join the group of every sender. Raises RuntimeError if not all ranks come within ``timeout`` s."""
-    rank_link, rank = _open_link(module, link, device_type), 1 + readers.index(identify_process())
+    rank_link, rank = _open_link(module, link, device_type), 1 + readers.index(transport.identify_process())
     for host, port in filter(None, addresses):
         server = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
         rank_link.join_group(server, rank, 1 + len(readers), timeout)
@@ -187,7 +174,7 @@ def send(module: SourceModule, store: Store, link: str, request: ExportRequest, 
     """Broadcast this rank's weights in buckets of up to ``size`` bytes."""
     rank_link: _BroadcastLink = module.links[link]
     sizes: dict[str, int] = {}
-    with open_export(module, request) as weights:
+    with transport.open_export(module, request) as weights:
         if not rank_link.groups:
             if (item := next(weights, None)) is not None:
                 raise WeightError(f"rank {module.context.rank} yields '{item[0]}', but its `exports` is False")
@@ -283,9 +270,9 @@ def _receive_and_install(
     ready: queue.SimpleQueue[_BroadcastReceiver] = queue.SimpleQueue()
     pairs = zip(rank_link.groups, senders, strict=True)
     streams = [_BroadcastReceiver(group, rank_link.device, sender, timeout, ready) for group, sender in pairs]
-    with guard_installation(module, version), closing(_merge_streams(streams, ready)) as weights:
+    with transport.guard_installation(module, version), closing(_merge_streams(streams, ready)) as weights:
         module.load_weights(weights, version=version, adopt=False)
-        check_names([SentWeights(stream.sizes) for stream in streams], expected)
+        transport.check_names([SentWeights(stream.sizes) for stream in streams], expected)
 
 
 def _merge_streams(
@@ -303,7 +290,7 @@ def _merge_streams(
                 continue
             sums, payload = dict(bucket[0]), bucket[1]
             for entry, computed in checksum_tensors((entry, entry.bytes(payload)) for entry in sums):
-                check_sum(entry.name, computed, sums[entry])
+                transport.check_sum(entry.name, computed, sums[entry])
                 yield entry.name, entry.tensor(payload)
     finally:
         for stream in live:

@@ -15,31 +15,20 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from coalign.cluster.future import Store
+from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
 from coalign.weights.sync.segment import Address, JournalState, SharedMemorySegment, SyncJournal, TensorEntry, align
-from coalign.weights.sync.transport import (
-    ExportRequest,
-    ProcessId,
-    SentWeights,
-    SourceModule,
-    StagedTransport,
-    SyncModule,
-    TargetModule,
-    WeightError,
-    check_sum,
-    forget_link,
-    guard_installation,
-    identify_process,
-    open_export,
-    wait_for_both,
-)
+from coalign.weights.sync.transport import SentWeights, StagedTransport, WeightError
+
+if TYPE_CHECKING:
+    from coalign.weights.sync.transport import ExportRequest, ProcessId, SourceModule, SyncModule, TargetModule
 
 MIN_SEGMENT_BYTES = 16 * 2**20  # later segments are as large as all earlier ones together
 MAX_SEGMENT_BYTES = 2**30
@@ -91,7 +80,7 @@ class SharedMemoryTransport(StagedTransport):
 
     def close(self) -> None:
         for model in (self.source, self.target):
-            model.run(forget_link, self.link, fatal=False).result()
+            model.run(transport.forget_link, self.link, fatal=False).result()
 
     def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
         if not self.journals:
@@ -105,7 +94,7 @@ class SharedMemoryTransport(StagedTransport):
         readers = [endpoint.identity for endpoint in self.readers]
         arguments = self.segment, self.source.name, self.journals, readers, self.syncs, turn, self.config.timeout
         receiving = self.target.run(receive, self.link, *arguments, fatal=False)
-        sent = wait_for_both(sending, receiving, on_sent)
+        sent = transport.wait_for_both(sending, receiving, on_sent)
         total = sum(len(rank.sizes) for rank in sent)
         if any(count != total for count in receiving.result()):
             raise WeightError(f"{total} weights were sent, and the readers found {receiving.result()}")
@@ -185,7 +174,7 @@ def send(
             yield entry, tensor, segment.bytes[offset : offset + size]
 
     try:
-        with open_export(module, request) as weights:
+        with transport.open_export(module, request) as weights:
             for entry, checksum in copy_tensors(jobs(weights), turn):
                 journal.append(entry(checksum))
     except BaseException:
@@ -213,7 +202,7 @@ def receive(
         module.links[link] = _ReaderMemory(segment, journals)
     memory: _ReaderMemory = module.links[link]
     memory.entries, memory.received = [], 0
-    reader = readers.index(identify_process())
+    reader = readers.index(transport.identify_process())
 
     def follow_share() -> Iterator[tuple[_WrittenTensor, Tensor]]:
         for rank, journal in enumerate(memory.journals):
@@ -223,7 +212,7 @@ def receive(
                     yield entry, entry.bytes(memory.memory(entry))
 
     for entry, computed in checksum_tensors(follow_share(), turn):
-        check_sum(entry.name, computed, entry.checksum)
+        transport.check_sum(entry.name, computed, entry.checksum)
     memory.received = sync
     return len(memory.entries)
 
@@ -233,7 +222,7 @@ def install(module: TargetModule, store: Store, link: str, sync: int, version: i
     if memory.received != sync:
         raise WeightError(f"the weights of version {version} did not arrive complete, so they cannot be installed")
     weights = ((entry.name, entry.tensor(memory.memory(entry))) for entry in memory.entries)
-    with guard_installation(module, version):
+    with transport.guard_installation(module, version):
         module.load_weights(weights, version=version, adopt=adopt)
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,17 +24,12 @@ from torch import Tensor
 
 from coalign.cluster.future import Store
 from coalign.files import move_aside, write_atomically
+from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum, tensor_bytes
-from coalign.weights.sync.transport import (
-    ExportRequest,
-    SentWeights,
-    SourceModule,
-    StagedTransport,
-    TargetModule,
-    check_sum,
-    guard_installation,
-    open_export,
-)
+from coalign.weights.sync.transport import SentWeights, StagedTransport
+
+if TYPE_CHECKING:
+    from coalign.weights.sync.transport import ExportRequest, SourceModule, TargetModule
 
 log = logging.getLogger(__name__)
 FILE = re.compile(r"rank_\d+-\d+\.safetensors")
@@ -52,7 +47,7 @@ class _PackedTensor:
 
     def verify(self) -> None:
         """Raise WeightError if the bytes are not those that were packed."""
-        check_sum(self.name, checksum(self.data), self.checksum)
+        transport.check_sum(self.name, checksum(self.data), self.checksum)
 
     def tensor(self) -> Tensor:
         """Return a view of the data. Do not write to it: other processes may share the data."""
@@ -144,7 +139,7 @@ def _export_buckets(
     """Store this rank's weights in buckets of up to ``size`` bytes."""
     references: list[Any] = []
     sizes: dict[str, int] = {}
-    with open_export(module, request) as weights:
+    with transport.open_export(module, request) as weights:
         for bucket in pack(weights, size):
             if directory is None:
                 references.append(store.put(bucket))
@@ -178,5 +173,5 @@ def _install_buckets(
     module: TargetModule, store: Store, references: list[Any], version: int, directory: str | None = None
 ) -> None:
     weights = ((packed.name, packed.tensor()) for packed in _read_buckets(store, references, directory))
-    with guard_installation(module, version):
+    with transport.guard_installation(module, version):
         module.load_weights(weights, version=version, adopt=False)
