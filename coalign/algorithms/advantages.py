@@ -225,10 +225,8 @@ def gigpo(
     turns = int(of_token[-1]) + 1 if len(of_token) else 0
     owner = torch.zeros(turns, dtype=torch.int64, device=segment.device).scatter_(0, of_token, sequence)
     state = torch.zeros_like(owner).index_add_(0, of_token, turn_states[loss_mask].long())  # one token a turn is not 0
-    if bool((state == 0).any()):
-        raise ValueError(
-            f"`turn_states` has no state of {int((state == 0).sum())} of {turns} turns: see Episode.anchor"
-        )
+    if missing := int((state == 0).sum()):
+        raise ValueError(f"`turn_states` has no state of {missing} of {turns} turns: see Episode.anchor")
     rewards = segment_sum(token_rewards[loss_mask].double(), of_token, turns)
     state_group = torch.unique(torch.stack([group[owner], state]), dim=1, return_inverse=True)[1]
     alike = RewardGroups(discounted_sum(rewards, owner, gamma), state_group)

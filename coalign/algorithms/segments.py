@@ -130,8 +130,6 @@ def check_aggregation(loss: Loss, name: str, aggregation: str, section: str = "l
     """
     setting = f"{section}.aggregation is `{aggregation}`"
     if value_unit(loss) != "token" and aggregation != "token_mean":
-        raise ValueError(
-            f"{setting} and has no effect: `{name}` gives a value per {value_unit(loss)}, of which the mean is taken"
-        )
+        raise ValueError(f"{setting} and has no effect: `{name}` takes the mean of a value per {value_unit(loss)}")
     if aggregation not in (allowed := getattr(loss, "aggregations", AGGREGATIONS)):
         raise ValueError(f"{setting}, which `{name}` is not defined for; expected {' or '.join(allowed)}")

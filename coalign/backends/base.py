@@ -97,9 +97,7 @@ class Objective:
                 "attribute `per` says which: token, sequence, group or batch)"
             )
         if taken := STEP_STATISTICS & set(result.stats):
-            raise ValueError(
-                f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
-            )
+            raise ValueError(f"the loss returned statistics {sorted(taken)}, which the training step itself reports")
         mismatch: Stats = {}
         if x.logprobs is not None and x.old is not None and x.rollout is not None:
             mismatch = mismatch_stats(x.old, x.rollout)
@@ -631,9 +629,7 @@ class TrainableModule(Module):
             return _build_objective(name)
         if self.context.loss is None:
             model = self.context.model
-            raise ValueError(
-                f"model '{model}' is to be trained, but there is neither a `loss` nor a `models.{model}.loss`"
-            )
+            raise ValueError(f"model '{model}' is to be trained, and there is no `loss` and no `models.{model}.loss`")
         return self.context.loss
 
     def _compare_with_sampler(self, batch: Batch) -> Stats:

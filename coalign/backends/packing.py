@@ -104,12 +104,10 @@ class RowPlan:
             self._kept[key] = make()
         return self._kept[key]
 
-    def mask(self, number: int, window: int | None) -> Tensor | None:
-        """bool[longest, prefix + longest] of block ``number``, True where a query may look; None for plain causal
-        attention. A token sees the ``window`` tokens up to itself."""
-        return self.keep(
-            ("mask", number, window), lambda: _mask(self.blocks[number], window, self.device, self.two_way)
-        )
+    def mask(self, i: int, window: int | None) -> Tensor | None:
+        """bool[longest, prefix + longest] of block ``i``, True where a query may look; None for plain causal attention.
+        A token sees the ``window`` tokens up to itself."""
+        return self.keep(("mask", i, window), lambda: _mask(self.blocks[i], window, self.device, self.two_way))
 
     @cached_property
     def two_way_groups(self) -> Tensor:

@@ -324,9 +324,7 @@ def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> No
         arguments = {**context.chat_template_kwargs, "reasoning_policy": context.reasoning}
         if (stored := store_arguments(jinja, arguments)) != jinja or name != "auto":
             tokenizer.chat_template = stored
-            (Path(dir) / vision_language.LEGACY_TEMPLATE).unlink(
-                missing_ok=True
-            )  # a processor would read that of the base
+            (Path(dir) / vision_language.LEGACY_TEMPLATE).unlink(missing_ok=True)  # that of the base
     tokenizer.save_pretrained(dir)
 
 
@@ -361,9 +359,8 @@ class StoredNames:
     def __init__(self, model: PreTrainedModel, source: Path) -> None:
         self.model = model
         # As transformers sets it for a model that it loaded. For one without weights it would omit prefixes of towers.
-        cast(Any, model)._weight_conversions = vision_language.find_conversions(
-            model, vision_language.list_weight_names(source)
-        )
+        names = vision_language.list_weight_names(source)
+        cast(Any, model)._weight_conversions = vision_language.find_conversions(model, names)
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
         self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
 

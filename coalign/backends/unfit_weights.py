@@ -46,6 +46,5 @@ def describe_layers_beyond(config: ModelConfig, model: PreTrainedModel, info: Ma
     names = {LAYER.sub(".0.", name) for name in model.state_dict()}
     unexpected = sorted(info["unexpected_keys"])
     beyond = [name for name in unexpected if LAYER.search(name) and LAYER.sub(".0.", name) in names]
-    return (
-        f"{config.load} has weights of more layers than its config.json says, among them {beyond[0]}" if beyond else ""
-    )
+    what = f"{config.load} has weights of more layers than its config.json says"
+    return f"{what}, among them {beyond[0]}" if beyond else ""

@@ -123,11 +123,9 @@ class ImageEmbedder:
         for names in self._group(pixels):
             layers = self._compute([pixels[name] for name in names])
             counts = [sizes[name] for name in names]
-            if len(layers[0]) != sum(counts):
+            if (made := len(layers[0])) != sum(counts):
                 paths = ", ".join(images[name].path or name for name in names)
-                raise ValueError(
-                    f"the tower makes {len(layers[0])} features of {paths}, and {sum(counts)} have a place"
-                )
+                raise ValueError(f"the tower makes {made} features of {paths}, and {sum(counts)} have a place")
             by_image = zip(*(layer.split(counts) for layer in layers), strict=True)
             features |= dict(zip(names, map(list, by_image), strict=True))
         return features
@@ -214,9 +212,7 @@ class ImageEmbedder:
         """i64[3, n] up to the token behind the last image; ``spans``: start, length, grid, first, seconds of each."""
         owner, *_ = self._modules
         if any(start == previous + length for (previous, length, *_), (start, *_) in pairwise(spans)):
-            raise ValueError(
-                "two images stand side by side without a token between them, which M-RoPE cannot tell apart"
-            )
+            raise ValueError("two images stand side by side without a token between, which M-RoPE cannot tell apart")
         end = spans[-1][0] + spans[-1][1]
         token_types = torch.zeros(1, end + 1, dtype=torch.int32)
         grids: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}

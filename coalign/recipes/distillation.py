@@ -170,10 +170,8 @@ def assign_teachers(batch: Batch, names: Sequence[str]) -> Tensor:
     for row in batch["rows"]:
         name = "teacher" if (key := row.get("teacher")) is None else f"teacher_{key}"
         if name not in names:
-            expected = ", ".join(repr(teacher.removeprefix("teacher_")) for teacher in names[1:])
-            raise ValueError(
-                f"a row has the teacher {key!r}, and there is no models.{name}; expected {expected}, or no key"
-            )
+            keys = ", ".join(repr(teacher.removeprefix("teacher_")) for teacher in names[1:])
+            raise ValueError(f"a row has the teacher {key!r}, and there is no models.{name}; expected {keys}, or none")
         assigned.append(names.index(name))
     return torch.tensor(assigned, dtype=torch.int64)
 

@@ -125,9 +125,8 @@ class RolloutModule(Module):
             options = {"min_groups": min_groups, "progress": progress, "on_token": on_token}
             return iter([self.runner.run(self.engine, unfinished, sampling, **options)])
         chunks = unfinished.split(parts, keep="group", by="sequences")
-        planned = [
-            plan_requests(chunk, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for chunk in chunks
-        ]
+        limits = sampling.max_new_tokens, round_tokens, self.context.sample_tokens
+        planned = [plan_requests(chunk, *limits) for chunk in chunks]
         requests = [request for _, chunk_requests in planned for request in chunk_requests]
         sizes = [len(chunk_requests) for _, chunk_requests in planned]
 

@@ -19,7 +19,7 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -61,7 +61,7 @@ class BroadcastTransport(Transport):
         self.link: str | None = None
 
     def move(
-        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
+        self, version: int, changing: bool, expected: transport.Names, on_sent: transport.OnSent
     ) -> list[SentWeights]:
         if self.link is None:
             self.link = self._connect(f"broadcast {uuid.uuid4().hex}")

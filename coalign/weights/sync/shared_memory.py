@@ -12,7 +12,7 @@ failed; then an eighth of every block, another eighth each time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -82,7 +82,7 @@ class SharedMemoryTransport(StagedTransport):
         for model in (self.source, self.target):
             model.run(transport.forget_link, self.link, fatal=False).result()
 
-    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
+    def stage(self, version: int, changing: bool, on_sent: transport.OnSent) -> list[SentWeights]:
         if not self.journals:
             self.journals = self.source.run(_open_sender_memory, self.link, self.segment, fatal=False).result()
         self.syncs += 1

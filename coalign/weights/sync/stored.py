@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[_Pac
 class ObjectStoreTransport(StagedTransport):
     """Buckets in the cluster's object store."""
 
-    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
+    def stage(self, version: int, changing: bool, on_sent: transport.OnSent) -> list[SentWeights]:
         sent = self.export(version, changing)
         on_sent()
         self.target.run(verify_buckets, _references(sent), self.folder(version), fatal=False).result()

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ProcessId = tuple[str, int]  # host, process number
 Weights = Iterable[tuple[str, Tensor]]  # Hugging Face names and full tensors
+Names = frozenset[str] | None  # those that have to arrive, if known
+OnSent = Callable[[], None]
 
 
 class WeightError(RuntimeError):
@@ -181,9 +183,7 @@ class Transport(ABC):
         return self.config.bucket_mib * 2**20
 
     @abstractmethod
-    def move(
-        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
-    ) -> list[SentWeights]:
+    def move(self, version: int, changing: bool, expected: Names, on_sent: OnSent) -> list[SentWeights]:
         """Return what each rank sent, once every replica serves ``version``.
 
         ``changing``: send only the weights that training changes; the target has the rest. ``expected``: the names
@@ -195,16 +195,14 @@ class Transport(ABC):
 class StagedTransport(Transport):
     """A transport that keeps all new weights beside those in use until every one of them is verified."""
 
-    def move(
-        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
-    ) -> list[SentWeights]:
+    def move(self, version: int, changing: bool, expected: Names, on_sent: OnSent) -> list[SentWeights]:
         sent = self.stage(version, changing, on_sent)
         check_names(sent, expected)
         self.install(version, sent)
         return sent
 
     @abstractmethod
-    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
+    def stage(self, version: int, changing: bool, on_sent: OnSent) -> list[SentWeights]:
         """Send the weights and call ``on_sent``; return once every target rank has verified them. All still serve their
         old version."""
 
@@ -312,9 +310,7 @@ class LiveTensorTransport(Transport):
 
     adopt = True
 
-    def move(
-        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
-    ) -> list[SentWeights]:
+    def move(self, version: int, changing: bool, expected: Names, on_sent: OnSent) -> list[SentWeights]:
         [weights] = self.source.run(_open_live_weights, changing, fatal=False).result()
         sent = self.target.run(load_weights, weights, version, self.adopt, fatal=False, beside=[self.source]).result()
         check_names(sent, expected)

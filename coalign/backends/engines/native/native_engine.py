@@ -534,9 +534,7 @@ class NativeEngine(MetaModelEngine):
                 self.is_invariant = probe.is_invariant(self.model)
             if not self.is_invariant:
                 name, layers = type(self.model.module).__name__, ", ".join(self.model.variant_layers) or "its attention"
-                log.warning(
-                    f"native engine: log-probs of {name} may depend on their batch in their last bits ({layers})"
-                )
+                log.warning(f"log-probs of {name} may depend on their batch in their last bits ({layers})")
 
 
 class NativeModule(MetaModelModule):
