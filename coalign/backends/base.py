@@ -1,11 +1,8 @@
 """The base classes of all backends: ``Module``, any model of a run, and ``TrainableModule``, one that learns.
 
-``Objective`` turns a model's outputs into a loss: it builds what the loss reads, and weights its values by the counts
-of the whole step.
-
-This file knows no backend, no algorithm and no Ray. It owns the order of events inside a training step: cut the batch
-into updates, count the global denominators, cut each update into micro-batches, forward and backward, optimizer step.
-It is long, so that a training step can be read from top to bottom in one place.
+``Objective`` turns a model's outputs into a loss. ``TrainableModule`` owns the order of events inside a training step:
+cut the batch into updates, count the global denominators, cut each update into micro-batches, forward and backward,
+optimizer step. It is long, so that a step can be read from top to bottom in one place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Watches the routers of a transformers model, and has them choose given experts (routing replay, 2510.11370).
 
 Which modules are routers, and which of their outputs are logits, transformers declares for each model
-(`_can_record_outputs`). All of them choose experts by `torch.topk`, whatever they make of logits before and after it:
-softmax or sigmoid, groups of experts, biases, normalised weights. So the choice is read there, and replaced there. The
-weights of the given experts then follow from the router's own logits, by the model's own code.
+(`_can_record_outputs`). All of them choose experts by `torch.topk`, so the choice is read there, and replaced there.
+The weights of the given experts then follow from the router's own logits, by the model's own code.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The engine on transformers' own cache and its policy module: any causal LM, exact rather than fast.
 
-Requests wait, are computed in batches of rows, and leave as they finish. A token depends on the weights and on (seed,
-group, index, position). The batch matters only as far as torch's kernels round differently in another one.
-
-A model keeps the state of earlier tokens in a cache of its own class: keys and values, states of convolutions,
-recurrent states. Here a cache is only a tree of tensors, whose first dimension is the row. So rows are selected,
+A token depends on the weights and on (seed, group, index, position). The batch matters only as far as torch's kernels
+round differently in another one. Whatever a model's cache holds of earlier tokens (keys and values, states of
+convolutions, recurrent states), here it is a tree of tensors whose first dimension is the row. So rows are selected,
 repeated and joined in the same way for every architecture.
 """
 

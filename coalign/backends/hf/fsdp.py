@@ -1,8 +1,7 @@
 """Models of transformers: what all of their trainers have in common, and the one in plain torch.
 
 FSDPModule runs in one process, or sharded over several with FSDP2. Ranks can also share rows, layers and experts
-(coalign.backends.hf.parallel). Log-probs come from coalign.backends.hf.heads, attention over packed sequences from
-coalign.backends.attention, the order of events in a training step from coalign.backends.base.
+(coalign.backends.hf.parallel). The order of events in a training step is in coalign.backends.base.
 """
 
 from __future__ import annotations

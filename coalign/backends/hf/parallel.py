@@ -2,11 +2,11 @@
 
 Tensor parallelism comes with sequence parallelism (1909.08053, 2205.05198). Between two blocks (the attention and the
 feed-forward block of a layer) each rank has a chunk of the row. A block gathers the row, computes with some heads or
-columns, and sums its output over the ranks. So the gradient of a cut weight is complete on its rank, and the gradient
-of an uncut weight in a block is summed over the ranks. `check_cuts` (plans.py) refuses what cannot be cut.
+columns, and sums its output over the ranks. So the gradient of a cut weight is complete on its rank, and that of an
+uncut weight in a block is summed over the ranks.
 
-Experts are not cut but distributed: each rank holds some of them, and transformers sends tokens to theirs and back by
-two all-to-alls around their forward. No two ranks have the same token, so any ranks can share experts.
+Experts are distributed: each rank holds some, and transformers sends tokens to theirs and back by two all-to-alls. No
+two ranks have the same token, so any ranks can share experts.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Transport between hosts: each sender broadcasts buckets to all readers, in a torch.distributed group of its own.
 
 All senders send at once, and each has two buckets under way: the next one is filled while the last one travels, and
-readers verify and install the last one while the next one comes. Readers hold a few buckets, never the complete model:
-they install each tensor once it is verified. So a stream that breaks off leaves replicas that refuse to serve until
-the next complete sync. Both models must be able to compute at once.
+readers verify and install the last one while the next one comes. Readers install each tensor once it is verified. So a
+stream that breaks off leaves replicas that refuse to serve until the next complete sync.
 
 A bucket is three messages: a header i64[2] (bytes of tensors, bytes of entries), the entries as JSON, the tensors.
 The header (END, n) ends the stream. It is followed by n bytes: a text as JSON, empty or the error that ended it.
 
-The groups exist beside those that the models have themselves: they are made without torch.distributed's registry,
-which knows one world.
+The groups are made without torch.distributed's registry, which knows one world: that of the models.
 """
 
 from __future__ import annotations
@@ -35,11 +33,13 @@ from coalign.cluster.future import Store
 from coalign.devices import make_nccl_group
 from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
-from coalign.weights.sync.segment import TensorEntry, align
+from coalign.weights.sync.segment import TensorEntry, align, pack
 from coalign.weights.sync.transport import SentWeights, Transport, WeightError
 
 if TYPE_CHECKING:
-    from coalign.weights.sync.transport import ExportRequest, ProcessId, SourceModule, SyncModule, TargetModule
+    from coalign.backends.base import Module, TrainableModule
+    from coalign.backends.engines.rollout_module import RolloutModule
+    from coalign.weights.sync.transport import ExportRequest, ProcessId
 
 END = -1
 RendezvousAddress = tuple[str, int] | None  # host, port; None for a rank that does not send
@@ -117,14 +117,14 @@ class _BroadcastLink:
         self.groups.append(cast("ProcessGroup", group))  # torch's stubs give only that class its `broadcast`
 
 
-def _open_link(module: SyncModule, link: str, device_type: str) -> _BroadcastLink:
+def _open_link(module: Module, link: str, device_type: str) -> _BroadcastLink:
     """``device_type``: `cuda` if all ranks have GPUs, else `cpu`."""
     device = module.context.device if device_type == "cuda" else device_type
     module.links[link] = _BroadcastLink(torch.device(device))
     return module.links[link]
 
 
-def _open_rendezvous(module: SyncModule, store: Store, link: str, device_type: str) -> RendezvousAddress:
+def _open_rendezvous(module: Module, store: Store, link: str, device_type: str) -> RendezvousAddress:
     """Return where readers meet this rank, if it sends."""
     rank_link = _open_link(module, link, device_type)
     if not module.exports:
@@ -133,7 +133,7 @@ def _open_rendezvous(module: SyncModule, store: Store, link: str, device_type: s
     return host, rank_link.server.port
 
 
-def _join_own_group(module: SyncModule, store: Store, link: str, readers: int, timeout: float) -> None:
+def _join_own_group(module: Module, store: Store, link: str, readers: int, timeout: float) -> None:
     """Join a sender's group as rank 0. Raises RuntimeError if not all readers come within ``timeout`` s."""
     rank_link: _BroadcastLink = module.links[link]
     if rank_link.server is not None:
@@ -141,7 +141,7 @@ def _join_own_group(module: SyncModule, store: Store, link: str, readers: int, t
 
 
 def _join_sender_groups(
-    module: SyncModule,
+    module: Module,
     store: Store,
     link: str,
     device_type: str,
@@ -156,7 +156,7 @@ def _join_sender_groups(
         rank_link.join_group(server, rank, 1 + len(readers), timeout)
 
 
-def _leave_groups(module: SyncModule, store: Store, link: str) -> None:
+def _leave_groups(module: Module, store: Store, link: str) -> None:
     """End the groups: after a failure their ranks would not agree on what comes next."""
     for group in module.links.pop(link, _BroadcastLink(torch.device("cpu"))).groups:
         group.shutdown()
@@ -170,7 +170,7 @@ def broadcast(group: ProcessGroup, tensor: Tensor) -> Work:
 # ---- a sender
 
 
-def send(module: SourceModule, store: Store, link: str, request: ExportRequest, size: int) -> SentWeights:
+def send(module: TrainableModule, store: Store, link: str, request: ExportRequest, size: int) -> SentWeights:
     """Broadcast this rank's weights in buckets of up to ``size`` bytes."""
     rank_link: _BroadcastLink = module.links[link]
     sizes: dict[str, int] = {}
@@ -179,11 +179,11 @@ def send(module: SourceModule, store: Store, link: str, request: ExportRequest, 
             if (item := next(weights, None)) is not None:
                 raise WeightError(f"rank {module.context.rank} yields '{item[0]}', but its `exports` is False")
             return SentWeights({})
-        sender = _BroadcastSender(rank_link, size, request.timeout)
+        sender = _BroadcastSender(rank_link, request.timeout)
         try:
-            for name, tensor in weights:
-                sizes[name] = tensor.nbytes
-                sender.add(name, tensor)
+            for bucket in pack(weights, size):
+                sizes |= {entry.name: entry.size for entry, _ in bucket}
+                sender.send(bucket)
             sender.end()
         except BaseException as problem:
             with suppress(WeightError):  # readers that cannot be told have a deadline of their own
@@ -195,42 +195,31 @@ def send(module: SourceModule, store: Store, link: str, request: ExportRequest, 
 class _BroadcastSender:
     """The buckets of a sender: one is filled while another one is under way."""
 
-    def __init__(self, link: _BroadcastLink, size: int, timeout: float) -> None:
-        self.link, self.size, self.timeout = link, size, timeout
-        self._tensors: list[tuple[TensorEntry, Tensor]] = []
-        self._filled = 0
+    def __init__(self, link: _BroadcastLink, timeout: float) -> None:
+        self.link, self.timeout = link, timeout
         self._under_way: deque[tuple[str, Work, Tensor]] = deque()
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._tensors and self._filled + tensor.nbytes > self.size:
-            self._flush()
-        entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), self._filled)
-        self._tensors.append((entry, tensor))
-        self._filled += align(tensor.nbytes)
-
     def end(self, problem: str = "") -> None:
-        """Send what is left and end the stream; ``problem`` is the error that ends it too early."""
-        if self._tensors and not problem:
-            self._flush()
+        """End the stream; ``problem`` is the error that ends it too early."""
         text = _to_bytes(problem)
-        self._post(torch.tensor([END, len(text)]), text)
+        self._post("the end", torch.tensor([END, len(text)]), text)
         self._wait(0)
 
-    def _flush(self) -> None:
+    def send(self, bucket: list[tuple[TensorEntry, Tensor]]) -> None:
         self._wait(3)  # the messages of one bucket
-        payload = self.link.next_buffer(self._filled)
-        jobs = ((entry, tensor, entry.bytes(payload)) for entry, tensor in self._tensors)
+        last, _ = bucket[-1]
+        filled = last.offset + align(last.size)
+        payload = self.link.next_buffer(filled)
+        jobs = ((entry, tensor, entry.bytes(payload)) for entry, tensor in bucket)
         entries = _to_bytes(
             [
                 [e.name, str(e.dtype).removeprefix("torch."), e.shape, e.offset, digest]
                 for e, digest in copy_tensors(jobs)
             ]
         )
-        self._post(torch.tensor([self._filled, len(entries)]), entries, payload)
-        self._tensors, self._filled = [], 0
+        self._post(last.name, torch.tensor([filled, len(entries)]), entries, payload)
 
-    def _post(self, *messages: Tensor) -> None:
-        last = self._tensors[-1][0].name if self._tensors else "the end"
+    def _post(self, last: str, *messages: Tensor) -> None:
         for message in messages:
             message = message.to(self.link.device)
             self._under_way.append((last, broadcast(self.link.groups[0], message), message))
@@ -257,7 +246,7 @@ def _to_bytes(value: Any) -> Tensor:
 
 
 def _receive_and_install(
-    module: TargetModule,
+    module: RolloutModule,
     store: Store,
     link: str,
     senders: list[str],

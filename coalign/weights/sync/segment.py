@@ -1,8 +1,8 @@
 """Memory that several processes of one host share: segments, the tensors in them, and the journal of a sync.
 
-A segment has no name (memfd_create). So it is no file in /dev/shm, whose size containers limit to 64 MiB, and it is
-freed with the last process that maps it, however that process ended. Others open it through the creator's entry in
-/proc, so they must see that process: the same user in the same container.
+A segment has no name (memfd_create): it is no file in /dev/shm, whose size containers limit to 64 MiB, and it is freed
+with the last process that maps it. Others open it through the creator's entry in /proc, as the same user in the same
+container.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -53,6 +53,20 @@ class TensorEntry:
 def align(size: int) -> int:
     """Round a tensor's bytes up to where the next tensor may start."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[TensorEntry, Tensor]]]:
+    """Yield buckets of at most ``size`` bytes, in the order of the weights; a larger tensor has one of its own."""
+    bucket: list[tuple[TensorEntry, Tensor]] = []
+    filled = 0
+    for name, tensor in weights:
+        if bucket and filled + tensor.nbytes > size:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((TensorEntry(name, tensor.dtype, tuple(tensor.shape), filled), tensor))
+        filled += align(tensor.nbytes)
+    if bucket:
+        yield bucket
 
 
 class HostMemoryFull(MemoryError):

@@ -1,8 +1,7 @@
 """Transport between processes of one host, through memory that all of them map.
 
-A sender writes each tensor once, and every reader on the host finds it there. A reader that can (``Module.adopts``)
-computes with it in place. Then there are two sides, written in turn: version n + 1 goes to one while readers compute
-with n on the other. Weights that training does not change are written once.
+A sender writes each tensor once. A reader that can (``Module.adopts``) computes with it in place. Then there are two
+sides, written in turn: version n + 1 goes to one while readers compute with n on the other.
 
 Readers follow the senders' journals, so they verify while senders write; one of the readers verifies each tensor. With
 ``sync.verify: rotating`` all bytes are verified when a side is written for the first time and after a sync that
@@ -28,7 +27,9 @@ from coalign.weights.sync.segment import Address, JournalState, SharedMemorySegm
 from coalign.weights.sync.transport import SentWeights, StagedTransport, WeightError
 
 if TYPE_CHECKING:
-    from coalign.weights.sync.transport import ExportRequest, ProcessId, SourceModule, SyncModule, TargetModule
+    from coalign.backends.base import Module, TrainableModule
+    from coalign.backends.engines.rollout_module import RolloutModule
+    from coalign.weights.sync.transport import ExportRequest, ProcessId
 
 MIN_SEGMENT_BYTES = 16 * 2**20  # later segments are as large as all earlier ones together
 MAX_SEGMENT_BYTES = 2**30
@@ -152,14 +153,14 @@ class _ReaderMemory:
         return self._segments[entry.segment].bytes
 
 
-def _open_sender_memory(module: SyncModule, store: Store, link: str, segment: type[Segment]) -> Address:
+def _open_sender_memory(module: Module, store: Store, link: str, segment: type[Segment]) -> Address:
     """Make this rank's memory; return the address of its journal."""
     module.links[link] = _SenderMemory(segment, module.context.device)
     return module.links[link].journal.address
 
 
 def send(
-    module: SourceModule, store: Store, link: str, sync: int, request: ExportRequest, side: int, turn: int | None
+    module: TrainableModule, store: Store, link: str, sync: int, request: ExportRequest, side: int, turn: int | None
 ) -> SentWeights:
     """Write this rank's weights, and a journal of them, to one side. ``turn``: see checksums.py."""
     memory: _SenderMemory = module.links[link]
@@ -185,7 +186,7 @@ def send(
 
 
 def receive(
-    module: SyncModule,
+    module: Module,
     store: Store,
     link: str,
     segment: type[Segment],
@@ -217,7 +218,7 @@ def receive(
     return len(memory.entries)
 
 
-def install(module: TargetModule, store: Store, link: str, sync: int, version: int, adopt: bool) -> None:
+def install(module: RolloutModule, store: Store, link: str, sync: int, version: int, adopt: bool) -> None:
     memory: _ReaderMemory = module.links[link]
     if memory.received != sync:
         raise WeightError(f"the weights of version {version} did not arrive complete, so they cannot be installed")

@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,13 @@ from coalign.cluster.future import Store
 from coalign.files import move_aside, write_atomically
 from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum, tensor_bytes
+from coalign.weights.sync.segment import pack
 from coalign.weights.sync.transport import SentWeights, StagedTransport
 
 if TYPE_CHECKING:
-    from coalign.weights.sync.transport import ExportRequest, SourceModule, TargetModule
+    from coalign.backends.base import TrainableModule
+    from coalign.backends.engines.rollout_module import RolloutModule
+    from coalign.weights.sync.transport import ExportRequest
 
 log = logging.getLogger(__name__)
 FILE = re.compile(r"rank_\d+-\d+\.safetensors")
@@ -45,6 +48,13 @@ class _PackedTensor:
     data: np.ndarray
     checksum: int
 
+    @staticmethod
+    def of(name: str, tensor: Tensor, written: int | None = None) -> _PackedTensor:
+        """Pack a tensor, on the host without a copy. ``written``: the checksum that it was stored with."""
+        data = tensor_bytes(tensor)
+        written = checksum(data) if written is None else written
+        return _PackedTensor(name, tensor.dtype, tuple(tensor.shape), data, written)
+
     def verify(self) -> None:
         """Raise WeightError if the bytes are not those that were packed."""
         transport.check_sum(self.name, checksum(self.data), self.checksum)
@@ -56,22 +66,6 @@ class _PackedTensor:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
-
-
-def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[_PackedTensor]]:
-    """Yield buckets of at most ``size`` bytes, in the order of the weights; a larger tensor has one of its own. Tensors
-    on the host are not copied: a bucket shows later changes until it is stored."""
-    bucket: list[_PackedTensor] = []
-    filled = 0
-    for name, tensor in weights:
-        if bucket and filled + tensor.nbytes > size:
-            yield bucket
-            bucket, filled = [], 0
-        data = tensor_bytes(tensor)
-        bucket.append(_PackedTensor(name, tensor.dtype, tuple(tensor.shape), data, checksum(data)))
-        filled += len(data)
-    if bucket:
-        yield bucket
 
 
 class ObjectStoreTransport(StagedTransport):
@@ -134,13 +128,14 @@ def _references(sent: list[SentWeights]) -> list[Any]:
 
 
 def _export_buckets(
-    module: SourceModule, store: Store, request: ExportRequest, size: int, directory: str | None = None
+    module: TrainableModule, store: Store, request: ExportRequest, size: int, directory: str | None = None
 ) -> SentWeights:
     """Store this rank's weights in buckets of up to ``size`` bytes."""
     references: list[Any] = []
     sizes: dict[str, int] = {}
     with transport.open_export(module, request) as weights:
-        for bucket in pack(weights, size):
+        for entries in pack(weights, size):
+            bucket = [_PackedTensor.of(entry.name, tensor) for entry, tensor in entries]
             if directory is None:
                 references.append(store.put(bucket))
             else:
@@ -159,18 +154,17 @@ def _read_buckets(store: Store, references: list[Any], directory: str | None) ->
         file, checksums = reference
         with safe_open(Path(directory) / file, "pt") as tensors:
             for name, written in checksums.items():
-                tensor = tensors.get_tensor(name)
-                yield _PackedTensor(name, tensor.dtype, tuple(tensor.shape), tensor_bytes(tensor), written)
+                yield _PackedTensor.of(name, tensors.get_tensor(name), written)
 
 
-def verify_buckets(module: TargetModule, store: Store, references: list[Any], directory: str | None = None) -> None:
+def verify_buckets(module: RolloutModule, store: Store, references: list[Any], directory: str | None = None) -> None:
     """Raise WeightError unless everything arrived as it was sent."""
     for packed in _read_buckets(store, references, directory):
         packed.verify()
 
 
 def _install_buckets(
-    module: TargetModule, store: Store, references: list[Any], version: int, directory: str | None = None
+    module: RolloutModule, store: Store, references: list[Any], version: int, directory: str | None = None
 ) -> None:
     weights = ((packed.name, packed.tensor()) for packed in _read_buckets(store, references, directory))
     with transport.guard_installation(module, version):

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ from coalign.config.schema import SyncConfig
 from coalign.devices import find_gpu_uuid
 
 if TYPE_CHECKING:
+    from coalign.backends.base import Module, TrainableModule
+    from coalign.backends.engines.rollout_module import RolloutModule
     from coalign.cluster.dist import DistModel
-    from coalign.roles import Context
 
 ProcessId = tuple[str, int]  # host, process number
 Weights = Iterable[tuple[str, Tensor]]  # Hugging Face names and full tensors
@@ -40,33 +41,6 @@ class WeightError(RuntimeError):
 
 class DamagedWeights(WeightError):
     """A weight arrived with other bytes than it was sent with; sent again, it may arrive intact."""
-
-
-class SyncModule(Protocol):
-    """The members of a worker's module that every transport uses (coalign.backends.base.Module)."""
-
-    adopts: ClassVar[bool]
-    links: dict[str, Any]  # what transports keep from one sync to the next
-    unfit: str | None  # why this replica must not serve
-
-    @property
-    def context(self) -> Context: ...
-    @property
-    def exports(self) -> bool: ...
-    @property
-    def weights_dtype(self) -> torch.dtype | None: ...
-
-
-class SourceModule(SyncModule, Protocol):
-    """A module that sends its weights."""
-
-    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]: ...
-
-
-class TargetModule(SyncModule, Protocol):
-    """A module that takes weights."""
-
-    def load_weights(self, weights: Weights, *, version: int, adopt: bool = False) -> None: ...
 
 
 # ---- where ranks are
@@ -94,7 +68,7 @@ class WeightEndpoint:
         return self.host, self.process
 
 
-def describe_endpoint(module: SyncModule, store: Store) -> WeightEndpoint:
+def describe_endpoint(module: Module, store: Store) -> WeightEndpoint:
     host, process = identify_process()
     device, gpu = module.context.device, find_gpu_uuid(module.context.device)
     return WeightEndpoint(host, process, device, gpu, module.exports, module.adopts, module.weights_dtype)
@@ -261,7 +235,7 @@ def wait_for_both(first: Future, second: Future, on_first: Callable[[], None] = 
 
 
 @contextmanager
-def open_export(module: SourceModule, request: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def open_export(module: TrainableModule, request: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Yield an iterator over this rank's weights, cast as ``request`` says.
 
     It raises WeightError for a repeated name, and after a weight that took longer than the timeout. (Callers have
@@ -289,13 +263,13 @@ def open_export(module: SourceModule, request: ExportRequest) -> Iterator[Iterat
             pass
 
 
-def forget_link(module: SyncModule, store: Store, link: str) -> None:
+def forget_link(module: Module, store: Store, link: str) -> None:
     """Drop what a transport keeps in a worker."""
     module.links.pop(link, None)
 
 
 @contextmanager
-def guard_installation(module: SyncModule, version: int) -> Iterator[None]:
+def guard_installation(module: Module, version: int) -> Iterator[None]:
     """Let the module refuse to serve unless the block succeeds: its weights would be of two versions."""
     module.unfit = f"the weights of version {version} were installed in part only; it needs a complete sync"
     yield
@@ -323,12 +297,12 @@ class TensorCopyTransport(LiveTensorTransport):
     adopt = False
 
 
-def _open_live_weights(module: SourceModule, store: Store, changing: bool) -> Weights:
+def _open_live_weights(module: TrainableModule, store: Store, changing: bool) -> Weights:
     """Return the module's own tensors; a weight that is merged from several is made when the target takes it."""
     return _check_unique(module.export_weights(changing=changing))
 
 
-def load_weights(module: TargetModule, store: Store, weights: Weights, version: int, adopt: bool) -> SentWeights:
+def load_weights(module: RolloutModule, store: Store, weights: Weights, version: int, adopt: bool) -> SentWeights:
     """Let the module serve these tensors, or their present values; return their sizes."""
     sizes: dict[str, int] = {}
 

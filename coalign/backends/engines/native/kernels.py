@@ -1,16 +1,13 @@
 """Linear layers for inference on CPU, and the choice of the kernel that computes them on this machine.
 
-A kernel is invariant if a row of its result has the same bits in any batch. A matrix product may round a row in another
-way when the number of rows changes, because the library picks another kernel or splits the inner sum differently.
-Whether it does depends on the processor, and so does the speed.
+A kernel is invariant if a row of its result has the same bits in any batch, however many rows there are. Whether it is
+depends on the processor, and so does its speed. Both are measured before a model of these shapes is first used, and the
+fastest invariant kernel is chosen. Speed is that of one thread by its processor time, the best of several rounds: what
+else the machine does must not decide. The choice is kept in a file for this machine, so that all processes and later
+runs make the same one. Delete it to measure again.
 
-So both are measured before a model of these shapes is first used, and the fastest invariant kernel is chosen. Speed is
-that of one thread by its processor time, the best of several rounds: what else the machine does must not decide. The
-choice is kept in a file for this machine, so that all processes and later runs make the same one. A run's driver
-measures before it starts them. Delete the file to measure again.
-
-On another device, and in a dtype without a kernel, layers stay plain. Weights outside of nn.Linear (experts of a
-mixture, GPT-2's Conv1D) keep transformers' arithmetic. Log-probs may then differ in their last bits between batches.
+On another device, in a dtype without a kernel, and outside of nn.Linear (experts, GPT-2's Conv1D) layers stay plain.
+Log-probs may then differ in their last bits between batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The native engine and its policy module: continuous batching on the trainer's own tensors where that is possible.
 
 Requests wait, get slots of the KV cache, are decoded together, and leave as they finish. A token depends only on the
-weights and on (seed, group, index, position), as far as this machine's arithmetic allows: kernels.py chooses it so, and
-model.py tests it on every model. ``SequenceSlots`` keeps which sequence has which slot.
+weights and on (seed, group, index, position), as far as this machine's arithmetic allows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The model that the native engine computes with: a transformers causal LM and the weights loaded into it.
 
-Two probes run once for every model. ``check_against_transformers`` compares its logits with a plain forward: an
-architecture may use attention in a way that its declarations do not tell, and its tokens would be plausible and wrong.
-``is_invariant`` tests whether a sequence gets the same bits in any batch. Where it does not, tokens are right, but
-another order or number of replicas may draw others.
+Two probes run once for every model. ``check_against_transformers`` compares its logits with a plain forward, since an
+architecture may use attention in a way that its declarations do not tell. ``is_invariant`` tests whether a sequence
+gets the same bits in any batch; where it does not, another order or number of replicas may draw other tokens.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """The vLLM engine: vLLM's scheduler and kernels, stepped by Coalign in this process.
 
-It uses vLLM's public interfaces only: engine arguments, a logits processor, a worker extension, collective calls. A
-token depends on the weights and on (seed, group, index, position). The batch matters only as far as vLLM's kernels
+A token depends on the weights and on (seed, group, index, position). The batch matters only as far as vLLM's kernels
 round differently in another one (about 1e-6 of a logit in float32).
 
 vLLM's own random streams count draws, so a response that continues on another replica would get other numbers. Its
 log-probs are either those before the temperature or those after truncation. A logits processor solves both: it draws
 the token by coalign.backends.engines.sampling and leaves no other token to choose. In the token's place it leaves the
 log-prob, which vLLM then reports (``logprobs_mode: processed_logits``). Penalties are vLLM's own.
-
-`models.<name>.vllm` may set the engine arguments that Coalign does not set itself (OWNED_ARGUMENTS in module.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from coalign.backends import lora
-from coalign.weights.sync.segment import Address, SharedMemorySegment, TensorEntry, align
+from coalign.weights.sync.segment import Address, SharedMemorySegment, TensorEntry, pack
 
 PARCEL_SIZE = 64 * 2**20  # bytes of a parcel; a larger tensor gets its own
 
@@ -53,21 +53,13 @@ class WeightOutlet:
 
     def parcels(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[_WeightParcel]:
         """Yield parcels with all of the weights, each as soon as it is full."""
-        entries: list[TensorEntry] = []
-        filled = 0
-        for name, tensor in weights:
-            segment = self.segment
-            if entries and segment is not None and filled + tensor.nbytes > self.size:
-                yield _WeightParcel(segment.address, entries)
-                entries, filled = [], 0
-            if segment is None or tensor.nbytes > self.size:
-                self.size = max(self.size, tensor.nbytes)
-                segment = self.segment = SharedMemorySegment.create(self.size)
-            entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), filled)
-            entry.tensor(segment.bytes).copy_(tensor)
-            entries.append(entry)
-            filled += align(tensor.nbytes)
-        if entries and self.segment is not None:
+        for bucket in pack(weights, self.size):
+            entries = [entry for entry, _ in bucket]
+            size = entries[-1].offset + entries[-1].size
+            if self.segment is None or size > len(self.segment.bytes):
+                self.segment = SharedMemorySegment.create(max(self.size, size))
+            for entry, tensor in bucket:
+                entry.tensor(self.segment.bytes).copy_(tensor)
             yield _WeightParcel(self.segment.address, entries)
 
 
