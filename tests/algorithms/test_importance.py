@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coalign.algorithms.divergence import importance_weights, mismatch_stats
-from coalign.types import EffectiveSize, merge_stats
+from coalign.types import EffectiveSize
 
 T = torch.tensor
 LN2, LN3 = math.log(2), math.log(3)
@@ -93,38 +93,6 @@ class TestEveryWeight:
         got, stats = importance_weights(empty, empty, empty.long(), 2, level=level, mode=mode)
         assert got.shape == (0,)
         assert math.isnan(stats["ess"].value) and stats["is_weight"].count == 0
-
-    def test_cuts_change_nothing(self, level, mode):
-        settings = {"level": level, "mode": mode, "low": 0.6, "high": 2.5}
-        whole, stats = importance_weights(OLD, ROLLOUT, SEGMENT, 3, **settings)
-        parts = [
-            importance_weights(OLD[a:b], ROLLOUT[a:b], SEGMENT[a:b] - first, n, **settings)
-            for a, b, first, n in ((0, 3, 0, 2), (3, 5, 2, 1))
-        ]
-        torch.testing.assert_close(torch.cat([part for part, _ in parts]), whole)
-        merged = merge_stats(part for _, part in parts)
-        assert {k: v.value for k, v in merged.items()} == pytest.approx({k: v.value for k, v in stats.items()})
-
-
-def test_the_product_is_unbiased_and_the_token_weight_is_not():
-    """All sequences of two binary tokens, enumerated: E_rollout[w · f] against E_old[f], f the second token's value."""
-    rollout, old = (0.5, {0: 0.5, 1: 0.5}), (0.8, {0: 0.3, 1: 0.9})  # P(first = 1), P(second = 1 | first)
-
-    def joint(policy, a, b):
-        first, second = policy
-        return [(first if a else 1 - first), (second[a] if b else 1 - second[a])]
-
-    expected = {"token": 0.0, "product": 0.0}
-    truth = 0.0
-    for a in (0, 1):
-        for b in (0, 1):
-            p, q = T(joint(old, a, b)).double(), T(joint(rollout, a, b)).double()
-            truth += float(p.prod()) * b
-            for level in expected:
-                w, _ = importance_weights(p.log(), q.log(), T([0, 0]), 1, level=level, high=1e9)
-                expected[level] += float(q.prod()) * float(w[1]) * b
-    assert expected["product"] == pytest.approx(truth)
-    assert abs(expected["token"] - truth) > 0.1
 
 
 def test_effective_sizes_merge_exactly():

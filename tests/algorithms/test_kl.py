@@ -16,27 +16,6 @@ def test_values_worked_by_hand():
     assert estimate_kl(torch.tensor([-1e-4]), torch.tensor([0.0])).item() == pytest.approx(5e-9, rel=0.01)
 
 
-def test_k1_and_k3_are_unbiased():
-    p, q = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    exact = (p * (p / q).log()).sum()
-    for estimator in ("k1", "k3"):
-        torch.testing.assert_close((p * estimate_kl(p.log(), q.log(), estimator)).sum(), exact)
-
-
-def test_expected_gradients_on_policy():
-    # The reverse KL's own gradient is that of k2 as a loss; k1's vanishes; k3's is that of the forward KL.
-    logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
-    q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    logp = logits.log_softmax(0)
-    p = logp.exp()
-    grad = lambda x: torch.autograd.grad(x, logits, retain_graph=True)[0]  # noqa: E731
-    reverse, forward = grad((p * (logp - q.log())).sum()), grad((q * (q.log() - logp)).sum())
-    as_loss = {name: grad((p.detach() * estimate_kl(logp, q.log(), name)).sum()) for name in ("k1", "k2", "k3")}
-    torch.testing.assert_close(as_loss["k1"], torch.zeros_like(logits))
-    torch.testing.assert_close(as_loss["k2"], reverse)
-    torch.testing.assert_close(as_loss["k3"], forward)
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_gradcheck(estimator):
     d = torch.tensor([-5.0, -0.3, 0.0, 0.4, 8.0, 30.0], dtype=torch.float64, requires_grad=True)
