@@ -165,15 +165,12 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import OutputRecorder
 
-    declared = [m._can_record_outputs for m in model.modules() if isinstance(m, PreTrainedModel)]
-    entries = [entry for outputs in declared for entry in _as_list((outputs or {}).get("router_logits"))]
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    declared = [(module._can_record_outputs or {}).get("router_logits") or [] for module in inner]
+    entries = [entry for outputs in declared for entry in (outputs if isinstance(outputs, list) else [outputs])]
     recorders = [entry if isinstance(entry, OutputRecorder) else OutputRecorder(entry) for entry in entries]
     for name, module in model.named_modules():
         for recorder in recorders:
             if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
                 yield module, recorder.index
                 break
-
-
-def _as_list(entry: Any) -> list[Any]:
-    return entry if isinstance(entry, list) else [] if entry is None else [entry]

@@ -89,7 +89,8 @@ def add_policy_terms(
         stats |= weight_stats
         value = surrogate * weights.to(surrogate)
     if drift_limit is not None:
-        drifted = _find_drifted(x, logprobs, drift_limit)
+        drift = _sequence_mean(x, x.require("rollout", "drift_limit") - logprobs.detach())
+        drifted = (x.require("advantages") < 0) & (drift > drift_limit)
         stats["drift_fraction"] = Stat.of(drifted)
         value = torch.where(drifted, 0.0, value)
     if kl_coef:
@@ -124,13 +125,6 @@ def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
 def _policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, **_: object) -> tuple[str, ...]:
     """Return the inputs on request that a policy loss reads (its attribute `needs`)."""
     return (*(["entropy"] if entropy_coef or measure_entropy else []), *(["ref"] if kl_coef else []))
-
-
-@torch.no_grad()
-def _find_drifted(x: LossInput, logprobs: Tensor, limit: float) -> Tensor:
-    """bool[T]: tokens with negative advantage in sequences that have become unlikely under the policy."""
-    drift = _sequence_mean(x, x.require("rollout", "drift_limit") - logprobs)
-    return (x.require("advantages") < 0) & (drift > limit)
 
 
 @torch.no_grad()

@@ -85,7 +85,9 @@ class CachedModule(Module):
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor | Total]:
         """As TrainableModule.forward_step, with log-probs from the store where it has them."""
         mask = get_loss_mask(batch)
-        keys = _keys(batch, mask)
+        tokens, marks = batch.token["tokens"].to(torch.int32).numpy(), mask.numpy()
+        rows = [tokens[a:b].tobytes() + marks[a:b].tobytes() for a, b in pairwise(batch.offsets.tolist())]
+        keys = [blake2b(row, digest_size=16).digest() for row in rows]
         stored = self._read(keys)
         missing = [row for row, key in enumerate(keys) if key not in stored]
         if missing:
@@ -128,9 +130,3 @@ def hash_model(config: ModelConfig, seed: int) -> str:
     how = (config.module, drawn, config.dtype, config.compute_dtype, config.sampling.temperature)
     seen.update(repr(how).encode())
     return seen.hexdigest()
-
-
-def _keys(batch: Batch, mask: Tensor) -> list[bytes]:
-    tokens, marks = batch.token["tokens"].to(torch.int32).numpy(), mask.numpy()
-    rows = (tokens[a:b].tobytes() + marks[a:b].tobytes() for a, b in pairwise(batch.offsets.tolist()))
-    return [blake2b(row, digest_size=16).digest() for row in rows]
