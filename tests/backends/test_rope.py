@@ -73,15 +73,6 @@ def test_a_trainer_computes_up_to_the_limit_and_refuses_more(path):
         trainer.forward_step(rows(5, LIMIT + 1))
 
 
-def test_the_embeddings_do_change_above_it(path):
-    """What is refused would be wrong: a short sequence gets other log-probs beside a long one."""
-    trainer = module(path)
-    trainer.model.rope_limit = None  # nothing is refused
-    batch = rows(LIMIT, 2 * LIMIT)
-    found = trainer.forward_step(batch, into="logprobs")["logprobs"][1:LIMIT]
-    assert (found - alone(path, batch)[: LIMIT - 1]).abs().max() > 0.1
-
-
 def test_the_native_engine_ends_sequences_at_the_limit(path):
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     engine = helpers.engine(model)

@@ -56,19 +56,6 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm):
     assert weights_hash(cut, 4) == weights_hash(whole, 4)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        "aot",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "hinge")),
-        {"fn": "dpo", "label_smoothing": 0.1, "nll_coef": 0.2},
-    ],
-)
-def test_the_relatives_of_dpo_are_settings(tmp_path, loss):
-    config = configuration(tmp_path, "dpo", steps=2)
-    assert run(config | {"loss": loss}) == 0
-
-
 def test_a_reference_is_only_there_where_the_loss_reads_it(tmp_path):
     config = configuration(tmp_path, "dpo", steps=1)
     run(config)

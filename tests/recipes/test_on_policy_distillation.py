@@ -65,15 +65,6 @@ def test_the_student_comes_closer(tmp_path, taught, loss):
     assert lines[-1][watched] < 0.7 * lines[1][watched]
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path):
-    config = configuration(tmp_path, steps=1, samples_per_prompt=1)
-    config["models"]["teacher"]["load"] = config["models"]["policy"]["load"]
-    run(config)
-    (line,) = [line for line in metrics(config) if line["step"] == 1]
-    assert line["teacher_kl"] == pytest.approx(0.0, abs=1e-5)
-    assert line["loss/grad_norm"] == pytest.approx(0.0, abs=1e-4)
-
-
 def test_a_reward_is_for_evaluation(tmp_path):
     config = configuration(tmp_path, steps=1, eval_every=1) | {"reward": "tests.digits:digits"}
     run(config)
