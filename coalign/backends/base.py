@@ -46,11 +46,9 @@ STEP_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
 
 
 class Objective:
-    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss.
-
-    ``fn`` names the loss; ``section`` is the dotted path of its section, for errors. Raises ConfigError for wrong
-    arguments, ValueError for a loss that is not there or an aggregation that has no meaning for it.
-    """
+    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss. ``fn``
+    names the loss; ``section`` is the dotted path of its section, for errors. Raises ConfigError for wrong arguments,
+    ValueError for a loss that is not there or an aggregation that has no meaning for it."""
 
     def __init__(
         self,
@@ -322,11 +320,9 @@ class Module:
 
 
 class TrainableModule(Module):
-    """A model that scores and learns (coalign.roles.Trainable), on the methods that a backend supplies.
-
-    Each rank gets a shard of the batch, and all ranks call the same method. ``version`` counts the finished
-    train_steps, ``updates`` the optimizer steps tried, ``tokens`` the tokens trained on, over all ranks.
-    """
+    """A model that scores and learns (coalign.roles.Trainable), on the methods that a backend supplies. Each rank gets
+    a shard of the batch, and all ranks call the same method. ``version`` counts the finished train_steps, ``updates``
+    the optimizer steps tried, ``tokens`` the tokens trained on, over all ranks."""
 
     spmd = True
     needs = {
@@ -649,9 +645,7 @@ class TrainableModule(Module):
 
 class _TrainedLogprobs:
     """Records the log-probs of a batch's trained tokens before the first update, which a training step computes anyway.
-
-    ``values`` f32[T], NaN where there is none. ``batch`` is the one to cut into micro-batches.
-    """
+    ``values`` f32[T], NaN where there is none. ``batch`` is the one to cut into micro-batches."""
 
     def __init__(self, batch: Batch) -> None:
         recorded = batch.token.get("old_logprobs")

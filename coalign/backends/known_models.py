@@ -75,10 +75,8 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class _KnownModel:
-    """A decoder with causal attention over all tokens and plain rotary positions.
-
-    ``context``: tokens of the longest sequence. ``shapes``: the language model's, by the tensors' names in files.
-    """
+    """A decoder with causal attention over all tokens and plain rotary positions. ``context``: tokens of the longest
+    sequence. ``shapes``: the language model's, by the tensors' names in files."""
 
     context: int
     shapes: Mapping[str, Shape]

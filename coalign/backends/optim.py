@@ -89,11 +89,9 @@ def _build_muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> 
 
 
 class Adafactor(Optimizer):
-    """Adafactor (1804.04235): it keeps only the means of rows and columns of a matrix's second moments.
-
-    The formula and constants are those of torch.optim.Adafactor, in operations that sharded tensors support. The step
-    is min(lr, 1 / sqrt(step)) times the root mean square of the parameter.
-    """
+    """Adafactor (1804.04235): it keeps only the means of rows and columns of a matrix's second moments. The formula and
+    constants are those of torch.optim.Adafactor, in operations that sharded tensors support. The step is min(lr, 1 /
+    sqrt(step)) times the root mean square of the parameter."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr})
@@ -240,11 +238,9 @@ def _schedule(unit: int, config: OptimizerConfig, total: int) -> float:
 
 
 class WeightAverage:
-    """Exponential moving average of trained weights: decay * average + (1 - decay) * weights after each step.
-
-    It starts from the first weights, in float32, because at decay 0.999 a step adds less than bfloat16 can hold; each
-    average is sharded as its parameter. (AveragedModel of torch.optim.swa_utils copies frozen weights and the dtype.)
-    """
+    """Exponential moving average of trained weights: decay * average + (1 - decay) * weights after each step. It starts
+    from the first weights, in float32, because at decay 0.999 a step adds less than bfloat16 can hold; each average is
+    sharded as its parameter. (AveragedModel of torch.optim.swa_utils copies frozen weights and the dtype.)"""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay

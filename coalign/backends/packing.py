@@ -25,11 +25,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Neighbouring spans that one attention call takes: each span attends causally to itself, and to ``prefix``.
-
-    The spans lie end to end from ``start``. ``prefix``: (start, stop) of the earlier one-span block that each of them
-    continues, or None.
-    """
+    """Neighbouring spans that one attention call takes: each span attends causally to itself, and to ``prefix``. The
+    spans lie end to end from ``start``. ``prefix``: (start, stop) of the earlier one-span block that each of them
+    continues, or None."""
 
     start: int
     lengths: tuple[int, ...]
@@ -57,10 +55,8 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Spans:
     """The spans of a row as attention over sequences of different lengths takes them: queries end to end, and keys.
-
     Span n has the queries ``queries[n]`` to ``queries[n + 1]``, and the keys ``keys[n]`` to ``keys[n + 1]`` of the
-    row's tokens at ``source``: those of its prefix, then its own. The last query of a span sees its last key.
-    """
+    row's tokens at ``source``: those of its prefix, then its own. The last query of a span sees its last key."""
 
     queries: Tensor  # i32[N + 1]
     keys: Tensor  # i32[N + 1]
@@ -184,11 +180,9 @@ def _mask(block: Block, window: int | None, device: torch.device, two_way: Seque
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed row of P tokens that holds N sequences with T trained tokens.
-
-    ``blocks`` cover the row in order, every token once. Trained tokens are in the order of the batch; the hidden state
-    at position ``predictors[t]`` of the row predicts trained token t.
-    """
+    """One packed row of P tokens that holds N sequences with T trained tokens. ``blocks`` cover the row in order, every
+    token once. Trained tokens are in the order of the batch; the hidden state at position ``predictors[t]`` of the row
+    predicts trained token t."""
 
     tokens: Tensor  # i64[P]
     positions: Tensor  # i64[P], the token's index within its sequence

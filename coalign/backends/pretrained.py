@@ -350,11 +350,9 @@ def build_writer(
 
 
 class StoredNames:
-    """Gives weights of ``model`` (which may have none itself) the names and shapes that checkpoints have.
-
-    transformers stacks experts in memory and renames some modules; the files of most families, and engines that read
-    them, have one tensor for each expert. ``source``: the directory of the model's own files, if it has any.
-    """
+    """Gives weights of ``model`` (which may have none itself) the names and shapes that checkpoints have. transformers
+    stacks experts in memory and renames some modules; the files of most families, and engines that read them, have one
+    tensor for each expert. ``source``: the directory of the model's own files, if it has any."""
 
     def __init__(self, model: PreTrainedModel, source: Path) -> None:
         self.model = model

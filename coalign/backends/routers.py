@@ -46,12 +46,9 @@ class ExpertChoice(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a model, in the order of its layers.
-
-    After a forward within ``watch``: ``logits`` [T, E] and ``chosen`` i64[T, k] of each layer, and the ``weights`` [T]
-    of its tokens. ``unfit``: why they cannot be watched, once a forward has shown it. ``enabled``: whether ``watch``
-    keeps anything.
-    """
+    """The routers of a model, in the order of its layers. After a forward within ``watch``: ``logits`` [T, E] and
+    ``chosen`` i64[T, k] of each layer, and the ``weights`` [T] of its tokens. ``unfit``: why they cannot be watched,
+    once a forward has shown it. ``enabled``: whether ``watch`` keeps anything."""
 
     enabled = True
 

@@ -58,10 +58,8 @@ def save(
 
 
 class BackgroundWriter:
-    """A thread that writes copies of tensors while the tensors change, one directory after the other.
-
-    ``group`` is for collectives of this thread alone: those of training go on meanwhile.
-    """
+    """A thread that writes copies of tensors while the tensors change, one directory after the other. ``group`` is for
+    collectives of this thread alone: those of training go on meanwhile."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.group = group

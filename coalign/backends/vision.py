@@ -78,12 +78,9 @@ def name_components(model: PreTrainedModel) -> dict[str, str]:
 
 
 class ImageEmbedder:
-    """Turns images into the embeddings that the language model of ``model`` reads for their placeholders.
-
-    ``keep``: bytes of pixels to keep in memory. ``learns``, ``is_sharded``: the tower's gradients, or its collectives,
-    are needed for every row, so it computes something for each. ``one_by_one``: features of an image do not depend on
-    others.
-    """
+    """Turns images into the embeddings that the language model of ``model`` reads for their placeholders. ``keep``:
+    bytes of pixels to keep in memory. ``learns``, ``is_sharded``: the tower's gradients, or its collectives, are needed
+    for every row, so it computes something for each. ``one_by_one``: features of an image do not depend on others."""
 
     def __init__(
         self,

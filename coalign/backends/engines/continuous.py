@@ -18,9 +18,7 @@ from coalign.types import Response, Stats
 
 class _ResponseBatch:
     """A batch whose samples are single responses, while a session computes them. ``samples``: as they were given.
-
-    Raises ValueError for a prompt that can never fit.
-    """
+    Raises ValueError for a prompt that can never fit."""
 
     def __init__(
         self,

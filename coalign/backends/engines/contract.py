@@ -103,11 +103,8 @@ Accepted = TypeVar("Accepted", bound=SubmittedRequest)
 
 
 class QueuedSession(GenerationSession, Generic[Accepted]):
-    """Keeps requests until their samples start, and records what is chosen for these.
-
-    arrived: requests since the last step. waiting: those with samples that have not started. ended: conversations that
-    have had their last turn.
-    """
+    """Keeps requests until their samples start, and records what is chosen for these. arrived: requests since the last
+    step. waiting: those with samples that have not started. ended: conversations that have had their last turn."""
 
     engine: InferenceEngine
 

@@ -36,10 +36,8 @@ class EpisodesFailed(RuntimeError):
 
 
 class _EnginePolicy:
-    """Answers the turns of episodes by requests to a session.
-
-    ``longest``: the most tokens of a sample that later models can read.
-    """
+    """Answers the turns of episodes by requests to a session. ``longest``: the most tokens of a sample that later
+    models can read."""
 
     def __init__(
         self,

@@ -35,12 +35,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 class MetaModel:
-    """A causal LM on ``device`` in ``dtype``.
-
-    attention: the name of transformers' implementation; None: the one that it chooses. images: the processor of a model
-    that sees; None drops the towers. Raises what ``check`` raises, ``refusal`` for a class that does not know the
-    implementation, and ValueError without a causal LM for ``config``.
-    """
+    """A causal LM on ``device`` in ``dtype``. attention: the name of transformers' implementation; None: the one that
+    it chooses. images: the processor of a model that sees; None drops the towers. Raises what ``check`` raises,
+    ``refusal`` for a class that does not know the implementation, and ValueError without a causal LM for ``config``."""
 
     @building()
     def __init__(
@@ -188,12 +185,9 @@ def _find_aliases(module: nn.Module) -> dict[str, list[str]]:
 
 
 class MetaModelEngine(InferenceEngine):
-    """Generates with ``model``, in this process.
-
-    seed: that of sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request.
-    forbidden: ids that the model must not say. reserve: called with the bytes that the KV cache is about to have; may
-    raise.
-    """
+    """Generates with ``model``, in this process. seed: that of sampling. end_tokens: ids that end a response. decoder:
+    see coalign.backends.engines.request. forbidden: ids that the model must not say. reserve: called with the bytes
+    that the KV cache is about to have; may raise."""
 
     def __init__(
         self,

@@ -25,11 +25,9 @@ _INCOMPLETE = "\ufffd"  # what a tokenizer prints for a character of which some 
 
 
 class StopFinder:
-    """Watches one response as it grows.
-
-    ``decode`` turns token ids into text. Each step decodes only the last few tokens and takes what the newest ones add
-    to the text before them: a decoder may treat the first token of a text differently.
-    """
+    """Watches one response as it grows. ``decode`` turns token ids into text. Each step decodes only the last few
+    tokens and takes what the newest ones add to the text before them: a decoder may treat the first token of a text
+    differently."""
 
     def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         self.stops = stops

@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 
 
 class RolloutModule(Module):
-    """Generates with an engine, which it builds without weights.
-
-    The weights come from ``load_weights``. If nobody has sent any when the first tokens are wanted, they come from
-    ``config.load`` and ``config.init`` (as version 0).
-    """
+    """Generates with an engine, which it builds without weights. The weights come from ``load_weights``. If nobody has
+    sent any when the first tokens are wanted, they come from ``config.load`` and ``config.init`` (as version 0)."""
 
     needs = {
         **dict.fromkeys(("generate", "roll"), ("weights", "kv")),

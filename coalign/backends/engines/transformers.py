@@ -45,11 +45,9 @@ BATCHINGS = ("padded", "equal", "whole")  # from the fastest to the one that ask
 
 @dataclass(slots=True, eq=False)
 class _CachedRows:
-    """Rows of tokens that a model has computed, padded on the left to one ``length``.
-
-    padding: i64[B], leading entries of each row that hold no token. state: the model's cache. shift: i64[B], the row's
-    number of tokens minus its next position: M-RoPE gives an image fewer positions than tokens.
-    """
+    """Rows of tokens that a model has computed, padded on the left to one ``length``. padding: i64[B], leading entries
+    of each row that hold no token. state: the model's cache. shift: i64[B], the row's number of tokens minus its next
+    position: M-RoPE gives an image fewer positions than tokens."""
 
     padding: Tensor
     shift: Tensor
@@ -330,11 +328,9 @@ class _RowBatch:
 
 
 class _TransformersSession(QueuedSession[SubmittedRequest]):
-    """Schedules requests on batches of rows: one batch if rows can be padded, otherwise one for each length.
-
-    Samples of a prompt share its prefill. Where rows can be padded, a conversation keeps its row between two turns, as
-    long as no other sample needs the slot and the weights stay; otherwise every turn is computed from its beginning.
-    """
+    """Schedules requests on batches of rows: one batch if rows can be padded, otherwise one for each length. Samples of
+    a prompt share its prefill. Where rows can be padded, a conversation keeps its row between two turns, as long as no
+    other sample needs the slot and the weights stay; otherwise every turn is computed from its beginning."""
 
     engine: _TransformersEngine
 

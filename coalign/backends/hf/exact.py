@@ -40,10 +40,8 @@ class TreeSum:
 
 class LeafReduction:
     """The sum of the leaves' gradients for all modules that FSDP shards; it takes the place of FSDP's reduce-scatter.
-
     ``is_last`` says that the gradients under way are those of this rank's last leaf. Only then is there a result;
-    before, FSDP adds zeros to the gradient.
-    """
+    before, FSDP adds zeros to the gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule as ShardedModule  # slow

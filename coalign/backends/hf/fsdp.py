@@ -56,11 +56,8 @@ CPU_BLOCK = 32 * 2**20
 
 
 class HuggingFaceModule(BackgroundSaves, TrainableModule):
-    """A causal LM, value model or reward model, frozen or trained.
-
-    A subclass sets ``model``, and ``optimizer`` if the model is trained. It overrides `_forward`, `_backward` and
-    `_gather` where its library works differently.
-    """
+    """A causal LM, value model or reward model, frozen or trained. A subclass sets ``model``, and ``optimizer`` if the
+    model is trained. It overrides `_forward`, `_backward` and `_gather` where its library works differently."""
 
     adapters = True
     model: PackedModel

@@ -42,11 +42,9 @@ ROWS = ("packed", "padded", "single")  # from the fastest to the one that asks l
 
 
 class PackedModel(nn.Module):
-    """Wraps a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``.
-
-    ``rows`` (ROWS): how the sequences of a layout are computed. Only packed ones may share prompts. ``heads``: the
-    exchange in attention with ranks that compute other chunks of each row.
-    """
+    """Wraps a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``. ``rows``
+    (ROWS): how the sequences of a layout are computed. Only packed ones may share prompts. ``heads``: the exchange in
+    attention with ranks that compute other chunks of each row."""
 
     heads: HeadExchange | None = None
     images: ImageEmbedder | None = None  # set for a model that reads images
@@ -181,11 +179,8 @@ class PackedModel(nn.Module):
 
 
 class LanguageModelHead:
-    """Computes log-probs and other outputs from hidden states, at the sampling temperature.
-
-    ``top``: for a teacher, how many of its likeliest tokens (0: all). ``settings`` of the logits: scale, softcap
-    (coalign.algorithms.logprobs).
-    """
+    """Computes log-probs and other outputs from hidden states, at the sampling temperature. ``top``: for a teacher, how
+    many of its likeliest tokens (0: all). ``settings`` of the logits: scale, softcap (coalign.algorithms.logprobs)."""
 
     def __init__(self, *, temperature: float = 1.0, top: int = 0, **settings: Any) -> None:
         self.temperature, self.top, self.settings = temperature, top, settings

@@ -33,10 +33,8 @@ class RankAxis:
 @dataclass(frozen=True, slots=True)
 class RowShard:
     """A rank's chunk of a row: a ``layout`` with the chunk's tokens, predictors and last tokens, and the row's blocks.
-
     ``indices``: for outputs of a `token` and of a `sequence`, the indices i64[n] of the chunk's values among those of
-    the whole row, and the number of the latter.
-    """
+    the whole row, and the number of the latter."""
 
     layout: Layout
     indices: dict[str, tuple[Tensor, int]]
@@ -61,10 +59,8 @@ class HeadExchange:
 
 
 class RowSharding:
-    """Cuts rows over the ranks that compute them together: over ``context``, then each chunk over ``tensor``.
-
-    The length of a chunk is a multiple of ``multiple``.
-    """
+    """Cuts rows over the ranks that compute them together: over ``context``, then each chunk over ``tensor``. The
+    length of a chunk is a multiple of ``multiple``."""
 
     def __init__(self, context: RankAxis, tensor: RankAxis, *, multiple: int = 1) -> None:
         self.context, self.tensor, self.multiple = context, tensor, multiple

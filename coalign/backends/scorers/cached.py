@@ -36,11 +36,9 @@ BUSY_SECONDS = 60.0  # replicas of one model take turns at writing to the same f
 
 
 class CachedModule(Module):
-    """A scorer of class ``config.module`` behind an SQLite file of its log-probs in the directory ``config.cache``.
-
-    The key of a sequence is its tokens and loss mask, that of a model its files' bytes and the settings that change
-    log-probs. `cache/hits` and `cache/misses` count sequences.
-    """
+    """A scorer of class ``config.module`` behind an SQLite file of its log-probs in the directory ``config.cache``. The
+    key of a sequence is its tokens and loss mask, that of a model its files' bytes and the settings that change
+    log-probs. `cache/hits` and `cache/misses` count sequences."""
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:

@@ -113,11 +113,9 @@ class TokenizedConversation(NamedTuple):
 
 
 class ConversationReader:
-    """Tokenizes conversations for a reward model; ``longest``: the most tokens that the model can take.
-
-    ``images``: how a model that sees reads them. ``reasoning``: what it was shown of thoughts. Raises ValueError if the
-    tokenizer has no template and ``config.chat_template`` gives none.
-    """
+    """Tokenizes conversations for a reward model; ``longest``: the most tokens that the model can take. ``images``: how
+    a model that sees reads them. ``reasoning``: what it was shown of thoughts. Raises ValueError if the tokenizer has
+    no template and ``config.chat_template`` gives none."""
 
     def __init__(
         self, config: ModelConfig, images: ImagesConfig | None = None, reasoning: ReasoningPolicy | None = None

@@ -287,10 +287,8 @@ def _merge_streams(
 
 
 class _BroadcastReceiver:
-    """The buckets of one sender.
-
-    A thread receives the next bucket while the last one is installed, and puts this object into ``ready`` for each.
-    """
+    """The buckets of one sender. A thread receives the next bucket while the last one is installed, and puts this
+    object into ``ready`` for each."""
 
     def __init__(
         self,

@@ -74,10 +74,8 @@ class HostMemoryFull(MemoryError):
 
 
 class SharedMemorySegment:
-    """Bytes u8[size] of shared memory.
-
-    One process creates it; others open its ``address`` and may only read: writing ends them with SIGSEGV.
-    """
+    """Bytes u8[size] of shared memory. One process creates it; others open its ``address`` and may only read: writing
+    ends them with SIGSEGV."""
 
     def __init__(self, address: Address, mapped: mmap.mmap) -> None:
         self.address = address

@@ -36,10 +36,7 @@ MAX_SEGMENT_BYTES = 2**30
 
 
 class _DeviceSegment:
-    """Bytes u8[size] of a GPU's memory.
-
-    One process creates it; others open its ``address`` and may only read.
-    """
+    """Bytes u8[size] of a GPU's memory. One process creates it; others open its ``address`` and may only read."""
 
     def __init__(self, address: Any, data: Tensor) -> None:
         self.address, self.bytes = address, data

@@ -38,9 +38,7 @@ TRANSPORTS = {
 
 class WeightSync:
     """Gives the weights of ``source`` to ``target``, with a version that the target reports for every token it samples.
-
-    ``overlap``: the target computes while the source trains, so it needs a copy of its own.
-    """
+    ``overlap``: the target computes while the source trains, so it needs a copy of its own."""
 
     def __init__(
         self, source: DistModel, target: DistModel, config: SyncConfig | None = None, *, overlap: bool = False

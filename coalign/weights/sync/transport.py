@@ -48,12 +48,9 @@ class DamagedWeights(WeightError):
 
 @dataclass(frozen=True, slots=True)
 class WeightEndpoint:
-    """One rank of a model.
-
-    ``host`` is equal for processes that see each other in /proc. ``gpu``: the id of its device; None on a CPU.
-    ``sends``: it exports weights. ``adopts``: it can compute with the tensors that it is given.
-    ``dtype``: the one that all its weights are cast to; None if they have several.
-    """
+    """One rank of a model. ``host`` is equal for processes that see each other in /proc. ``gpu``: the id of its device;
+    None on a CPU. ``sends``: it exports weights. ``adopts``: it can compute with the tensors that it is given.
+    ``dtype``: the one that all its weights are cast to; None if they have several."""
 
     host: str
     process: int
@@ -104,11 +101,8 @@ def open_store(host: str, port: int = 0) -> TCPStore:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """The weights that a source rank has to send.
-
-    ``changing``: only the weights that training changes. ``dtype``: floating-point weights of a wider type are cast to
-    it. ``timeout``: seconds that the next weight may take.
-    """
+    """The weights that a source rank has to send. ``changing``: only the weights that training changes. ``dtype``:
+    floating-point weights of a wider type are cast to it. ``timeout``: seconds that the next weight may take."""
 
     changing: bool
     dtype: torch.dtype | None
@@ -125,10 +119,8 @@ class SentWeights:
 
 @dataclass(eq=False)
 class Transport(ABC):
-    """Moves the weights of one model to all replicas of another.
-
-    ``senders``, ``readers``: the endpoints of the two models' ranks (none within one process).
-    """
+    """Moves the weights of one model to all replicas of another. ``senders``, ``readers``: the endpoints of the two
+    models' ranks (none within one process)."""
 
     source: DistModel
     target: DistModel
@@ -277,10 +269,8 @@ def guard_installation(module: Module, version: int) -> Iterator[None]:
 
 
 class LiveTensorTransport(Transport):
-    """Hands over the live tensors; nothing is copied.
-
-    For models that never compute at once, since training changes the tensors in place.
-    """
+    """Hands over the live tensors; nothing is copied. For models that never compute at once, since training changes the
+    tensors in place."""
 
     adopt = True
 

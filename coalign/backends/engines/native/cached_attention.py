@@ -32,11 +32,9 @@ REFUSAL = "the native engine cannot run {}: {}; use `module: transformers` or `v
 
 
 class KVCache:
-    """Stores keys and values of ``slots`` sequences of up to ``length`` tokens, per layer [slots, length, heads, d].
-
-    A layer is allocated at its first write, with its own number of heads and head sizes. The operating system commits
-    memory as it is touched. ``reserve`` is called with the bytes of all layers before they are allocated.
-    """
+    """Stores keys and values of ``slots`` sequences of up to ``length`` tokens, per layer [slots, length, heads, d]. A
+    layer is allocated at its first write, with its own number of heads and head sizes. The operating system commits
+    memory as it is touched. ``reserve`` is called with the bytes of all layers before they are allocated."""
 
     def __init__(self, slots: int, length: int, reserve: Callable[[int], None] = lambda size: None) -> None:
         self.slots, self.length, self.reserve = slots, length, reserve
@@ -75,11 +73,9 @@ class KVCache:
 
 
 class PrefillSequence(NamedTuple):
-    """One sequence in the packed rows start..stop-1; its keys and values go to each of ``slots``.
-
-    The last ``decoded`` rows are response tokens, computed as DecodeAttention would. If the slots already hold ``past``
-    tokens, all rows are response tokens. ``two_way``: (start, stop) of its tokens that see each other, an image's.
-    """
+    """One sequence in the packed rows start..stop-1; its keys and values go to each of ``slots``. The last ``decoded``
+    rows are response tokens, computed as DecodeAttention would. If the slots already hold ``past`` tokens, all rows are
+    response tokens. ``two_way``: (start, stop) of its tokens that see each other, an image's."""
 
     start: int
     stop: int
@@ -148,11 +144,9 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """Attention of one new token in each of the slots 0..B-1.
-
-    ``positions`` i64[B] of the tokens; ``columns`` is greater than all of them. ``prefixes`` i64[2, B]: for each token
-    a slot with the same first keys and values, and the number of these.
-    """
+    """Attention of one new token in each of the slots 0..B-1. ``positions`` i64[B] of the tokens; ``columns`` is
+    greater than all of them. ``prefixes`` i64[2, B]: for each token a slot with the same first keys and values, and the
+    number of these."""
 
     def __init__(self, cache: KVCache, positions: Tensor, columns: int, prefixes: Tensor | None = None) -> None:
         self.cache = cache

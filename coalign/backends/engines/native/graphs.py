@@ -32,11 +32,9 @@ def round_rows(count: int) -> int:
 
 
 class DecodeGraphs:
-    """Captures and replays the decode step of one session.
-
-    ``compute(rows, columns, live)`` is the step of the slots 0..rows-1, each with fewer than ``columns`` tokens; those
-    that are not ``live`` (bool[rows]) fill up the rows. ``name`` is the model's in a warning.
-    """
+    """Captures and replays the decode step of one session. ``compute(rows, columns, live)`` is the step of the slots
+    0..rows-1, each with fewer than ``columns`` tokens; those that are not ``live`` (bool[rows]) fill up the rows.
+    ``name`` is the model's in a warning."""
 
     def __init__(self, compute: Compute, device: torch.device, name: str) -> None:
         self._compute, self._device, self._name = compute, device, name

@@ -86,11 +86,8 @@ FLOAT32_INSTEAD = "`compute_dtype: bfloat16` is computed in float32"
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernel for the linear layers of a model.
-
-    gflops: measured speed of every kernel of this machine, in 10⁹ floating point operations per second of one thread.
-    variant: the kernels that are not invariant.
-    """
+    """The kernel for the linear layers of a model. gflops: measured speed of every kernel of this machine, in 10⁹
+    floating point operations per second of one thread. variant: the kernels that are not invariant."""
 
     name: str
     dtype: str

@@ -79,12 +79,9 @@ class ActiveSequence(PartialResponse):
 
 
 class SequenceSlots:
-    """Assigns ``count`` slots of the KV cache to sequences of up to ``longest`` tokens each.
-
-    Active sequences have the slots 0..n-1, so that decoding reads them as one block. Sequences kept between two turns
-    come right after them. A slot that becomes free is filled from the end. A kept sequence is dropped as soon as its
-    slot is needed.
-    """
+    """Assigns ``count`` slots of the KV cache to sequences of up to ``longest`` tokens each. Active sequences have the
+    slots 0..n-1, so that decoding reads them as one block. Sequences kept between two turns come right after them. A
+    slot that becomes free is filled from the end. A kept sequence is dropped as soon as its slot is needed."""
 
     def __init__(self, model: NativeModel, *, note_seen: bool, reserve: Callable[[int], None]) -> None:
         self.count = self.longest = 0

@@ -39,9 +39,7 @@ TILES, TOKEN = ("num_patches", "image_num_patches"), "image_token_id"
 
 class ImageInputs:
     """Makes inputs of prompts with images for the model of ``config``. ``processor``: the one of trainer and data.
-
-    Raises ValueError for a model whose pixels vLLM reads in another form than its processor makes them.
-    """
+    Raises ValueError for a model whose pixels vLLM reads in another form than its processor makes them."""
 
     def __init__(self, config: ModelConfig, processor: ImageProcessor) -> None:
         self.pixels = PixelCache(processor, KEPT_PIXELS)

@@ -68,10 +68,8 @@ class _SampledRow:
 
 
 class _CounterSampler(LogitsProcessor):
-    """Chooses each token by (stream key, position), from the logits of its own row.
-
-    It never chooses what a model must not say, the ids in the settings' ``additional_config``.
-    """
+    """Chooses each token by (stream key, position), from the logits of its own row. It never chooses what a model must
+    not say, the ids in the settings' ``additional_config``."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         ids = cast(dict[str, Any], vllm_config.additional_config)[FORBIDDEN]
@@ -119,10 +117,8 @@ class _CounterSampler(LogitsProcessor):
 
 
 class _VLLMSession(QueuedSession[SubmittedRequest]):
-    """Submits every sample as one vLLM request.
-
-    Samples of a prompt and turns of a conversation share keys and values through vLLM's prefix cache.
-    """
+    """Submits every sample as one vLLM request. Samples of a prompt and turns of a conversation share keys and values
+    through vLLM's prefix cache."""
 
     engine: VLLMEngine
 
@@ -254,10 +250,8 @@ LOAD_SECONDS = 600.0  # time limit of a worker for one parcel of weights
 
 
 class _WorkerProcesses:
-    """Watches vLLM's processes of a replica's ranks, to tell which one ended first.
-
-    ``workers`` are vLLM's handles. As soon as one process ends, vLLM ends the others.
-    """
+    """Watches vLLM's processes of a replica's ranks, to tell which one ended first. ``workers`` are vLLM's handles. As
+    soon as one process ends, vLLM ends the others."""
 
     def __init__(self, workers: Sequence[Any]) -> None:
         self._workers = workers
