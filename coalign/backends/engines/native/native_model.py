@@ -38,7 +38,7 @@ from coalign.backends.engines.native.kernels import PackedLinear, replace_linear
 from coalign.backends.packing import join_neighbours
 from coalign.backends.pretrained import MIXERS, choose_attention
 from coalign.backends.routers import Routers
-from coalign.backends.vision import ImageEmbedder, install_embeddings
+from coalign.backends.vision import install_embeddings
 from coalign.backends.vision_language import find_body
 from coalign.cpu import use_kernels
 from coalign.data.images.processor import ImageProcessor
@@ -202,7 +202,7 @@ def check_images(model: NativeModel) -> None:
         model.module.set_attn_implementation(sdpa)
         expected = model.module(**images.list_plain_inputs(tokens, spans)).logits[0, len(prompt) - 1 :].float()
         model.module.set_attn_implementation(choose_attention(model.module.config, NAME, sees=True))
-        logits = _compute_images(model, images, tokens, len(prompt), spans)
+        logits = _compute_stepwise(model, tokens, prompt=len(prompt), spans=spans)
     _check_logits(model, logits, expected, "with images ")
 
 
@@ -217,26 +217,6 @@ def _check_logits(model: NativeModel, logits: Tensor, expected: Tensor, where: s
         raise ValueError(REFUSAL.format(type(model.module).__name__, why))
 
 
-def _compute_images(
-    model: NativeModel, images: ImageEmbedder, tokens: Tensor, prompt: int, spans: Sequence[ImageSpan]
-) -> Tensor:
-    """Prefill the prompt, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V]."""
-    cache = KVCache(ROWS, _round_up(len(tokens), STRIDE))
-    fed, rotary = _pad(model, tokens[:prompt].tolist(), list(range(prompt)))
-    shift = 0
-    if (axes := images.find_positions(prompt, spans)) is not None:
-        rotary, shift = F.pad(axes, (0, len(fed) - prompt)).to(model.device), images.find_shift(prompt, spans)
-    two_way = join_neighbours(spans) if images.has_two_way_images else ()
-    last = torch.tensor([prompt - 1], device=model.device)
-    sequence = PrefillSequence(0, prompt, slice(0, 1), two_way=two_way)
-    out = [model.forward(fed, rotary, PrefillAttention(cache, [sequence]), last, spans)]
-    for step in range(prompt, len(tokens)):
-        fed, at = torch.zeros(2, ROWS, dtype=torch.int64, device=model.device)
-        fed[0], at[0] = tokens[step], step
-        out.append(model.forward(fed, at - shift, DecodeAttention(cache, at, step + 1), None)[:1])
-    return torch.cat(out).float()
-
-
 @torch.inference_mode()
 def is_invariant(model: NativeModel) -> bool:
     """Test whether the logits of that sequence have the same bits alone, among others, and continued after a cut."""
@@ -249,9 +229,12 @@ def _probe_tokens(model: NativeModel) -> Tensor:
     return torch.arange(1, ROWS + _STEPS + 1, device=model.device) * 7919 % model.vocabulary
 
 
-def _compute_stepwise(model: NativeModel, tokens: Tensor, neighbours: int = 0) -> Tensor:
-    """Prefill ROWS tokens, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V].
-    ``neighbours``: the number of longer sequences computed with it, in the slots before its own."""
+def _compute_stepwise(
+    model: NativeModel, tokens: Tensor, neighbours: int = 0, prompt: int = ROWS, spans: Sequence[ImageSpan] = ()
+) -> Tensor:
+    """Prefill a ``prompt`` of so many tokens, with images, then decode the rest one by one. Returns logits of each
+    step, float32 [n + 1, V]. ``neighbours``: the number of longer sequences computed with it, in the slots before its
+    own."""
     slots, length = _round_up(neighbours + 1, ROWS), _round_up((3 if neighbours else 1) * len(tokens), STRIDE)
     cache, indices = KVCache(slots, length), torch.arange(length, device=model.device)
     fed, positions, sequences = [], [], []
@@ -260,17 +243,21 @@ def _compute_stepwise(model: NativeModel, tokens: Tensor, neighbours: int = 0) -
         fed += [(slot + i) % model.vocabulary for i in range(count)]
         positions += range(count)
         sequences.append(PrefillSequence(start, start + count, slice(slot, slot + 1)))
-    sequences.append(PrefillSequence(len(positions), len(positions) + ROWS, slice(neighbours, neighbours + 1)))
-    fed += tokens[:ROWS].tolist()
-    positions += range(ROWS)
-    last = torch.tensor([len(positions) - 1], device=model.device)
-    out = [model.forward(*_pad(model, fed, positions), PrefillAttention(cache, sequences), last)]
-    for step in range(ROWS, len(tokens)):
+    images, start, shift = model.images if spans else None, len(positions), 0
+    two_way = join_neighbours(spans) if images and images.has_two_way_images else ()
+    own = slice(neighbours, neighbours + 1)
+    sequences.append(PrefillSequence(start, start + prompt, own, two_way=two_way))
+    fed, rotary = _pad(model, fed + tokens[:prompt].tolist(), [*positions, *range(prompt)])
+    if images and (axes := images.find_positions(prompt, spans)) is not None:
+        rotary, shift = F.pad(axes, (0, len(fed) - prompt)).to(model.device), images.find_shift(prompt, spans)
+    last = torch.tensor([start + prompt - 1], device=model.device)
+    out = [model.forward(fed, rotary, PrefillAttention(cache, sequences), last, spans)]
+    for step in range(prompt, len(tokens)):
         fed, at = torch.zeros(2, slots, dtype=torch.int64, device=model.device)
         at[:neighbours] = indices[step + len(tokens) : step + len(tokens) + 1]
         fed[neighbours], at[neighbours] = tokens[step], step
-        columns = int(at.max()) + 1
-        out.append(model.forward(fed, at, DecodeAttention(cache, at, columns), None)[neighbours : neighbours + 1])
+        attention = DecodeAttention(cache, at, int(at.max()) + 1)
+        out.append(model.forward(fed, at - shift, attention, None)[own])
     return torch.cat(out).float()
 
 
