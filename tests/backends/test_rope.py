@@ -90,12 +90,16 @@ def test_the_native_engine_ends_sequences_at_the_limit(path):
 def test_vllm_may_not_get_longer_sequences(path):
     kind, _ = read_rope_limit(read_config(ModelConfig(load=path)))
     if kind == "dynamic":
-        with pytest.raises(ValueError, match=r"models\.policy\.load: vLLM .* type `dynamic` otherwise"):
+        with pytest.raises(
+            ValueError, match=r"models\.policy\.load: vLLM changes .* type `dynamic` .* use `module: native`"
+        ):
             VLLMModule.check_architecture(ModelConfig(load=path, vllm={"max_model_len": LIMIT}), "policy")
         return
     VLLMModule.check_architecture(ModelConfig(load=path, vllm={"max_model_len": LIMIT}), "policy")
     for options in ({}, {"max_model_len": LIMIT + 1}):
-        with pytest.raises(ValueError, match=rf"models\.policy\.vllm\.max_model_len: .* above {LIMIT} tokens"):
+        with pytest.raises(
+            ValueError, match=rf"models\.policy\.vllm\.max_model_len: .* above {LIMIT}; set that or less"
+        ):
             VLLMModule.check_architecture(ModelConfig(load=path, vllm=options), "policy")
 
 

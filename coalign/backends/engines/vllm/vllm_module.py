@@ -96,7 +96,9 @@ class VLLMModule(RolloutModule):
         if heads % ranks:
             raise ValueError(f"{key} does not divide the model's {heads} attention heads")
         if kv_heads and kv_heads % ranks and ranks % kv_heads:
-            raise ValueError(f"{key} neither divides the model's {kv_heads} heads of keys and values nor is a multiple")
+            raise ValueError(
+                f"{key} neither divides nor is a multiple of the model's {kv_heads} heads of keys and values"
+            )
 
     @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
