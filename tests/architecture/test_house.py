@@ -18,8 +18,8 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
-    "algorithms": 2_500,
-    "backends": 12_450,
+    "algorithms": 2_320,
+    "backends": 11_545,
     "cli": 640,
     "cluster": 6_950,
     "commands": 560,
@@ -29,11 +29,11 @@ BUDGETS = {
     "environments": 1_950,
     "launch": 2_420,
     "processes": 850,
-    "recipes": 1_020,
+    "recipes": 1_010,
     "report": 1_400,
-    "rewards": 950,
+    "rewards": 910,
     "run_files": 840,
-    "weights": 2_360,
+    "weights": 2_055,
     "": 2_950,  # modules beside the rooms
 }
 CORE_FILES, CORE_LINES = 290, 53_700
