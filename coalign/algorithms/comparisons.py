@@ -144,9 +144,8 @@ def logistic(z: Tensor, label_smoothing: float = 0.0) -> Tensor:
 def check_smoothing(label_smoothing: float, *, least: float = 0.0) -> None:
     """Raise ValueError unless it is a probability from ``least`` to below one half."""
     if not least <= label_smoothing < 0.5:
-        raise ValueError(
-            f"loss.label_smoothing is {label_smoothing}: it is the share of wrong labels, from {least} to below 0.5"
-        )
+        what = f"the share of wrong labels, from {least} to below 0.5"
+        raise ValueError(f"loss.label_smoothing is {label_smoothing}: it is {what}")
 
 
 def compare_responses(

@@ -382,9 +382,8 @@ def _resize_embeddings(model: PreTrainedModel, tensors: Mapping[str, Tensor], di
     separate = head is not None and head.weight is not embeddings.weight
     if len({*rows.values()}) > 1 or (separate and len(rows) == 1):
         there = " and ".join(f"{names[layer]} of {count} rows" for layer, count in rows.items())
-        raise ValueError(
-            f"the adapter {directory} holds {there}; the model has {model_rows} in embeddings and head, and needs both"
-        )
+        needed = f"{model_rows} in embeddings and head, and needs both"
+        raise ValueError(f"the adapter {directory} holds {there}; the model has {needed}")
     model.resize_token_embeddings(rows.popitem()[1], mean_resizing=False)
 
 

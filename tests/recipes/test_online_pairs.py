@@ -9,7 +9,7 @@ from coalign.backends.base import TrainableModule
 from coalign.engine.hooks.guards import UNHEALTHY
 from coalign.launch.plan import prepare
 from coalign.launch.trace import trace
-from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
+from tests.runs import metrics, run, settings, weights_hash
 
 
 def configuration(directory, **runtime):
@@ -113,15 +113,6 @@ def test_the_trainer_computes_no_anchor(tmp_path, monkeypatch):
     config["models"]["trainer"]["updates_per_batch"] = 2
     run(config)
     assert asked == [("reference", None)]
-
-
-@pytest.mark.slow
-def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
-    whole = configuration(tmp_path, steps=4, save_every=2)
-    run(whole)
-    cut = run_in_two_parts(whole)
-    assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
-    assert weights_hash(cut, 4) == weights_hash(whole, 4)
 
 
 def test_pairs_are_made_while_the_trainer_trains(tmp_path):
