@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -183,28 +183,20 @@ def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch
             raise ValueError(f"the weights do not fit: missing ['{sibling}'], the other half of '{name}'")
 
 
-class _AdaptedModel(Protocol):
-    """vLLM's model with its LoRA layers, as far as it is used here."""
-
-    lora_manager: Any
-    embedding_modules: dict[str, str]
-
-
-def _install_adapters(model: _AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
+def _install_adapters(model: Any, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
     """Compute with these adapters from now on, unfinished requests included; without tensors, with none. ``model``:
     vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM."""
     manager = model.lora_manager
-    adapter = (
-        _read_adapter(model, config, tensors)
-        if tensors
-        else manager.create_dummy_lora(ADAPTER_ID, 1, model.embedding_modules)
-    )
+    if tensors:
+        adapter = _read_adapter(model, config, tensors)
+    else:
+        adapter = manager.create_dummy_lora(ADAPTER_ID, 1, model.embedding_modules)
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)
 
 
-def _read_adapter(model: _AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
+def _read_adapter(model: Any, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
