@@ -18,25 +18,25 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
-    "algorithms": 2_500,
-    "backends": 12_450,
-    "cli": 640,
+    "algorithms": 2_325,
+    "backends": 11_540,
+    "cli": 635,
     "cluster": 6_470,
     "commands": 560,
     "config": 3_520,
-    "data": 6_250,
-    "engine": 6_110,
+    "data": 6_225,
+    "engine": 6_105,
     "environments": 1_950,
-    "launch": 2_420,
-    "processes": 850,
-    "recipes": 1_020,
-    "report": 1_355,
-    "rewards": 950,
+    "launch": 2_415,
+    "processes": 845,
+    "recipes": 1_010,
+    "report": 1_360,
+    "rewards": 910,
     "run_files": 795,
-    "weights": 2_360,
+    "weights": 2_060,
     "": 2_960,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 53_050
+CORE_FILES, CORE_LINES = 290, 51_610
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),
